@@ -1,0 +1,66 @@
+# Every target does its own set-up; from the second time on, that takes no network and no time.
+
+PYTHON ?= python3
+# For a machine without GPU, spare the download of CUDA:
+#   make run TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+TORCH := torch==2.13.0
+JUPYTERLAB := jupyterlab==4.6.6
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+
+# Notebooks run in .venv, whatever other kernels are registered on this machine.
+export JUPYTER_PREFER_ENV_PATH := 1
+unexport JUPYTER_PATH
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lab notebooks gpu clean
+
+help:  ## Show this list
+	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(READY)  ## Execute a notebook and print what it measures: NB=01 (default), 02, ..., all
+	@$(PY) notebooks/execute.py run $(or $(NB),01)
+
+test: export RECIPES_FAST := 1
+test: $(READY)  ## Lint, unit and parity tests, every notebook in small sizes, README commands
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pytest --nbmake --nbmake-timeout=900 tests notebooks $(ARGS)
+
+lab: $(VENV)/.lab  ## Open JupyterLab in notebooks/
+	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+
+notebooks: $(READY)  ## Rebuild notebooks/*.ipynb from notebooks/source, with outputs; NB=02 for one
+	@$(PY) notebooks/execute.py build $(or $(NB),all)
+
+gpu: $(READY)  ## Measure every recipe on this machine's GPU: TIER=cpu, gpu16, gpu24 or gpu80 sets the sizes
+	@$(PY) -m benchmarks.gpu $(if $(TIER),--tier $(TIER)) $(ARGS)
+
+clean:  ## Remove the environment and all caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
+	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp comes last, so an interrupted set-up has none and is taken up again next time.
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "Python 3.10 or newer is needed. Name one with: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	    echo "This Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Setting up $(VENV) (once, a few minutes)"
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+	    reuse=; if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; then reuse=--system-site-packages; fi; \
+	    $(PYTHON) -m venv --clear $$reuse $(VENV); }
+	@$(PY) -c '$(HAS_TORCH)' 2>/dev/null || \
+	    $(PY) -m pip install $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PY) -m pip install --quiet -r requirements.txt
+	@$(PY) -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(VENV)/.lab: $(READY)
+	@$(PY) -m pip install --quiet $(JUPYTERLAB)
+	@touch $@

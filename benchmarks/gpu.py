@@ -1,0 +1,192 @@
+"""Measure the recipes on this machine, in under ten minutes on one large GPU.
+
+python -m benchmarks.gpu                       every part, in the order below
+python -m benchmarks.gpu --parts limits ladder
+python -m benchmarks.gpu --tier cpu --fast     the same code in small sizes, without a GPU
+
+Each part runs in a process of its own under a time limit, and its numbers are kept as soon as it ends:
+a part that fails or takes too long costs only itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import RESULTS, keep, keep_ladder
+from recipes_lib.bench import LR, Bench, techniques
+from recipes_lib.core.ladder import Ladder
+from recipes_lib.core.machine import GIB, TIERS, fast, machine, provenance, runs_dir, synchronize
+from recipes_lib.core.measure import PeakMemory, measure
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = "01_large_models_limited_hardware"
+
+
+def limits() -> dict[str, Any]:
+    """What the device can do: bf16 matrix products and memory traffic. Shares of these are honest; x-fold is not."""
+    n = 8192 if machine().device == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=machine().device, dtype=torch.bfloat16) for _ in range(2))
+    product = measure(lambda: a @ b, warmup=3, repeats=10).seconds
+    source = torch.empty(GIB // (1 if machine().device == "cuda" else 16), dtype=torch.uint8, device=machine().device)
+    target = torch.empty_like(source)
+    copy = measure(lambda: target.copy_(source), warmup=3, repeats=10).seconds
+    return {"bf16_tflops": 2 * n**3 / product / 1e12, "copy_gb_per_s": 2 * source.numel() / copy / 1e9}
+
+
+def notebook() -> dict[str, Any]:
+    """Notebook 01 in the sizes of this tier; its source is a plain script."""
+    script = ROOT / "notebooks" / "source" / f"{NOTEBOOK}.py"
+    subprocess.run([sys.executable, str(script)], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    keep_ladder(runs_dir() / f"{NOTEBOOK}.json", folder=out_dir())
+    return {}
+
+
+def full_bench(**options: Any) -> Bench:
+    """The model of the full fine-tuning parts, in the size of this tier."""
+    shape, layers, batch_size, seq_len = SIZES[machine().tier][0]
+    return Bench(shape, batch_size, seq_len, micro_batches=batch_size, layers=layers, **options)
+
+
+def ladder() -> dict[str, Any]:
+    """Peak bytes and tokens per second of each technique alone, against plain training."""
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU: what a careful user of fp32 has
+    bench, kept, failed = full_bench(), Ladder("benchmark_ladder"), {}
+    names = ["baseline", *techniques()]
+    if machine().device == "cpu":
+        names.remove("optimizer_offload")  # refuses: the states are in host memory already
+    for name in names:
+        try:
+            step, plan = getattr(bench, f"arrange_{name}")(bench.fresh())
+            measured = measure(step, tokens=bench.batch_size * bench.seq_len, repeats=3)
+            kept.add(name, measured, predicted=plan.peak, loss=measured.result)
+            print(kept.line(name), flush=True)
+        except (RuntimeError, ValueError) as error:  # one technique that fails costs only its row
+            failed[name] = str(error)
+        step = None
+        keep("ladder", {"rows": [vars(row) for row in kept.rows], "failed": failed}, folder=out_dir())
+    return {}
+
+
+def qlora() -> dict[str, Any]:
+    """QLoRA of the largest shape for this tier under an emulated 24 GB card (16 GB on a smaller one)."""
+    from recipes_lib.core.budget import weight_bytes
+    from recipes_lib.fine_tuning.qlora import apply_qlora
+    from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+    from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
+    from recipes_lib.training.gradient_accumulation import accumulate_gradients
+
+    shape, layers, rows, tokens = SIZES[machine().tier][1]
+    bench = Bench(shape, rows, tokens, micro_batches=rows, layers=layers, dtype=torch.bfloat16)
+    # Random weights are drawn on the device and quantized there, which is outside the cap: a real load
+    # streams them from disk.
+    model = apply_activation_checkpointing(apply_qlora(bench.fresh(), rank=16))
+    batch, optimizer = bench.batch(model), eight_bit_adamw(model, lr=LR)
+
+    def step() -> float:
+        loss = accumulate_gradients(model, batch, micro_batches=rows)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    cap = min(24 * 10**9, machine().memory_bytes)
+    with PeakMemory(limit_bytes=cap):
+        measured = measure(step, tokens=rows * tokens, repeats=1)
+    return {
+        "shape": shape,
+        "tokens": rows * tokens,
+        "cap_gib": cap / GIB,
+        "weights_gib": weight_bytes(model) / GIB,
+        "peak_gib": measured.peak_bytes / GIB,
+        "tokens_per_second": measured.tokens_per_second,
+    }
+
+
+def optimizer_offload() -> dict[str, Any]:
+    """Step time with the states on the host against fused AdamW on the device, in turns."""
+    from recipes_lib.memory.optimizer_offload import offload_optimizer
+
+    small = machine().device == "cpu"
+    bench = full_bench(dtype=torch.float32 if small else torch.bfloat16)
+    seconds: dict[str, list[float]] = {"fused AdamW on the device": [], "states on the host": []}
+    makers = {
+        "fused AdamW on the device": lambda model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
+        "states on the host": lambda model: offload_optimizer(model, lr=LR, allow_cpu=small),
+    }
+    for _ in range(2):
+        for name, make in makers.items():
+            model = bench.fresh()
+            step = bench.plain(model, make(model))
+            step()
+            for _ in range(3):
+                synchronize()
+                start = time.perf_counter()
+                step()
+                synchronize()
+                seconds[name].append(time.perf_counter() - start)
+            del model, step
+    medians = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
+    return {"seconds": medians, "ratio": medians["states on the host"] / medians["fused AdamW on the device"]}
+
+
+# shape, layers, batch, sequence of the full fine-tuning parts; shape, layers, rows, tokens of QLoRA
+SIZES: dict[str, tuple[tuple, tuple]] = {
+    "cpu": (("tiny-llama", None, 8, 64), ("tiny-llama", 4, 4, 32)),
+    "gpu16": (("llama-3.2-1b", 6, 8, 256), ("llama-3.2-3b", None, 8, 512)),
+    "gpu24": (("llama-3.2-1b", 12, 8, 256), ("llama-3.1-8b", None, 8, 1024)),
+    "gpu80": (("llama-3.2-3b", None, 8, 256), ("qwen2.5-32b", None, 8, 1024)),
+}
+PARTS = {part.__name__: part for part in (limits, notebook, ladder, optimizer_offload, qlora)}
+SECONDS = {"limits": 60, "notebook": 240, "ladder": 150, "optimizer_offload": 90, "qlora": 150}
+
+
+def out_dir() -> Path:
+    """Small sizes prove that the code runs; they do not belong beside real results."""
+    return Path(os.environ.get("RECIPES_RESULTS") or (runs_dir() / "results" if fast() else RESULTS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--tier", choices=TIERS, help="run as another kind of machine")
+    parser.add_argument("--fast", action="store_true", help="small sizes; the numbers go to runs/results")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one part, in this process
+    options = parser.parse_args()
+    if options.here:
+        name = options.parts[0]
+        content = PARTS[name]()
+        if content:
+            keep(name, content, folder=out_dir())
+        return
+    if options.tier:
+        os.environ["RECIPES_TIER"] = options.tier
+    if options.fast:
+        os.environ["RECIPES_FAST"] = "1"
+    print(machine())
+    failed = []
+    for name in options.parts:
+        start = time.perf_counter()
+        print(f"\n== {name}: {(PARTS[name].__doc__ or '').splitlines()[0]}", flush=True)
+        command = [sys.executable, "-m", "benchmarks.gpu", "--here", "--parts", name]
+        # A CPU run has no ten-minute limit to keep.
+        limit = SECONDS[name] if machine().device == "cuda" else 1800
+        try:
+            subprocess.run(command, check=True, cwd=ROOT, timeout=limit)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            failed.append(name)
+            print(f"-- {name} failed: {error}", flush=True)
+        print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"\nresults in {out_dir()}, commit {provenance()['commit']}")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

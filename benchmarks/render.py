@@ -1,0 +1,136 @@
+"""Write recorded numbers into README.md, CHEATSHEET.md and the notebook sources, between markers.
+
+python -m benchmarks.render            write, and draw the README's chart
+python -m benchmarks.render --check    exit 1 if a text differs from the results
+
+    <!-- numbers:headline-01 -->     a block, replaced up to   <!-- end -->
+    <!--m 01 + QLoRA-->              inside a line, up to      <!--/m-->
+
+No number enters a text in any other way, so none can disagree with what a run measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+from recipes_lib.core.ladder import chart
+
+ROOT = Path(__file__).resolve().parents[1]
+LADDERS = {"01": "01_large_models_limited_hardware"}
+NONE_YET = "*No GPU run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
+MIB = 2**20
+
+
+def texts() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "notebooks" / "source").glob("*.py"))]
+
+
+def newest(number: str, device: str, *, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The latest recorded ladder of a notebook on "cpu" or "cuda", with the facts of its machine."""
+    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    files = [f for f in files if f["device"] == device and not f["fast"] and LADDERS[number] in f["parts"]]
+    latest = max(files, key=lambda f: f["date"], default=None)
+    return latest and latest | latest["parts"][LADDERS[number]]
+
+
+def machine_line(run: dict[str, Any]) -> str:
+    name = re.sub(r"\((R|TM)\)", "", run["name"])
+    versions = f"torch {run['versions']['torch']}, transformers {run['versions']['transformers']}"
+    return f"{name}, {run['cores']} CPU cores, {versions}, {run['date']}"
+
+
+def block(key: str, *, folder: Path = RESULTS) -> str:
+    """The markdown of one block. Raises KeyError for an unknown key."""
+    kind, number = key.rsplit("-", 1)
+    run = newest(number, "cuda" if kind == "gpu" else "cpu", folder=folder)
+    return {"headline": headline, "table": table, "gpu": table}[kind](run)
+
+
+def headline(run: dict[str, Any] | None) -> str:
+    """What the notebook shows, in one sentence."""
+    if run is None:
+        return "*No run is recorded yet.*"
+    first, last = run["rows"][0], run["rows"][-1]
+    errors = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1) for row in run["rows"]]
+    lora, combined = (curve for curve in run["facts"]["held_out_loss"].values())
+    return (
+        f"> **{first['peak_bytes'] / MIB:,.0f} MiB → {last['peak_bytes'] / MIB:,.0f} MiB:** fine-tuning a real "
+        f"pretrained model at the same effective batch with "
+        f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory**, held-out loss "
+        f"{combined[0][1]:.2f} → {combined[-1][1]:.2f} in {combined[-1][0]} steps (plain LoRA: {lora[0][1]:.2f} → "
+        f"{lora[-1][1]:.2f}). Every row was predicted first; the arithmetic is off by {max(errors):.1%} at most.\n"
+        f">\n> Measured on {machine_line(run)}."
+    )
+
+
+def table(run: dict[str, Any] | None) -> str:
+    """The ladder as a markdown table."""
+    if run is None:
+        return NONE_YET
+    first = run["rows"][0]
+    lines = ["| step | predicted | measured | to the baseline | time |", "|---|--:|--:|--:|--:|"]
+    for row in run["rows"]:
+        lines.append(
+            f"| {row['name']} | {row['predicted_bytes'] / MIB:,.0f} MiB | {row['peak_bytes'] / MIB:,.0f} MiB | "
+            f"{row['peak_bytes'] / first['peak_bytes'] - 1:+.0%} | {row['seconds'] / first['seconds']:.2f}× |"
+        )
+    return "\n".join([*lines, "", f"*{machine_line(run)}. Time is relative to the baseline's step.*"])
+
+
+def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
+    """One row of a ladder as the cell of a table: memory and time against the baseline, per kind of machine."""
+    shown = []
+    for device in ("cpu", "cuda"):
+        run = newest(number, device, folder=folder)
+        rows = {row["name"]: row for row in run["rows"]} if run else {}
+        if name in rows:
+            first, row = run["rows"][0], rows[name]
+            memory, time = row["peak_bytes"] / first["peak_bytes"] - 1, row["seconds"] / first["seconds"]
+            shown.append(f"{'CPU' if device == 'cpu' else run['name']}: {memory:+.0%} peak, {time:.2f}× time")
+    return "; ".join(shown) or "not measured on this kind of machine yet"
+
+
+def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
+    """`text` with every marked place filled; `comment` is the prefix of the lines (`# ` in notebook sources)."""
+
+    def fill(match: re.Match) -> str:
+        lines = block(match[2], folder=folder).splitlines()
+        return match[1] + "".join(f"{comment}{line}".rstrip() + "\n" for line in lines) + match[3]
+
+    prefix = re.escape(comment)
+    text = re.sub(rf"({prefix}<!-- numbers:([\w-]+) -->\n)[\s\S]*?({prefix}<!-- end -->)", fill, text)
+    inline = r"(<!--m (\w+) ([^>]+?)-->).*?(<!--/m-->)"
+    return re.sub(inline, lambda m: m[1] + cell(m[2], m[3], folder=folder) + m[4], text)
+
+
+def draw() -> None:
+    """The chart of the README, from the same recorded run."""
+    run = newest("01", "cpu")
+    if run:
+        (ROOT / "docs").mkdir(exist_ok=True)
+        chart(run["rows"], title=machine_line(run)).savefig(ROOT / "docs" / "ladder-01.png", dpi=110)
+
+
+def main() -> None:
+    stale = []
+    for path in texts():
+        old = path.read_text(encoding="utf-8")
+        new = render(old, comment="# " if path.suffix == ".py" else "")
+        if new != old:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if "--check" not in sys.argv:
+                path.write_text(new, encoding="utf-8")
+    if "--check" not in sys.argv:
+        draw()
+    print(f"{'stale' if '--check' in sys.argv else 'written'}: {', '.join(stale) or 'nothing'}")
+    if stale and "--check" in sys.argv:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Build the notebooks from notebooks/source and execute them, cell by cell.
+
+python notebooks/execute.py run 01      the executed notebook goes to runs/
+python notebooks/execute.py build all   and, when all its cells have run, to notebooks/
+python notebooks/execute.py prose 01    only the text changed: take it over, keep the outputs
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbformat import NotebookNode
+
+NOTEBOOKS = Path(__file__).resolve().parent
+ROOT = NOTEBOOKS.parent
+RUNS = ROOT / "runs"
+
+
+class ThisPython(AsyncKernelManager):
+    """A kernel in this very interpreter, whatever kernels the machine has registered."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv += ["--log-level=CRITICAL"]  # what fails in a cell arrives as a message, not as a log
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+class LiveClient(NotebookClient):
+    """Prints what a cell prints as soon as it arrives: a long cell shows how far it is."""
+
+    silent = True  # nothing printed yet below the current cell's title
+
+    def process_message(self, msg, cell, cell_index):
+        content = msg["content"]
+        if msg["msg_type"] == "stream":
+            self.echo(content["text"])
+        elif msg["msg_type"] in ("display_data", "execute_result"):
+            data = content["data"]
+            if "image/png" not in data and "text/plain" in data:
+                self.echo(data["text/plain"] + "\n")
+        return super().process_message(msg, cell, cell_index)
+
+    def echo(self, text: str) -> None:
+        print("\n" * self.silent + text, end="", flush=True)
+        self.silent = False
+
+
+def build(source: Path) -> NotebookNode:
+    """The notebook of a text source, without outputs, the same bytes on every machine."""
+    nb = jupytext.read(source)
+    nb.metadata.pop("jupytext", None)
+    nb.metadata.kernelspec = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    nb.metadata.language_info = {"name": "python"}
+    for index, cell in enumerate(nb.cells):
+        cell.id = f"cell-{index:02d}"
+    return nb
+
+
+def title(cells: list[NotebookNode], index: int) -> str:
+    """The heading right above a code cell, or else its first line."""
+    above = cells[index - 1] if index else cells[0]
+    lines = above.source.splitlines() if above.cell_type == "markdown" else []
+    headings = [line.lstrip("# ") for line in lines if line.startswith("#")]
+    return (headings[-1:] or cells[index].source.splitlines() or [""])[0]
+
+
+def run_cells(nb: NotebookNode, path: Path) -> None:
+    """Execute every code cell and save the notebook after each."""
+    client = LiveClient(
+        nb,
+        timeout=None,
+        kernel_manager_class=ThisPython,
+        coalesce_streams=True,
+        record_timing=False,  # timestamps would make every build differ
+    )
+    client.reset_execution_trackers()
+    # As if the environment were activated, so that a cell's `!command` finds its tools.
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    code = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "code"]
+    # Progress bars without ipywidgets are text bars; a warning on every import of tqdm says no more.
+    env = os.environ | {"PATH": search, "PYTHONWARNINGS": "ignore:IProgress not found"}
+    with client.setup_kernel(cwd=str(NOTEBOOKS), env=env):
+        for number, index in enumerate(code, 1):
+            print(f"[{number:2}/{len(code)}] {title(nb.cells, index):.70}", end="", flush=True)
+            client.silent = True
+            start = time.perf_counter()
+            client.execute_cell(nb.cells[index], index)
+            print(f"{'' if client.silent else '       '}  {time.perf_counter() - start:.1f} s")
+            save(nb, path)
+
+
+def save(nb: NotebookNode, path: Path) -> None:
+    """Write without what names this machine, in one step: an interrupted write changes nothing."""
+    for cell in nb.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            data.pop("application/vnd.jupyter.widget-view+json", None)
+            for holder in (output, data):
+                for kind in {"text", "text/plain", "text/html", "text/markdown"} & holder.keys():
+                    local = holder[kind].replace(f"{ROOT}/", "")
+                    holder[kind] = local.replace(str(Path.home()), "~")
+    path.parent.mkdir(exist_ok=True)
+    part = path.with_suffix(".part")
+    nbformat.write(nb, part)
+    part.replace(path)
+
+
+def execute(source: Path) -> tuple[NotebookNode, int]:
+    """Run one notebook into runs/; returns it with the exit status."""
+    nb, path, status = build(source), RUNS / f"{source.stem}.ipynb", 0
+    print(f"{source.stem}: {len(nb.cells)} cells")
+    begin = time.time()
+    try:
+        run_cells(nb, path)
+    except KeyboardInterrupt:
+        print("\nInterrupted.")
+        status = 130
+    except CellExecutionError as error:
+        print(f"\n{error}")
+        status = 1
+    except DeadKernelError:
+        print("\nThe kernel process died. Most often that means: out of memory.")
+        status = 1
+    save(nb, path)
+    print(f"Executed notebook: {path.relative_to(ROOT)} ({time.time() - begin:.0f} s)")
+    rows = path.with_suffix(".json")
+    if rows.exists() and rows.stat().st_mtime >= begin:
+        print(f"Measured rows:     {rows.relative_to(ROOT)}")
+    return nb, status
+
+
+def refresh_prose(source: Path) -> None:
+    """Take over changed text and keep the outputs; only where no code changed."""
+    nb, path = build(source), NOTEBOOKS / f"{source.stem}.ipynb"
+    new = [cell for cell in nb.cells if cell.cell_type == "code"]
+    old = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    if [cell.source for cell in new] != [cell.source for cell in old]:
+        sys.exit(f"{source.stem}: code changed, so it has to run again (build)")
+    for cell, done in zip(new, old):
+        cell.outputs, cell.execution_count = done.outputs, done.execution_count
+    save(nb, path)
+
+
+def pick(which: str) -> list[Path]:
+    """The sources named by `all`, a number or the start of a name."""
+    sources = sorted((NOTEBOOKS / "source").glob("*.py"))
+    prefix = "" if which == "all" else which.zfill(2)
+    chosen = [source for source in sources if source.stem.startswith(prefix)]
+    if not chosen:
+        names = "\n".join(f"  {source.stem}" for source in sources)
+        sys.exit(f"There is no notebook {which!r}. Choose from:\n{names}")
+    return chosen
+
+
+def stop(*_) -> None:
+    """First Ctrl-C or SIGTERM: save and leave. Further ones must not break the saving."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "build", "prose"])
+    parser.add_argument("notebook", help="a number, the start of a name, or all")
+    options = parser.parse_args()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    for source in pick(options.notebook):
+        if options.command == "prose":
+            refresh_prose(source)
+            continue
+        nb, status = execute(source)
+        if status:
+            sys.exit(status)
+        if options.command == "build":
+            save(nb, NOTEBOOKS / f"{source.stem}.ipynb")
+
+
+if __name__ == "__main__":
+    main()

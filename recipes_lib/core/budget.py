@@ -1,0 +1,162 @@
+"""Predict the peak bytes of a training step, before anything runs.
+
+    peak = weights + states + max( carried + activations + loss ,  gradients + embedding_gradient )
+                                   '---- as the loss goes back ---'  '--- as the last one arrives ---'
+
+Each term is plain arithmetic on the model's shape, so that a recipe can say which one it shrinks:
+
+    weights      4 bytes x parameters (2 in bf16, about 0.52 in NF4)
+    states       8 bytes x trainable parameters: AdamW keeps two fp32 averages
+    gradients    4 bytes x trainable parameters
+    carried      gradients that already exist while a micro-batch runs (only with accumulation)
+    embedding_gradient   copies of the embedding table that are alive as its gradient is summed
+    activations  what the blocks save for backward: grows with batch x sequence
+    loss         logits and their gradients: three [batch x sequence, vocabulary] fp32 tensors
+
+Legend: B batch, S sequence, T = B*S tokens, D hidden, F feed-forward, H heads, Q = H*head_dim,
+KV = KV heads*head_dim, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from recipes_lib.core.model import decoder_blocks
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The terms of the equation above, in bytes. `change(term=…)` gives a new budget."""
+
+    weights: int
+    states: int
+    gradients: int
+    carried: int
+    activations: int
+    loss: int
+    embedding_gradient: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak().values())
+
+    def at_peak(self) -> dict[str, int]:
+        """What the peak consists of: the terms of the phase that is larger, embedding copies with the gradients."""
+        last = self.gradients + self.embedding_gradient
+        parts = {"weights": self.weights, "states": self.states}
+        if last >= self.carried + self.activations + self.loss:
+            return parts | {"gradients": last, "activations": 0, "loss": 0}
+        return parts | {"gradients": self.carried, "activations": self.activations, "loss": self.loss}
+
+    def change(self, **terms: int) -> Budget:
+        return replace(self, **terms)
+
+    def __str__(self) -> str:
+        lines = [f"{name.replace('_', ' '):<19}{size / 2**20:>9,.0f} MiB" for name, size in asdict(self).items()]
+        return "\n".join([*lines, f"{'predicted peak':<19}{self.peak / 2**20:>9,.0f} MiB"])
+
+
+def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
+    """Budget of one plain AdamW step on a [batch_size, seq_len] batch, for `model` as it is now.
+
+    Frozen parameters cost neither gradients nor states; quantized ones count as they are stored.
+    Raises ValueError for sizes below 1 and for an architecture without a formula.
+    """
+    if batch_size < 1 or seq_len < 1:
+        raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    gradients = sum(tensor_bytes(p) for p in trainable)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return Budget(
+        weights=weight_bytes(model),
+        states=2 * gradients,
+        gradients=gradients,
+        carried=0,
+        activations=activation_bytes(model, batch_size=batch_size, seq_len=seq_len),
+        loss=loss_bytes(model, batch_size=batch_size, seq_len=seq_len),
+        # Tied weights: the output layer's part waits until the embedding's arrives, and their sum is new.
+        embedding_gradient=2 * tensor_bytes(embedding) if head is embedding and embedding.requires_grad else 0,
+    )
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters and buffers as stored, each storage once (tied weights are one)."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():  # a 4-bit weight keeps its scales beside it
+        tensors += [t for t in _quantization_state(parameter) if t is not None]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def activation_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
+    """Bytes that the blocks of a plain forward save for backward: T x L x elements per token."""
+    tokens = batch_size * seq_len
+    hidden = model.config.hidden_size
+    blocks = len(decoder_blocks(model)) * block_elements(model, seq_len=seq_len)
+    return tokens * (blocks + 3 * hidden) * model.dtype.itemsize  # + the final norm
+
+
+def block_elements(model: Any, *, seq_len: int) -> int:
+    """Elements that one block saves per token, read off the operators of the Hugging Face implementation.
+
+    RMSNorm saves its input, the normalised input (only if its weight trains) and, where linear layers
+    read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and its output. A
+    gated MLP saves both projections, the activated gate and the product.
+
+    In 16 bits the result is low (Llama 8 %, Gemma 28 %): their RMSNorm saves its input in fp32 all the same.
+    """
+    config, block = model.config, decoder_blocks(model)[0]
+    names = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
+    norms = [m for m in block.children() if "Norm" in type(m).__name__]
+    if not norms or not ({"gate_proj", "c_fc"} & names):
+        raise ValueError(
+            f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with pre-norm and "
+            f"a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); measure this one with PeakMemory"
+        )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    q, kv = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    normalised = int(any(p.requires_grad for p in norms[0].parameters()))
+    if isinstance(norms[0], torch.nn.LayerNorm):
+        norm = len(norms) * 2 * hidden
+    else:  # norms 3 and 4 (Gemma) follow a layer: their output feeds the residual stream, not a linear
+        norm = hidden * (len(norms) * (1 + normalised) + 2)
+    attention = 2 * q + 2 * kv
+    # On CUDA no fused fp32 kernel takes grouped KV heads, so there PyTorch's plain attention does the same as eager.
+    plain = kv < q and model.dtype == torch.float32 and model.device.type == "cuda"
+    if plain or config._attn_implementation == "eager":  # K and V repeated to all heads, scores and softmax kept
+        attention = 4 * q + 2 * heads * seq_len
+    if "q_norm" in names:
+        attention += (1 + normalised) * (q + kv)
+    if "gate_proj" in names:
+        mlp = 4 * config.intermediate_size
+    else:  # GPT-2's gelu_new is made of elementary operators, each of which saves its input
+        mlp = 5 * (getattr(config, "n_inner", None) or 4 * hidden)
+    return norm + attention + mlp
+
+
+def loss_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
+    """Peak of the output layer: log-softmax and two gradients of the logits, all fp32 [T, V].
+
+    With a trainable output layer and few tokens, one of them beside the layer's gradient [V, D] is more.
+    """
+    logits = 4 * batch_size * seq_len * model.config.vocab_size
+    head = model.get_output_embeddings().weight
+    if not head.requires_grad:
+        return 3 * logits
+    return max(3 * logits, logits + tensor_bytes(head))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _quantization_state(parameter: torch.Tensor) -> list[torch.Tensor | None]:
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return []
+    nested = getattr(state, "state2", None)
+    return [state.absmax, state.code, getattr(state, "offset", None)] + ([nested.absmax, nested.code] if nested else [])

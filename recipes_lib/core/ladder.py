@@ -1,0 +1,222 @@
+"""The table of a notebook: one row per step, predicted beside measured, saved after every row.
+
+    ladder = Ladder("01_large_models_limited_hardware")
+    ladder.add("baseline", measure(step, tokens=1024), predicted=plan.peak, loss=3.88)
+    ladder            # a table in Jupyter, text in a terminal
+    ladder.chart()    # a matplotlib figure
+    ladder.path       # the JSON file: machine, versions, date, commit, rows
+
+`show(fn)` prints the code that a notebook talks about, so that text and tests speak of the same lines.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.core.machine import machine, provenance, runs_dir
+from recipes_lib.core.measure import Measurement
+
+MIB = 2**20
+BUDGET_COLORS = {
+    "weights": "#9aa5b1",
+    "states": "#2f6f9f",
+    "gradients": "#d1495b",
+    "activations": "#edae49",
+    "loss": "#66a182",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step: bytes, seconds and tokens per second as measured; `predicted_bytes` as computed before."""
+
+    name: str
+    predicted_bytes: int
+    peak_bytes: int
+    seconds: float
+    tokens_per_second: float | None
+    loss: float | None
+
+    @property
+    def prediction_error(self) -> float:
+        """Relative, positive if the prediction was too high."""
+        return self.predicted_bytes / self.peak_bytes - 1
+
+
+class Ladder:
+    """Rows in the order of the steps. The first one is the baseline.
+
+    Args:
+        name: of the notebook or benchmark; the file is `<runs_dir>/<name>.json`.
+        folder: where the file goes, default `machine.runs_dir()`.
+    """
+
+    def __init__(self, name: str, *, folder: Path | None = None) -> None:
+        if not name or Path(name).name != name:
+            raise ValueError(f"name={name!r}: give a plain file name without a folder")
+        self.path = (folder or runs_dir()) / f"{name}.json"
+        self.rows: list[Row] = []
+        self.facts: dict[str, Any] = {}
+
+    def add(self, name: str, measured: Measurement, *, predicted: int, loss: float | None = None) -> Row:
+        """Append a row, save the file and return the row. Raises ValueError for a name that is taken."""
+        if any(row.name == name for row in self.rows):
+            raise ValueError(f"the ladder already has a row {name!r}: give this step another name")
+        row = Row(name, int(predicted), measured.peak_bytes, measured.seconds, measured.tokens_per_second, loss)
+        self.rows.append(row)
+        self.save()
+        return row
+
+    def note(self, **facts: Any) -> None:
+        """Keep other measured facts (held-out losses, counts) beside the rows."""
+        self.facts |= facts
+        self.save()
+
+    def save(self) -> None:
+        """Write the file whole or not at all: a run that dies keeps the rows before."""
+        content = {
+            "ladder": self.path.stem,
+            **provenance(),
+            "facts": self.facts,
+            "rows": [asdict(r) for r in self.rows],
+        }
+        scratch = self.path.with_suffix(".json.part")
+        scratch.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(scratch, self.path)
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no row {name!r}; the ladder has {[row.name for row in self.rows]}")
+
+    def saved(self, name: str) -> float:
+        """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
+        return 1 - self[name].peak_bytes / self.rows[0].peak_bytes
+
+    def line(self, name: str) -> str:
+        """One row as a sentence: what was expected, what came, what it changed."""
+        row = self[name]
+        change = "" if row is self.rows[0] else f" ({-self.saved(name):+.0%} to the baseline)"
+        loss = f", loss {row.loss:.4f}" if row.loss is not None else ""
+        return (
+            f"{name}: expected {row.predicted_bytes / MIB:,.0f} MiB, measured {row.peak_bytes / MIB:,.0f} MiB"
+            f"{change}, {row.seconds:.2f} s per step{loss}"
+        )
+
+    def table(self) -> list[list[str]]:
+        """Header and rows as text cells; the Δ columns compare the measured peaks."""
+        header = ["step", "predicted", "measured", "off by", "Δ previous", "Δ baseline", "s/step", "tokens/s", "loss"]
+        cells = [header]
+        for before, row in zip([None, *self.rows], self.rows, strict=False):
+            first = self.rows[0]
+            cells.append(
+                [
+                    row.name,
+                    f"{row.predicted_bytes / MIB:,.0f} MiB",
+                    f"{row.peak_bytes / MIB:,.0f} MiB",
+                    f"{row.prediction_error:+.1%}",
+                    f"{row.peak_bytes / before.peak_bytes - 1:+.0%}" if before else "",
+                    f"{row.peak_bytes / first.peak_bytes - 1:+.0%}" if before else "",
+                    f"{row.seconds:.2f}",
+                    f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+                    f"{row.loss:.4f}" if row.loss is not None else "",
+                ]
+            )
+        return cells
+
+    def __str__(self) -> str:
+        cells = self.table()
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]).rstrip() for r in cells]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(cells: list[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        header, *rows = self.table()
+        return f"<table>{line(header, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+    def chart(self, *, title: str | None = None) -> Any:
+        """Horizontal bars of the measured peaks with the predictions as ticks. Returns the figure."""
+        return chart([asdict(row) for row in self.rows], title=title or machine().name)
+
+
+def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
+    """Draw the rows of a ladder or of a recorded results file: peak memory left, time per step right."""
+    if not rows:
+        raise ValueError("there is no row to draw: add one first")
+    import matplotlib.pyplot as plt
+
+    names = [row["name"] for row in rows]
+    peaks = [row["peak_bytes"] / MIB for row in rows]
+    figure, (memory, time) = plt.subplots(
+        1, 2, width_ratios=(3, 1), sharey=True, figsize=(9, 0.45 * len(rows) + 1.3), layout="constrained"
+    )
+    memory.barh(names, peaks, color=["#9aa5b1", *["#2f6f9f"] * (len(rows) - 1)], height=0.65)
+    predicted = [row["predicted_bytes"] / MIB for row in rows]
+    memory.plot(predicted, names, "|", color="#d1495b", markersize=15, markeredgewidth=2.5, label="predicted")
+    for y, peak in enumerate(peaks):
+        share = f"  ({peak / peaks[0] - 1:+.0%})" if y else ""
+        memory.annotate(
+            f"{peak:,.0f}{share}", (max(peak, predicted[y]), y), (6, 0), textcoords="offset points", va="center"
+        )
+    memory.set(xlabel="peak memory of tensors, MiB", xlim=(0, max(peaks) * 1.22))
+    memory.invert_yaxis()
+    memory.legend(loc="lower right", frameon=False)
+    seconds = [row["seconds"] for row in rows]
+    time.barh(names, seconds, color="#c9d3dc", height=0.65)
+    for y, value in enumerate(seconds):
+        time.annotate(
+            f"{value:.2g}" if value < 10 else f"{value:.0f}",
+            (value, y),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    time.set(xlabel="seconds per step", xlim=(0, max(seconds) * 1.25))
+    for axes in (memory, time):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    figure.suptitle(title, fontsize=11)
+    plt.close(figure)  # a notebook shows the returned figure; left open, it would show it twice
+    return figure
+
+
+def budget_chart(budgets: dict[str, Any]) -> Any:
+    """Draw predicted budgets as stacked bars, one per step: which term does each recipe shrink?"""
+    if not budgets:
+        raise ValueError("there is no budget to draw: add one first")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.4 * len(budgets) + 1.3), layout="constrained")
+    left = [0.0] * len(budgets)
+    for term, color in BUDGET_COLORS.items():
+        sizes = [budget.at_peak()[term] / MIB for budget in budgets.values()]
+        axes.barh(list(budgets), sizes, left=left, color=color, height=0.65, label=term.replace("_", " "))
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.set(xlabel="predicted bytes at the moment of the peak, MiB")
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.legend(loc="lower right", frameon=False)
+    plt.close(figure)
+    return figure
+
+
+def show(*functions: Any) -> None:
+    """Print the source of functions as it is in the package, without their docstrings."""
+    for function in functions:
+        source = inspect.getsource(function)
+        if docstring := inspect.getdoc(function) and function.__doc__:
+            source = source.replace(f'"""{docstring}"""', "", 1)
+        print("\n".join(line for line in source.splitlines() if line.strip()))

@@ -1,0 +1,150 @@
+"""What am I running on?
+
+`machine()` answers once per process: device, memory, native bf16, versions, and the *tier* from which
+every notebook takes its sizes. Set `RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and
+`RECIPES_FAST=1` for the small sizes that CI uses.
+
+| tier    | stands for                        | precision to compute in |
+|---------|-----------------------------------|-------------------------|
+| `cpu`   | a laptop or a server without GPU  | bf16 if native, or fp32 |
+| `gpu16` | T4, V100, RTX 4080: under 20 GiB  | fp16 on a T4, else bf16 |
+| `gpu24` | L4, A10G, RTX 4090: under 60 GiB  | bf16                    |
+| `gpu80` | A100, H100, H200                  | bf16                    |
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import random
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+TIERS = ("cpu", "gpu16", "gpu24", "gpu80")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that decide sizes and precision. `memory_bytes` is the device's, not the free part."""
+
+    device: str
+    name: str
+    memory_bytes: int
+    native_bf16: bool
+    cores: int
+    tier: str
+    versions: dict[str, str]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The fastest dtype for matrix products here: bf16, fp16 (T4), or fp32 (a CPU without bf16)."""
+        if self.native_bf16:
+            return torch.bfloat16
+        return torch.float16 if self.device == "cuda" else torch.float32
+
+    def __str__(self) -> str:
+        bf16 = "native bf16" if self.native_bf16 else "no native bf16"
+        versions = " · ".join(f"{name} {version}" for name, version in self.versions.items())
+        return (
+            f"{self.name} · {self.memory_bytes / GIB:.0f} GiB · {self.cores} CPU cores · {bf16} · "
+            f"tier {self.tier}{' · FAST sizes' if fast() else ''}\n{versions}"
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def machine() -> Machine:
+    """Describe this machine once. Raises ValueError for a RECIPES_TIER that does not exist here."""
+    wanted = os.environ.get("RECIPES_TIER", "")
+    if wanted and wanted not in TIERS:
+        raise ValueError(f"RECIPES_TIER={wanted!r} is not a tier; choose one of {', '.join(TIERS)}")
+    if wanted != "cpu" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        memory, name, device = properties.total_memory, properties.name, "cuda"
+        # Asking torch.cuda.is_bf16_supported() says yes on a T4, where bf16 is emulated and slow.
+        native_bf16 = properties.major >= 8
+        tier = wanted or ("gpu16" if memory < 20 * GIB else "gpu24" if memory < 60 * GIB else "gpu80")
+    elif wanted in ("", "cpu"):
+        memory, name, device, tier = _host_memory(), _cpu_name(), "cpu", "cpu"
+        native_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        raise ValueError(f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu")
+    return Machine(device, name, memory, native_bf16, len(_cpu_affinity()), tier, _versions())
+
+
+def fast() -> bool:
+    """True under `RECIPES_FAST=1`: the small sizes that CI uses."""
+    return os.environ.get("RECIPES_FAST", "0") not in ("", "0")
+
+
+def seed_everything(seed: int = 0) -> None:
+    """Seed Python and torch (every device), so that a rerun on one machine gives the same losses."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a clock read next tells the truth. Does nothing on a CPU."""
+    if machine().device == "cuda":
+        torch.cuda.synchronize()
+
+
+def provenance() -> dict:
+    """Machine, versions, date and commit: what every recorded number is stored with."""
+    facts = asdict(machine())
+    return facts | {"fast": fast(), "date": datetime.date.today().isoformat(), "commit": _commit()}
+
+
+def runs_dir() -> Path:
+    """Where results are written: `$RECIPES_RUNS`, else `runs/` of the checkout, else `./runs`."""
+    root = Path(__file__).resolve().parents[2]
+    default = (root if (root / "pyproject.toml").exists() else Path.cwd()) / "runs"
+    folder = Path(os.environ.get("RECIPES_RUNS") or default)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "peft", "bitsandbytes"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_affinity() -> set[int]:
+    # A container often owns fewer cores than the host shows; macOS and Windows cannot tell.
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _host_memory() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # Windows; a dependency of accelerate and peft, so present wherever recipes run
+
+    return psutil.virtual_memory().total
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

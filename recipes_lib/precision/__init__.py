@@ -1,0 +1,5 @@
+"""Fewer bits per number.
+
+eight_bit_adam     AdamW with block-wise 8-bit states
+mixed_precision    compute in 16 bits, keep fp32 master weights
+"""

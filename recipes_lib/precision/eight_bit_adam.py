@@ -1,0 +1,129 @@
+"""8-bit Adam: the two averages of AdamW in one byte per element each.
+
+Problem    AdamW keeps two fp32 averages per parameter: 8 bytes, twice the fp32 weights themselves.
+Idea       Store each average as an 8-bit code and one fp32 scale per block of 256 elements:
+
+               m[i] = scale[i // 256] * table[code[i]]      scale = largest |m| of the block
+
+           A block confines the damage of an outlier to 256 elements. The table is spaced finely near
+           zero and coarsely near one, because the averages span many orders of magnitude. A step
+           decodes a block, does the usual AdamW update in fp32 and encodes it again.
+Saves      6 of 8 bytes per parameter: 2 x (1 + 4/256) = 2.03 stay. Tensors under 4,096 elements and
+           embeddings keep their 32 bits: few or sparse gradients make their averages hard to encode.
+Costs      The update is close to AdamW's, not equal. On a GPU no time. On a CPU the step takes
+           over ten times as long as fused AdamW and decodes one tensor at a time into fp32: 20 bytes per
+           element of the largest, inside an operator, so no account of tensors sees them. With bf16
+           weights there is no fp32 copy: small updates round away, as in plain bf16 AdamW.
+Use when   Full fine-tuning, where the states are the largest term of the budget.
+Not when   With LoRA, whose states are small; on a CPU that has the memory. `paged=True` helps only
+           where long batches spill over a GPU's memory: it moves states to host memory on demand.
+In production   `TrainingArguments(optim="adamw_8bit")`, or `"paged_adamw_8bit"`: this same optimizer, 32
+           bits for embeddings included.
+Source     "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861; bitsandbytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from recipes_lib.core.budget import Budget
+
+BLOCK = 256  # elements that share one scale
+SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
+
+
+def eight_bit_adamw(
+    model_or_params: torch.nn.Module | Iterable[Any],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    paged: bool = False,
+    embedding_bits: int = 32,
+) -> torch.optim.Optimizer:
+    """Make an AdamW whose states take 8 bits; use it like any other optimizer.
+
+    Args:
+        model_or_params: a model (its trainable parameters), or parameters or groups of them. Embeddings
+            are known only from a model; a group may say `optim_bits` itself, 8 (the default) or 32.
+        paged: keep the states in memory that moves between GPU and host on demand.
+        embedding_bits: 32 or 8, for the embedding and for an output layer tied to it.
+    Raises ValueError for no trainable parameter, for other bits, and for `paged` on a CPU, where
+    bitsandbytes would only warn and page nothing; ImportError without bitsandbytes.
+    """
+    if embedding_bits not in (8, 32):
+        raise ValueError(f"embedding_bits={embedding_bits}: states have 8 or 32 bits")
+    if isinstance(model_or_params, torch.nn.Module):
+        params = _groups(model_or_params, embedding_bits)
+    else:
+        params = list(model_or_params)
+    optimizer = _optimizer_class()(
+        params,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        min_8bit_size=SMALLEST,
+        is_paged=paged,
+    )
+    if paged and any(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError("paged=True moves states between GPU and host: on a CPU pass paged=False")
+    return optimizer
+
+
+def state_bytes(model: Any, *, embedding_bits: int = 32) -> int:
+    """Bytes of the states once they exist: 2 codes and 2 / 256 fp32 scales per element, or 8 bytes."""
+    total = 2 * 256 * 4  # the two code tables, one value per code, which all parameters share
+    for group in _groups(model, embedding_bits):
+        for n in (p.numel() for p in group["params"]):
+            full = n < SMALLEST or group["optim_bits"] == 32
+            total += 8 * n if full else 2 * n + 8 * -(-n // BLOCK)
+    return total
+
+
+def estimate_eight_bit_adam(budget: Budget, model: Any, *, embedding_bits: int = 32) -> Budget:
+    """The states shrink, nothing else changes."""
+    return budget.change(states=state_bytes(model, embedding_bits=embedding_bits))
+
+
+def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]:
+    """Trainable parameters, those of the embeddings apart. A tied output layer is the same parameter."""
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no trainable parameter: set requires_grad before this call")
+    groups = [
+        {"params": [p for p in trainable if p not in tables], "optim_bits": 8},
+        {"params": [p for p in trainable if p in tables], "optim_bits": embedding_bits},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _optimizer_class() -> type[torch.optim.Optimizer]:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ImportError("8-bit Adam needs bitsandbytes: pip install bitsandbytes") from error
+
+    class AdamW8bitByGroup(AdamW8bit):
+        """Reads `optim_bits` from the parameter group.
+
+        The library's own way, `GlobalOptimManager`, is one table per process keyed by position: the
+        embedding of one optimizer makes the first parameter of the next one 32-bit, silently.
+        """
+
+        def __init__(self, params: list[Any], **kwargs: Any):
+            super().__init__(params, **kwargs)
+            bits = {group.setdefault("optim_bits", 8) for group in self.param_groups}
+            if not bits <= {8, 32}:
+                raise ValueError(f"optim_bits={bits}: states have 8 or 32 bits")
+
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config = super().get_config(gindex, pindex, group)
+            return config | {"optim_bits": group["optim_bits"]}
+
+    return AdamW8bitByGroup

@@ -1,0 +1,5 @@
+"""The training loop.
+
+dynamic_batch            halve the micro-batch on out-of-memory, keep the effective batch
+gradient_accumulation    a large effective batch in the memory of a small one
+"""

@@ -1,0 +1,91 @@
+"""Gradient accumulation: a large effective batch in the memory of a small one.
+
+Problem    Activations and logits grow with the batch, and the batch that trains well does not fit.
+Idea       Split the batch, add up the gradients, step once:
+
+               full batch     L = sum over all tokens of CE / N          N = target tokens of the batch
+               micro-batch i  L_i = sum over its tokens of CE / N        the same N, so  dL = sum_i dL_i
+
+           The popular bug divides each micro-batch by its *own* token count and then by the number of
+           micro-batches: with unequal lengths a token in a short micro-batch then weighs more.
+Saves      (1 - 1/k) of activations and loss for k micro-batches; 2-16x the batch at flat memory.
+Costs      Gradients stay alive between micro-batches, so gradient memory adds to activation memory;
+           small micro-batches use the device less well.
+Use when   The effective batch you want does not fit. Not when it fits: k = 1 is faster; and not together
+           with an optimizer step in backward, which leaves nothing to accumulate.
+In production   `TrainingArguments(gradient_accumulation_steps=k)`: the Trainer passes the model the same
+           `num_items_in_batch`; under FSDP or DDP it also skips the reduction of all but the last micro-batch.
+Source     "Fixing Gradient Accumulation", Hugging Face blog, October 2024.
+
+Shapes: B batch, S sequence, k micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recipes_lib.core.budget import Budget, loss_bytes, tensor_bytes
+
+IGNORED = -100  # the label that the loss leaves out
+
+
+def accumulate_gradients(
+    model: Any,
+    batch: dict[str, torch.Tensor],
+    *,
+    micro_batches: int,
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+) -> torch.Tensor:
+    """Add the gradient of the whole batch to `.grad`, one micro-batch in memory at a time.
+
+    Args:
+        batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target).
+        micro_batches: k; must divide B.
+        autocast: makes the context of each forward; backward: replaces `loss.backward()` (loss scaling).
+    Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its target tokens. It is
+    computed here, from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
+    Raises ValueError if k does not divide B, or if no label is left to train on.
+    """
+    batch_size = batch["input_ids"].shape[0]
+    if micro_batches < 1 or batch_size == 0 or batch_size % micro_batches:
+        raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide the batch size {batch_size}")
+    if micro_batches > 1 and any(getattr(p, "steps_in_backward", False) for p in model.parameters()):
+        raise ValueError("the optimizer steps in backward, so no gradient is left to accumulate: use one of the two")
+    # The model predicts token t+1 from token t, so the labels move one to the left.
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
+    targets = (shifted != IGNORED).sum()
+    if targets == 0:
+        raise ValueError(f"every label is {IGNORED}: the batch has no token to train on")
+    total = torch.zeros((), device=targets.device)
+    for i in range(micro_batches):
+        micro = {name: tensor.chunk(micro_batches)[i] for name, tensor in (batch | {"labels": shifted}).items()}
+        labels = micro.pop("labels").flatten()
+        with autocast():
+            logits = model(**micro, use_cache=False).logits.float()  # [B/k, S, V]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+        del logits  # the loss keeps what it needs
+        loss = loss / targets
+        backward(loss)
+        total += loss.detach()
+    return total
+
+
+def estimate_gradient_accumulation(
+    budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int
+) -> Budget:
+    """The budget of the full batch, split in k: activations and loss shrink, gradients are carried."""
+    if micro_batches == 1:
+        return budget
+    embedding = model.get_input_embeddings().weight
+    return budget.change(
+        activations=budget.activations // micro_batches,
+        loss=loss_bytes(model, batch_size=batch_size // micro_batches, seq_len=seq_len),
+        carried=budget.gradients,
+        # The embedding's gradient can no longer become `.grad`: it is added to the one that is there.
+        embedding_gradient=budget.embedding_gradient + tensor_bytes(embedding) * embedding.requires_grad,
+    )

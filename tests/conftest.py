@@ -1,0 +1,90 @@
+"""Small models of five families, batches of unequal lengths, and the comparison that the tests share."""
+
+import os
+
+import pytest
+import torch
+
+from recipes_lib.core import measure
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import model_of_shape
+
+FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
+
+
+def pytest_configure(config):
+    os.environ.setdefault("RECIPES_FAST", "1")
+    torch.set_num_threads(1)  # for models this small, threads cost more than they bring
+    if config.option.markexpr != "gpu":  # the same tests give the same answer on a machine with a GPU
+        os.environ["RECIPES_TIER"] = "cpu"
+
+
+def pytest_collection_modifyitems(config, items):
+    # Last, because a 4-bit model of these tests stays alive in the process and would count in what others measure.
+    items.sort(key=lambda item: "fine_tuning" in item.nodeid)
+    if config.option.markexpr != "gpu" or not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: run `pytest -m gpu` on a machine that has one"))
+
+
+@pytest.fixture(autouse=True)
+def only_this_test_counts(request, monkeypatch):
+    """Tensors that an earlier test or a library left alive are not the memory of this test."""
+    if "gpu" in request.keywords:
+        return
+    with PeakMemory() as before:
+        pass
+    if before.peak < 2**26:  # only a whole model matters; small tables that libraries share belong to every test
+        return
+    enter = measure._LiveBytes.__enter__
+
+    def enter_counting_from_here(account):
+        enter(account)
+        account.current -= before.peak
+        account.peak = account.current
+        return account
+
+    monkeypatch.setattr(measure._LiveBytes, "__enter__", enter_counting_from_here)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=FAMILIES)
+def tiny(request):
+    """A two-block random model of each family."""
+    return model_of_shape(request.param, device="cpu")
+
+
+@pytest.fixture
+def llama():
+    return model_of_shape("tiny-llama", device="cpu")
+
+
+@pytest.fixture
+def batch():
+    return make_batch()
+
+
+def make_batch(batch_size=4, seq_len=23, vocab=128):
+    """Right-padded rows of unequal lengths [B, S], labels -100 on the padding and on a prompt of 3 tokens."""
+    ids = torch.randint(1, vocab, (batch_size, seq_len))
+    lengths = torch.randint(seq_len // 3, seq_len + 1, (batch_size,))
+    lengths[0] = seq_len
+    mask = (torch.arange(seq_len) < lengths[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :3] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(got, expected, *, atol=1e-6, rtol=1e-5):
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.ladder import MIB, Ladder, budget_chart, chart, show
+from recipes_lib.core.measure import Measurement
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    ladder = Ladder("steps", folder=tmp_path)
+    ladder.add("baseline", Measurement(2.0, 1000 * MIB, 500), predicted=950 * MIB, loss=3.5)
+    ladder.add("half", Measurement(4.0, 500 * MIB, 500), predicted=525 * MIB, loss=3.5)
+    ladder.add("less", Measurement(4.0, 250 * MIB, None), predicted=250 * MIB)
+    return ladder
+
+
+def test_table_compares_with_the_previous_row_and_the_baseline(ladder):
+    _, first, second, third = ladder.table()
+    assert first[4:6] == ["", ""] and first[3] == "-5.0%"
+    assert second[4:7] == ["-50%", "-50%", "4.00"]
+    assert third[4:6] == ["-50%", "-75%"] and third[7:] == ["", ""]
+    assert ladder.saved("less") == 0.75
+
+
+def test_text_and_html_show_every_row(ladder):
+    for shown in (str(ladder), ladder._repr_html_()):
+        assert all(name in shown for name in ("baseline", "half", "less", "1,000 MiB"))
+
+
+def test_file_is_complete_after_every_row(tmp_path):
+    ladder = Ladder("steps", folder=tmp_path)
+    for count in (1, 2):
+        ladder.add(f"row {count}", Measurement(1.0, MIB, 10), predicted=MIB)
+        saved = json.loads(ladder.path.read_text())
+        assert len(saved["rows"]) == count
+    assert {"date", "commit", "versions", "tier"} <= saved.keys()
+    ladder.note(held_out=2.8)
+    assert json.loads(ladder.path.read_text())["facts"] == {"held_out": 2.8}
+
+
+def test_html_is_escaped(tmp_path):
+    ladder = Ladder("steps", folder=tmp_path)
+    ladder.add("<b>", Measurement(1.0, MIB, 10), predicted=MIB)
+    assert "<b>" not in ladder._repr_html_()
+
+
+def test_chart_draws_one_bar_per_row(ladder):
+    memory, time = ladder.chart().axes
+    assert [round(bar.get_width()) for bar in memory.patches] == [1000, 500, 250]
+    assert [bar.get_width() for bar in time.patches] == [2.0, 4.0, 4.0]
+
+
+def test_line_says_what_was_expected_and_what_came(ladder):
+    assert ladder.line("half") == (
+        "half: expected 525 MiB, measured 500 MiB (-50% to the baseline), 4.00 s per step, loss 3.5000"
+    )
+
+
+def test_budget_chart_stacks_the_phase_of_the_peak():
+    forward = Budget(10, 20, 5, 0, 40, 8, 1)
+    backward = Budget(10, 20, 50, 0, 30, 8, 4)
+    assert forward.at_peak() == {"weights": 10, "states": 20, "gradients": 0, "activations": 40, "loss": 8}
+    assert backward.at_peak() == {"weights": 10, "states": 20, "gradients": 54, "activations": 0, "loss": 0}
+    (axes,) = budget_chart({"a": forward, "b": backward}).axes
+    assert sum(bar.get_width() for bar in axes.patches) * MIB == pytest.approx(forward.peak + backward.peak)
+
+
+def test_bad_input(ladder, tmp_path):
+    with pytest.raises(ValueError, match="already has a row 'half'"):
+        ladder.add("half", Measurement(1.0, 1, 1), predicted=1)
+    with pytest.raises(ValueError, match="plain file name"):
+        Ladder("../steps", folder=tmp_path)
+    with pytest.raises(KeyError, match="no row 'none'"):
+        ladder["none"]
+    with pytest.raises(ValueError, match="no row to draw"):
+        chart([], title="")
+    with pytest.raises(ValueError, match="no budget to draw"):
+        budget_chart({})
+
+
+def test_show_prints_code_without_docstring(capsys):
+    show(chart)
+    printed = capsys.readouterr().out
+    assert printed.startswith("def chart(") and "Draw the rows" not in printed and "barh" in printed

@@ -1,0 +1,88 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from recipes_lib.core import machine as module
+from recipes_lib.core.machine import TIERS, fast, machine, provenance, runs_dir, seed_everything
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Describe the machine anew in this test, and again after it."""
+    machine.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    machine.cache_clear()
+
+
+def test_describes_this_machine():
+    here = machine()
+    assert here.tier in TIERS and here.cores >= 1 and here.memory_bytes > 2**30
+    assert here.name in str(here) and torch.__version__ in str(here)
+    assert here.compute_dtype == (torch.bfloat16 if here.native_bf16 else torch.float32)
+
+
+def test_unknown_tier(fresh):
+    fresh.setenv("RECIPES_TIER", "tpu")
+    with pytest.raises(ValueError, match="choose one of cpu, gpu16"):
+        machine()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is for machines without a GPU")
+def test_gpu_tier_without_gpu(fresh):
+    fresh.setenv("RECIPES_TIER", "gpu24")
+    with pytest.raises(ValueError, match="torch sees none"):
+        machine()
+
+
+@pytest.mark.parametrize(
+    "memory, major, tier, dtype",
+    [(16, 7, "gpu16", torch.float16), (24, 8, "gpu24", torch.bfloat16), (141, 9, "gpu80", torch.bfloat16)],
+)
+def test_tiers_of_gpus(fresh, memory, major, tier, dtype):
+    """A T4 has 15 GiB and no bf16 instructions, whatever torch.cuda.is_bf16_supported() says."""
+    properties = type("Properties", (), {"total_memory": (memory - 1) * 2**30, "name": "GPU", "major": major})
+    fresh.delenv("RECIPES_TIER", raising=False)
+    fresh.setattr(torch.cuda, "is_available", lambda: True)
+    fresh.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    here = machine()
+    assert (here.tier, here.compute_dtype) == (tier, dtype)
+
+
+def test_fast(monkeypatch):
+    monkeypatch.setenv("RECIPES_FAST", "0")
+    assert not fast()
+    monkeypatch.setenv("RECIPES_FAST", "1")
+    assert fast()
+
+
+def test_seed_everything():
+    seed_everything(1)
+    first = torch.rand(3)
+    seed_everything(1)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_provenance_names_machine_versions_date_commit():
+    facts = provenance()
+    assert {"name", "versions", "date", "commit", "tier", "fast"} <= facts.keys()
+
+
+def test_runs_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("RECIPES_RUNS", str(tmp_path / "mine"))
+    assert runs_dir() == tmp_path / "mine" and runs_dir().is_dir()
+
+
+def test_commit_is_none_outside_git(monkeypatch):
+    def missing(*args, **kwargs):
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert module._commit() is None
+
+
+def test_import_does_not_start_cuda():
+    code = "import recipes_lib.core.machine, torch; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,130 @@
+import pytest
+import torch
+
+from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.model import load_model
+
+MIB = 2**20
+
+
+def tensor(mib):
+    return torch.zeros(mib * MIB // 4)
+
+
+def test_known_pattern_of_allocations():
+    with PeakMemory() as start:
+        pass
+    with PeakMemory() as memory:
+        a = tensor(8)
+        b = a + 1  # 16 MiB alive
+        view = b[10:20]  # a view allocates nothing, and keeps its storage alive
+        del a, b
+        c = tensor(4)  # 12 MiB alive
+        assert memory.current - start.peak == pytest.approx(12 * MIB, rel=0.01)
+        del view, c
+        assert memory.current == start.peak
+    assert memory.peak - start.peak == pytest.approx(16 * MIB, rel=0.01)
+
+
+def test_counts_what_autograd_keeps():
+    x = tensor(4).requires_grad_()
+    with PeakMemory() as memory:
+        before = memory.current
+        loss = x.exp().exp().sum()  # the two outputs of exp are saved
+        assert memory.current - before == pytest.approx(8 * MIB, rel=0.01)
+        loss.backward()
+        del loss
+        assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)  # only x.grad is left
+
+
+def test_resized_storage():
+    with PeakMemory() as memory:
+        before = memory.current
+        buffer = torch.empty(0)
+        torch.arange(MIB, out=buffer, dtype=torch.float32)
+        assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)
+
+
+def test_weights_gradients_and_states_of_the_real_model():
+    """16 bytes per parameter: weights, gradients and two AdamW averages, to 1 %."""
+    with PeakMemory() as before:
+        pass
+    model = load_model(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with PeakMemory() as after:
+        pass
+    parameters = sum(p.numel() for p in model.parameters())
+    assert after.peak - before.peak == pytest.approx(16 * parameters, rel=0.01)
+
+
+def test_nested():
+    with PeakMemory() as outer:
+        base = outer.current
+        with PeakMemory() as inner:
+            tensor(8)
+        kept = tensor(2)
+    assert inner.peak - base == pytest.approx(8 * MIB, rel=0.01)
+    assert outer.peak == inner.peak and kept is not None
+
+
+def test_error_inside_leaves_nothing_behind():
+    with pytest.raises(RuntimeError, match="mine"), PeakMemory() as memory:
+        raise RuntimeError("mine")
+    peak = memory.peak
+    tensor(8)
+    assert memory.peak == peak
+    with PeakMemory() as again:
+        pass
+    assert again.peak == pytest.approx(peak, abs=MIB)
+
+
+def test_limit():
+    with pytest.raises(torch.OutOfMemoryError, match="emulated"), PeakMemory(limit_bytes=2**40) as memory:
+        memory._account._limit = memory.current + 4 * MIB
+        tensor(2)
+        tensor(8)
+    with pytest.raises(ValueError, match="positive"):
+        PeakMemory(limit_bytes=0)
+
+
+def test_measure_takes_the_median_after_warm_up():
+    calls = []
+    result = measure(lambda: calls.append(1) or len(calls), tokens=100, warmup=2, repeats=3)
+    assert len(calls) == 2 + 1 + 3 and result.result == 6
+    assert result.tokens_per_second == 100 / result.seconds
+
+
+def test_measure_without_repeats_times_the_step_under_the_account():
+    calls = []
+    assert measure(lambda: calls.append(1), repeats=0).seconds > 0 and len(calls) == 2
+
+
+@pytest.mark.parametrize("counts", [{"warmup": -1}, {"repeats": -1}])
+def test_measure_bad_counts(counts):
+    with pytest.raises(ValueError, match="0 or more"):
+        measure(lambda: None, **counts)
+
+
+def test_measure_passes_errors_through():
+    with pytest.raises(KeyError):
+        measure(lambda: {}["missing"])
+
+
+@pytest.mark.gpu
+def test_cuda_peaks_nest():
+    with PeakMemory() as outer:
+        base = outer.current
+        with PeakMemory() as inner:
+            torch.zeros(8 * MIB // 4, device="cuda")
+        torch.zeros(2 * MIB // 4, device="cuda")
+    assert inner.peak - base == outer.peak - base == 8 * MIB
+
+
+@pytest.mark.gpu
+def test_cuda_limit():
+    with pytest.raises(torch.OutOfMemoryError), PeakMemory(limit_bytes=2**30):
+        torch.zeros(2**30, device="cuda")
+    torch.zeros(2**30, device="cuda")  # the cap is gone

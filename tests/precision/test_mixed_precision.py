@@ -1,0 +1,283 @@
+import copy
+
+import pytest
+import torch
+
+from recipes_lib.core.budget import budget_of
+from recipes_lib.core.machine import machine
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.memory.activation_checkpointing import (
+    apply_activation_checkpointing,
+    estimate_activation_checkpointing,
+)
+from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
+from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
+from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
+
+
+def backward(model, batch, mp, factor=1.0):
+    """Gradients of `factor` times the loss, as `mp.backward` leaves them, divided by its scale."""
+    model.zero_grad()
+    with mp.autocast():
+        loss = model(**batch, use_cache=False).loss
+    mp.backward(loss * factor)
+    found = {name: g / mp.scaler.get_scale() for name, g in gradients(model).items()}
+    return loss.detach(), found
+
+
+def relative_error(got, expected):
+    square = sum((got[name] - g).square().sum() for name, g in expected.items())
+    return (square / sum(g.square().sum() for g in expected.values())).sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_close_to_fp32_with_fp32_gradients(tiny, batch, dtype):
+    expected_loss, expected = backward(tiny, batch, mixed_precision(dtype=torch.float32))
+    loss, got = backward(tiny, batch, mixed_precision(dtype=dtype))
+    assert {g.dtype for g in got.values()} == {torch.float32}
+    digits = 0.02 if dtype is torch.bfloat16 else 0.003
+    torch.testing.assert_close(loss, expected_loss, atol=0, rtol=digits)
+    assert 0 < relative_error(got, expected) < digits
+
+
+def test_fp32_is_the_plain_step(llama, batch):
+    mp = mixed_precision(dtype=torch.float32)
+    _, got = backward(llama, batch, mp)
+    llama.zero_grad()
+    llama(**batch, use_cache=False).loss.backward()
+    assert_same_gradients(got, gradients(llama))
+    assert "autocast is off" in str(mp)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fits_gradient_accumulation(llama, batch, dtype):
+    mp = mixed_precision(dtype=dtype)
+    _, expected = backward(llama, batch, mp)
+    llama.zero_grad()
+    accumulate_gradients(llama, batch, micro_batches=2, autocast=mp.autocast, backward=mp.backward)
+    got = {name: g / mp.scaler.get_scale() for name, g in gradients(llama).items()}
+    assert relative_error(got, expected) < 0.02
+
+
+def test_the_default_is_this_machines_fastest():
+    assert mixed_precision().dtype is machine().compute_dtype
+    assert "no loss scaling" in str(mixed_precision(dtype=torch.bfloat16))
+    assert "dynamic loss scaling, now 65,536" in str(mixed_precision(dtype=torch.float16))
+
+
+# --- fp16: loss scaling ---------------------------------------------------------------------------
+
+
+def test_tiny_gradients_vanish_in_fp16_without_scaling(llama, batch):
+    """A loss of 1e-6: every gradient is below 6e-8 and becomes exactly zero, unless it is scaled."""
+    _, expected = backward(llama, batch, mixed_precision(dtype=torch.float32), factor=1e-6)
+    llama.zero_grad()
+    with mixed_precision(dtype=torch.float16).autocast():
+        loss = llama(**batch, use_cache=False).loss
+    (loss * 1e-6).backward()  # the trap
+    assert all(not g.any() for g in gradients(llama).values())
+    assert all(g.any() for g in expected.values())
+    _, scaled = backward(llama, batch, mixed_precision(dtype=torch.float16), factor=1e-6)
+    assert relative_error(scaled, expected) < 0.02
+    _, bf16 = backward(llama, batch, mixed_precision(dtype=torch.bfloat16), factor=1e-6)
+    assert relative_error(bf16, expected) < 0.02
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("fused", [False, True])
+def test_infinite_gradients_skip_the_step(llama, batch, fused, max_grad_norm):
+    mp = mixed_precision(dtype=torch.float16)
+    optimizer = torch.optim.AdamW(llama.parameters(), fused=fused)
+    before = copy.deepcopy(llama.state_dict())
+    backward(llama, batch, mp, factor=1e6)
+    assert mp.step(optimizer, max_grad_norm=max_grad_norm) is False
+    assert mp.scaler.get_scale() == 2**15
+    torch.testing.assert_close(llama.state_dict(), before, atol=0, rtol=0)
+    backward(llama, batch, mp)
+    assert mp.step(optimizer, max_grad_norm=max_grad_norm) is True
+    assert mp.scaler.get_scale() == 2**15
+    assert not torch.equal(llama.lm_head.weight, before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_clips_the_norm_of_unscaled_gradients(llama, batch, dtype):
+    """SGD at learning rate 1 moves the weights by exactly the clipped norm."""
+    mp = mixed_precision(dtype=dtype)
+    before = [p.detach().clone() for p in llama.parameters()]
+    backward(llama, batch, mp)
+    assert mp.step(torch.optim.SGD(llama.parameters(), lr=1.0), max_grad_norm=0.01)
+    moved = sum((p - old).square().sum() for p, old in zip(llama.parameters(), before)).sqrt()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_gradients_that_were_not_scaled_are_refused(llama, batch):
+    mp = mixed_precision(dtype=torch.float16)
+    optimizer = torch.optim.AdamW(llama.parameters())
+    backward(llama, batch, mp)
+    mp.step(optimizer)  # from now on GradScaler itself would not notice
+    llama(**batch, use_cache=False).loss.backward()
+    with pytest.raises(ValueError, match=r"call mp\.backward"):
+        mp.step(optimizer)
+
+
+def test_resumes_the_scale(llama, batch):
+    mp = mixed_precision(dtype=torch.float16)
+    backward(llama, batch, mp, factor=1e6)
+    mp.step(torch.optim.AdamW(llama.parameters()))
+    resumed = mixed_precision(dtype=torch.float16)
+    resumed.load_state_dict(mp.state_dict())
+    assert resumed.scaler.get_scale() == 2**15
+    with pytest.raises(ValueError, match="trained in fp16"):
+        mixed_precision(dtype=torch.bfloat16).load_state_dict(mp.state_dict())
+    same = mixed_precision(dtype=torch.bfloat16)
+    same.load_state_dict(mixed_precision(dtype=torch.bfloat16).state_dict())
+
+
+# --- fp32 master weights --------------------------------------------------------------------------
+
+
+def test_small_updates_vanish_without_master_weights():
+    """A hundred updates of 0.001 move an fp32 weight by 0.1 and a bf16 weight not at all."""
+    weights = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weights[dtype] = torch.nn.Parameter(torch.ones(1, dtype=dtype))
+        optimizer = torch.optim.SGD([weights[dtype]], lr=1.0)
+        for _ in range(100):
+            weights[dtype].grad = torch.full_like(weights[dtype], 0.001)
+            optimizer.step()
+    assert weights[torch.bfloat16].item() == 1.0
+    assert weights[torch.float32].item() == pytest.approx(0.9, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_weights_are_refused_unless_frozen(dtype):
+    weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    mp = mixed_precision(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="weights without masters"):
+        mp.step(torch.optim.SGD([weight]))
+    adapter = torch.nn.Parameter(torch.ones(2))
+    mp.backward((adapter * weight.detach()).sum())
+    assert mp.step(torch.optim.SGD([weight.requires_grad_(False), adapter]))
+
+
+def test_bad_input(llama):
+    with pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
+        mixed_precision(dtype=torch.float64)
+    with pytest.raises(ValueError, match="call backward"):
+        mixed_precision().step(torch.optim.AdamW(llama.parameters()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda_is_refused():
+    with pytest.raises(ValueError, match="no CUDA device"):
+        mixed_precision(dtype=torch.float16, device="cuda")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peak(model, mp, batch_size, seq_len, device="cpu", micro_batches=1):
+    """Peak bytes of a step that is not the first."""
+    ids = torch.randint(0, 128, (batch_size, seq_len), device=device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+    def step():
+        options = {"micro_batches": micro_batches, "autocast": mp.autocast, "backward": mp.backward}
+        accumulate_gradients(model, {"input_ids": ids, "labels": ids}, **options)
+        mp.step(optimizer)
+        optimizer.zero_grad()
+
+    step()  # creates the states
+    with PeakMemory() as memory:
+        step()
+    return memory.peak
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(4, 64), (1, 37)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_as_estimated(family, batch_size, seq_len):
+    model = model_of_shape(family, layers=8, device="cpu")
+    plan = budget_of(model, batch_size=batch_size, seq_len=seq_len)
+    plan = estimate_mixed_precision(plan, model, batch_size=batch_size, seq_len=seq_len)
+    measured = peak(model, mixed_precision(dtype=torch.bfloat16), batch_size, seq_len)
+    assert plan.peak == pytest.approx(measured, rel=0.03)
+
+
+def test_saves_activations_and_costs_copies_of_the_weights():
+    """A batch of 256 tokens shrinks; with 37 tokens the copies of the weights cost more than that."""
+    model = model_of_shape("tiny-llama", layers=4, device="cpu")
+    plain, mixed = mixed_precision(dtype=torch.float32), mixed_precision(dtype=torch.bfloat16)
+    assert peak(model, mixed, 4, 64) < 0.85 * peak(model, plain, 4, 64)
+    assert peak(model, mixed, 1, 37) > peak(model, plain, 1, 37)
+    plan = budget_of(model, batch_size=4, seq_len=64)
+    sizes = {"batch_size": 4, "seq_len": 64}
+    assert estimate_mixed_precision(plan, model, **sizes, dtype=torch.float32) == plan
+
+
+@pytest.mark.parametrize("tokens", [16, 128])
+def test_estimate_with_a_large_vocabulary(llama, tokens):
+    """With few tokens the gradients make the peak, with more of them the logits."""
+    llama.resize_token_embeddings(8192)
+    plan = budget_of(llama, batch_size=1, seq_len=tokens)
+    plan = estimate_mixed_precision(plan, llama, batch_size=1, seq_len=tokens)
+    measured = peak(llama, mixed_precision(dtype=torch.bfloat16), 1, tokens)
+    assert plan.peak == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(("checkpointed", "tolerance"), [(False, 0.03), (True, 0.1)])
+def test_estimate_after_other_recipes(checkpointed, tolerance):
+    """Four micro-batches, then mixed precision; and with checkpointing between the two."""
+    model = model_of_shape("tiny-llama", layers=8, device="cpu")
+    sizes = {"batch_size": 16, "seq_len": 64}
+    plan = estimate_gradient_accumulation(budget_of(model, **sizes), model, **sizes, micro_batches=4)
+    if checkpointed:
+        apply_activation_checkpointing(model)
+        plan = estimate_activation_checkpointing(plan, model, batch_size=4, seq_len=64)
+    plan = estimate_mixed_precision(plan, model, **sizes)
+    measured = peak(model, mixed_precision(dtype=torch.bfloat16), 16, 64, micro_batches=4)
+    assert plan.peak == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_estimate_with_a_frozen_base(targets):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=targets, r=4)
+    model = peft.get_peft_model(model_of_shape("tiny-llama", layers=8, device="cpu"), config)
+    plan = budget_of(model, batch_size=4, seq_len=64)
+    plan = estimate_mixed_precision(plan, model, batch_size=4, seq_len=64)
+    measured = peak(model, mixed_precision(dtype=torch.bfloat16), 4, 64)
+    assert plan.peak == pytest.approx(measured, rel=0.05)
+
+
+def test_estimate_refuses_16_bit_weights(llama):
+    model = llama.bfloat16()
+    plan = budget_of(model, batch_size=1, seq_len=8)
+    with pytest.raises(ValueError, match="fp32 weights under autocast"):
+        estimate_mixed_precision(plan, model, batch_size=1, seq_len=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_gpu(dtype):
+    model = model_of_shape("tiny-llama", layers=8, device="cuda")
+    batch = {name: tensor.cuda() for name, tensor in make_batch().items()}
+    _, expected = backward(model, batch, mixed_precision(dtype=torch.float32, device="cuda"))
+    mp = mixed_precision(dtype=dtype, device="cuda")
+    _, got = backward(model, batch, mp)
+    assert relative_error(got, expected) < 0.02
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert mp.step(optimizer, max_grad_norm=1.0)
+    backward(model, batch, mp, factor=1e6)
+    assert mp.step(optimizer) is (dtype is torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_as_estimated_on_gpu(family):
+    model = model_of_shape(family, layers=8, device="cuda")
+    plan = budget_of(model, batch_size=16, seq_len=128)
+    plan = estimate_mixed_precision(plan, model, batch_size=16, seq_len=128)
+    measured = peak(model, mixed_precision(dtype=torch.bfloat16, device="cuda"), 16, 128, "cuda")
+    assert plan.peak == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,98 @@
+"""Recorded numbers: kept whole, rendered into the texts, and the GPU command runs on CPU sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import record, render
+from recipes_lib.bench import Bench, techniques
+from recipes_lib.core.machine import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def results(folder, rows=2):
+    facts = provenance() | {"fast": False, "name": "Test CPU @ 2.50GHz", "date": "2026-01-02"}
+    names = ["baseline", "+ QLoRA"][:rows]
+    rows = [
+        {"name": n, "predicted_bytes": (4 - i) * 2**20, "peak_bytes": 2**22 // (i + 1), "seconds": 1.0 + i}
+        for i, n in enumerate(names)
+    ]
+    curves = {"LoRA, fp32": [[0, 4.0], [24, 2.0]], "everything combined": [[0, 4.5], [24, 2.25]]}
+    content = {"rows": rows, "facts": {"held_out_loss": curves}}
+    return record.keep(render.LADDERS["01"], content, facts=facts, folder=folder)
+
+
+def test_parts_are_added_to_the_file_of_the_machine_and_day(tmp_path):
+    path = results(tmp_path)
+    assert path.name.startswith("test-") and path.name.endswith("2026-01-02.json")
+    facts = provenance() | {"fast": False, "name": "Test CPU @ 2.50GHz", "date": "2026-01-02"}
+    record.keep("limits", {"bf16_tflops": 1.0}, facts=facts, folder=tmp_path)
+    assert set(json.loads(path.read_text())["parts"]) == {render.LADDERS["01"], "limits"}
+    assert list(tmp_path.iterdir()) == [path]  # no half-written file beside it
+
+
+def test_small_sizes_are_not_recorded(tmp_path):
+    path = tmp_path / "ladder.json"
+    path.write_text(json.dumps(provenance() | {"fast": True, "name": "x", "facts": {}, "rows": []}))
+    with pytest.raises(ValueError, match="run it in full size first"):
+        record.keep_ladder(path)
+
+
+def test_numbers_are_rendered_between_the_markers(tmp_path):
+    results(tmp_path)
+    old = "<!-- numbers:headline-01 -->\nstale\n<!-- end -->\n| <!--m 01 + QLoRA-->stale<!--/m--> |"
+    new = render.render(old, folder=tmp_path)
+    assert "stale" not in new and "4 MiB → 2 MiB" in new and "50% less peak memory" in new
+    assert "CPU: -50% peak, 2.00× time" in new
+    assert render.render(new, folder=tmp_path) == new
+    assert render.NONE_YET in render.render("<!-- numbers:gpu-01 -->\n<!-- end -->", folder=tmp_path)
+
+
+def test_source_lines_keep_their_comment_prefix(tmp_path):
+    results(tmp_path)
+    lines = render.render("# <!-- numbers:table-01 -->\n# <!-- end -->\n", comment="# ", folder=tmp_path).splitlines()
+    assert all(line.startswith("#") for line in lines) and any("| + QLoRA |" in line for line in lines)
+
+
+def test_texts_show_the_recorded_numbers():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.render", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + "run: python -m benchmarks.render"
+
+
+@pytest.mark.parametrize("technique", [name for name in techniques() if name != "optimizer_offload"])
+def test_bench_of_every_technique(technique, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
+    ladder = Bench("tiny-llama", 4, 32, micro_batches=4, layers=8).run(technique, repeats=1)
+    assert [row.name for row in ladder.rows] == ["baseline", technique]
+    assert abs(ladder[technique].prediction_error) < 0.15
+
+
+def test_bench_bad_input():
+    with pytest.raises(ValueError, match="must divide"):
+        Bench("tiny-llama", 4, 32, micro_batches=3)
+    with pytest.raises(ValueError, match="at least 1 row"):
+        Bench("tiny-llama", 0, 32, micro_batches=1)
+    with pytest.raises(ValueError, match="choose one of"):
+        Bench("tiny-llama", 4, 32, micro_batches=4).run("magic")
+    with pytest.raises(ValueError, match="in host memory already"):
+        Bench("tiny-llama", 4, 32, micro_batches=4).run("optimizer_offload", repeats=1)
+
+
+def test_gpu_command_on_cpu_sizes(tmp_path):
+    """The command that a GPU machine runs, with the same code on small shapes (the notebook runs by itself)."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tier", "cpu", "--fast", "--parts"]
+    environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
+    parts = ["limits", "ladder", "optimizer_offload", "qlora"]
+    done = subprocess.run([*command, *parts], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (tmp_path / "results").glob("*.json")
+    assert set(json.loads(file.read_text())["parts"]) == set(parts)

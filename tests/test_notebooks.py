@@ -1,0 +1,130 @@
+"""The notebooks equal their sources, ran in order, and stay within what a reader can take in."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from statistics import median
+
+import jupytext
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
+# What every notebook has, as a pattern that one of its headings matches.
+HEADINGS = {
+    "map": r"\bmap\b",
+    "setup": r"\bset-?up\b",
+    "baseline": r"\bbaseline\b",
+    "everything combined": r"\b(everything combined|together)\b",
+    "when not": r"\bwhen\b.*\bnot\b",
+    "exercises": r"\bexercises\b",
+    "references": r"\breferences\b",
+}
+LOCAL_PATH = re.compile(r"(?<![\w./-])/(home|root|work|tmp|Users)\b|\b[A-Z]:\\{1,2}[A-Z]")
+
+pytestmark = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+
+
+@pytest.fixture
+def notebook(source):
+    return nbformat.read(NOTEBOOKS / f"{source.stem}.ipynb", 4)
+
+
+def cells(notebook, kind):
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
+
+
+def prose(notebook):
+    return "\n".join(cell.source for cell in cells(notebook, "markdown"))
+
+
+def outputs(notebook):
+    return [output for cell in cells(notebook, "code") for output in cell.outputs]
+
+
+def code_lines(cell):
+    return sum(1 for line in cell.source.splitlines() if line.strip())
+
+
+def output_text(output):
+    """What an output shows as text: a stream, or every text form of a displayed value."""
+    shown = [text for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
+    return "\n".join([output.get("text", ""), *shown])
+
+
+def test_notebook_equals_its_source(source, notebook):
+    expected = [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells]
+    actual = [(cell.cell_type, cell.source) for cell in notebook.cells]
+    assert actual == expected, f"run: make notebooks NB={source.stem[:2]}"
+
+
+def test_executed_in_order_without_errors(notebook):
+    counts = [cell.execution_count for cell in cells(notebook, "code")]
+    assert counts == list(range(1, len(counts) + 1))
+    assert [output.ename for output in outputs(notebook) if output.output_type == "error"] == []
+
+
+def test_outputs_are_free_of_warnings(notebook):
+    streams = [output for output in outputs(notebook) if output.output_type == "stream"]
+    errors = [stream.text for stream in streams if stream.name == "stderr"]
+    assert [text for text in errors if "warn" in text.lower()] == []
+
+
+def test_reading_budget(notebook):
+    kinds = "".join("c" if cell.cell_type == "code" else "m" for cell in notebook.cells)
+    assert 35 <= len(kinds) <= 48, "cells"
+    assert "ccc" not in kinds, "more than two code cells in a row"
+
+    words = len(re.findall(r"\w[\w.'-]*", re.sub(r"\]\([^)]*\)", "]", prose(notebook))))
+    assert 1100 <= words <= 1800, "words of text"
+
+    lengths = [code_lines(cell) for cell in cells(notebook, "code")]
+    assert sum(lengths) <= 200, "lines of code"
+    assert max(lengths) <= 20, "lines of the longest code cell"
+    assert median(lengths) <= 7, "lines of a typical code cell"
+
+    figures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    assert 2 <= len(figures) <= 3, "figures"
+
+
+def test_headings_follow_the_template(notebook):
+    headings = [re.sub(r"[*_]", "", line).lower() for line in prose(notebook).splitlines() if line.startswith("#")]
+    assert notebook.cells[0].source.startswith("# "), "the first cell is the title"
+    assert [h for h in headings if h.startswith("# ")] == headings[:1], "one title"
+    absent = [
+        what for what, pattern in HEADINGS.items() if not any(re.search(pattern, heading) for heading in headings)
+    ]
+    assert absent == []
+
+
+def test_colab_badge_opens_this_notebook(source, notebook):
+    first = notebook.cells[0].source + notebook.cells[1].source
+    assert "colab-badge.svg" in first
+    target = r"colab\.research\.google\.com/github/[\w.-]+/[\w.-]+/blob/main/notebooks/([\w.-]+)"
+    assert re.findall(target, first) == [f"{source.stem}.ipynb"]
+
+
+def test_nothing_names_the_machine(source, notebook):
+    texts = [source.read_text(encoding="utf-8"), *map(output_text, outputs(notebook))]
+    assert [match.group() for text in texts for match in LOCAL_PATH.finditer(text)] == []
+
+
+def test_links_into_the_repository_resolve(notebook):
+    links = re.findall(r"\]\(([^)#\s]+)", prose(notebook))
+    relative = [NOTEBOOKS / link for link in links if "://" not in link]
+    ours = re.compile(r"https://github\.com/[\w.-]+/llm-training-recipes/(?:blob|tree)/main/(.+)")
+    absolute = [ROOT / match[1] for link in links if (match := ours.match(link))]
+    assert [str(path) for path in relative + absolute if not path.exists()] == []
+
+
+def test_imports_from_the_package_exist(source):
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recipes_lib"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
