@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.record import RESULTS, keep, keep_ladder
+from benchmarks.versus import compare, pairs
 from recipes_lib.bench import LR, Bench, techniques
 from recipes_lib.core.ladder import Ladder
-from recipes_lib.core.machine import GIB, TIERS, fast, machine, provenance, runs_dir, synchronize
+from recipes_lib.core.machine import GIB, TIERS, fast, machine, provenance, runs_dir
 from recipes_lib.core.measure import PeakMemory, measure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ def notebook() -> dict[str, Any]:
 
 def full_bench(**options: Any) -> Bench:
     """The model of the full fine-tuning parts, in the size of this tier."""
-    shape, layers, batch_size, seq_len = SIZES[machine().tier][0]
+    shape, layers, batch_size, seq_len = SIZES["fast" if fast() else machine().tier][0]
     return Bench(shape, batch_size, seq_len, micro_batches=batch_size, layers=layers, **options)
 
 
@@ -83,7 +84,7 @@ def qlora() -> dict[str, Any]:
     from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
     from recipes_lib.training.gradient_accumulation import accumulate_gradients
 
-    shape, layers, rows, tokens = SIZES[machine().tier][1]
+    shape, layers, rows, tokens = SIZES["fast" if fast() else machine().tier][1]
     bench = Bench(shape, rows, tokens, micro_batches=rows, layers=layers, dtype=torch.bfloat16)
     # Random weights are drawn on the device and quantized there, which is outside the cap: a real load
     # streams them from disk.
@@ -109,42 +110,30 @@ def qlora() -> dict[str, Any]:
     }
 
 
-def optimizer_offload() -> dict[str, Any]:
-    """Step time with the states on the host against fused AdamW on the device, in turns."""
-    from recipes_lib.memory.optimizer_offload import offload_optimizer
-
-    small = machine().device == "cpu"
-    bench = full_bench(dtype=torch.float32 if small else torch.bfloat16)
-    seconds: dict[str, list[float]] = {"fused AdamW on the device": [], "states on the host": []}
-    makers = {
-        "fused AdamW on the device": lambda model: torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
-        "states on the host": lambda model: offload_optimizer(model, lr=LR, allow_cpu=small),
-    }
-    for _ in range(2):
-        for name, make in makers.items():
-            model = bench.fresh()
-            step = bench.plain(model, make(model))
-            step()
-            for _ in range(3):
-                synchronize()
-                start = time.perf_counter()
-                step()
-                synchronize()
-                seconds[name].append(time.perf_counter() - start)
-            del model, step
-    medians = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
-    return {"seconds": medians, "ratio": medians["states on the host"] / medians["fused AdamW on the device"]}
+def versus() -> dict[str, Any]:
+    """Each recipe in turns with the library that does the same: ratios of step time and peak."""
+    results: dict[str, Any] = {}
+    for technique, (ours, name, library) in pairs().items():
+        try:
+            found = compare(full_bench(), ours, library, rounds=1 if fast() else 3)
+        except (RuntimeError, ValueError) as error:  # one pair that fails costs only its row
+            found = {"failed": str(error)}
+        results[technique] = {"library": name} | found
+        print(f"{technique} / {name}: {found}", flush=True)
+        keep("versus", {"pairs": results}, folder=out_dir())
+    return {}
 
 
 # shape, layers, batch, sequence of the full fine-tuning parts; shape, layers, rows, tokens of QLoRA
 SIZES: dict[str, tuple[tuple, tuple]] = {
-    "cpu": (("tiny-llama", None, 8, 64), ("tiny-llama", 4, 4, 32)),
+    "fast": (("tiny-llama", None, 8, 64), ("tiny-llama", 4, 4, 32)),
+    "cpu": (("smollm2-135m", None, 4, 64), ("smollm2-135m", None, 4, 64)),
     "gpu16": (("llama-3.2-1b", 6, 8, 256), ("llama-3.2-3b", None, 8, 512)),
     "gpu24": (("llama-3.2-1b", 12, 8, 256), ("llama-3.1-8b", None, 8, 1024)),
     "gpu80": (("llama-3.2-3b", None, 8, 256), ("qwen2.5-32b", None, 8, 1024)),
 }
-PARTS = {part.__name__: part for part in (limits, notebook, ladder, optimizer_offload, qlora)}
-SECONDS = {"limits": 60, "notebook": 240, "ladder": 150, "optimizer_offload": 90, "qlora": 150}
+PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora)}
+SECONDS = {"limits": 60, "notebook": 240, "ladder": 120, "versus": 120, "qlora": 120}
 
 
 def out_dir() -> Path:

@@ -30,12 +30,12 @@ def texts() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "notebooks" / "source").glob("*.py"))]
 
 
-def newest(number: str, device: str, *, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The latest recorded ladder of a notebook on "cpu" or "cuda", with the facts of its machine."""
+def newest(part: str, device: str, *, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The latest recorded part, as a notebook's ladder, on "cpu" or "cuda", with the facts of its machine."""
     files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    files = [f for f in files if f["device"] == device and not f["fast"] and LADDERS[number] in f["parts"]]
+    files = [f for f in files if f["device"] == device and not f["fast"] and part in f["parts"]]
     latest = max(files, key=lambda f: f["date"], default=None)
-    return latest and latest | latest["parts"][LADDERS[number]]
+    return latest and latest | latest["parts"][part]
 
 
 def machine_line(run: dict[str, Any]) -> str:
@@ -46,8 +46,10 @@ def machine_line(run: dict[str, Any]) -> str:
 
 def block(key: str, *, folder: Path = RESULTS) -> str:
     """The markdown of one block. Raises KeyError for an unknown key."""
-    kind, number = key.rsplit("-", 1)
-    run = newest(number, "cuda" if kind == "gpu" else "cpu", folder=folder)
+    kind, which = key.rsplit("-", 1)
+    if kind == "versus":
+        return versus(newest("versus", {"cpu": "cpu", "gpu": "cuda"}[which], folder=folder))
+    run = newest(LADDERS[which], "cuda" if kind == "gpu" else "cpu", folder=folder)
     return {"headline": headline, "table": table, "gpu": table}[kind](run)
 
 
@@ -82,11 +84,22 @@ def table(run: dict[str, Any] | None) -> str:
     return "\n".join([*lines, "", f"*{machine_line(run)}. Time is relative to the baseline's step.*"])
 
 
+def versus(run: dict[str, Any] | None) -> str:
+    """Our recipes beside the libraries that do the same, as a markdown table."""
+    if run is None:
+        return NONE_YET
+    lines = ["| recipe | library | time | peak |", "|---|---|--:|--:|"]
+    for technique, pair in run["pairs"].items():
+        ratios = [f"{pair[key]:.2f}×" if key in pair else "failed" for key in ("time_ratio", "peak_ratio")]
+        lines.append(f"| {technique.replace('_', ' ')} | {pair['library']} | {' | '.join(ratios)} |")
+    return "\n".join([*lines, "", f"*{machine_line(run)}. The recipe's over the library's: below 1 the recipe wins.*"])
+
+
 def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
     """One row of a ladder as the cell of a table: memory and time against the baseline, per kind of machine."""
     shown = []
     for device in ("cpu", "cuda"):
-        run = newest(number, device, folder=folder)
+        run = newest(LADDERS[number], device, folder=folder)
         rows = {row["name"]: row for row in run["rows"]} if run else {}
         if name in rows:
             first, row = run["rows"][0], rows[name]
@@ -110,7 +123,7 @@ def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
 
 def draw() -> None:
     """The chart of the README, from the same recorded run."""
-    run = newest("01", "cpu")
+    run = newest(LADDERS["01"], "cpu")
     if run:
         (ROOT / "docs").mkdir(exist_ok=True)
         chart(run["rows"], title=machine_line(run)).savefig(ROOT / "docs" / "ladder-01.png", dpi=110)

@@ -5,8 +5,6 @@ import os
 import pytest
 import torch
 
-from recipes_lib.core import measure
-from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 
 FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
@@ -20,32 +18,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Last, because a 4-bit model of these tests stays alive in the process and would count in what others measure.
-    items.sort(key=lambda item: "fine_tuning" in item.nodeid)
     if config.option.markexpr != "gpu" or not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: run `pytest -m gpu` on a machine that has one"))
-
-
-@pytest.fixture(autouse=True)
-def only_this_test_counts(request, monkeypatch):
-    """Tensors that an earlier test or a library left alive are not the memory of this test."""
-    if "gpu" in request.keywords:
-        return
-    with PeakMemory() as before:
-        pass
-    if before.peak < 2**26:  # only a whole model matters; small tables that libraries share belong to every test
-        return
-    enter = measure._LiveBytes.__enter__
-
-    def enter_counting_from_here(account):
-        enter(account)
-        account.current -= before.peak
-        account.peak = account.current
-        return account
-
-    monkeypatch.setattr(measure._LiveBytes, "__enter__", enter_counting_from_here)
 
 
 @pytest.fixture(autouse=True)

@@ -91,8 +91,12 @@ def test_gpu_command_on_cpu_sizes(tmp_path):
     """The command that a GPU machine runs, with the same code on small shapes (the notebook runs by itself)."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--tier", "cpu", "--fast", "--parts"]
     environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
-    parts = ["limits", "ladder", "optimizer_offload", "qlora"]
+    parts = ["limits", "ladder", "versus", "qlora"]
     done = subprocess.run([*command, *parts], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "results").glob("*.json")
-    assert set(json.loads(file.read_text())["parts"]) == set(parts)
+    found = json.loads(file.read_text())["parts"]
+    assert set(found) == set(parts)
+    for technique, pair in found["versus"]["pairs"].items():  # the library trains the same: same loss after 5 steps
+        assert pair["loss"]["recipe"] == pytest.approx(pair["loss"]["library"], abs=1e-4), technique
+        assert pair["peak_ratio"] < 1.05, technique

@@ -92,50 +92,70 @@ def weight_bytes(model: Any) -> int:
 
 
 def activation_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
-    """Bytes that the blocks of a plain forward save for backward: T x L x elements per token."""
-    tokens = batch_size * seq_len
-    hidden = model.config.hidden_size
-    blocks = len(decoder_blocks(model)) * block_elements(model, seq_len=seq_len)
-    return tokens * (blocks + 3 * hidden) * model.dtype.itemsize  # + the final norm
+    """Bytes that the blocks of a plain forward save for backward: T x (L blocks + the final norm)."""
+    blocks = len(decoder_blocks(model)) * block_bytes(model, seq_len=seq_len)
+    return batch_size * seq_len * (blocks + final_norm_bytes(model))
 
 
-def block_elements(model: Any, *, seq_len: int) -> int:
-    """Elements that one block saves per token, read off the operators of the Hugging Face implementation.
+def block_bytes(model: Any, *, seq_len: int) -> int:
+    """Bytes that one block saves per token, read off the operators of the Hugging Face implementation.
 
-    RMSNorm saves its input, the normalised input (only if its weight trains) and, where linear layers
-    read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and its output. A
-    gated MLP saves both projections, the activated gate and the product.
-
-    In 16 bits the result is low (Llama 8 %, Gemma 28 %): their RMSNorm saves its input in fp32 all the same.
+    RMSNorm saves its input in fp32, the normalised input (only if its weight trains) and, where linear layers
+    read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and its output. A gated MLP
+    saves both projections, the activated gate and the product.
     """
-    config, block = model.config, decoder_blocks(model)[0]
+    block = decoder_blocks(model)[0]
     names = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
-    norms = [m for m in block.children() if "Norm" in type(m).__name__]
+    norms = block_norms(block)
     if not norms or not ({"gate_proj", "c_fc"} & names):
         raise ValueError(
             f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with pre-norm and "
             f"a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); measure this one with PeakMemory"
         )
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    q, kv = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    normalised = int(any(p.requires_grad for p in norms[0].parameters()))
-    if isinstance(norms[0], torch.nn.LayerNorm):
-        norm = len(norms) * 2 * hidden
-    else:  # norms 3 and 4 (Gemma) follow a layer: their output feeds the residual stream, not a linear
-        norm = hidden * (len(norms) * (1 + normalised) + 2)
-    attention = 2 * q + 2 * kv
+    config, size = model.config, model.dtype.itemsize
+    hidden, heads, gemma = config.hidden_size, config.num_attention_heads, config.model_type.startswith("gemma")
+    q, kv, feed_forward = projection_widths(config)
+    inner = _normalising_bytes(norms[0], config, size)
+    norm = hidden * (len(norms) * inner + 2 * size)  # norms 3 and 4 (Gemma) feed the residual stream, not a linear
+    attention = size * (2 * q + 2 * kv)
     # On CUDA no fused fp32 kernel takes grouped KV heads, so there PyTorch's plain attention does the same as eager.
-    plain = kv < q and model.dtype == torch.float32 and model.device.type == "cuda"
+    plain = kv < q and size == 4 and model.device.type == "cuda"
     if plain or config._attn_implementation == "eager":  # K and V repeated to all heads, scores and softmax kept
-        attention = 4 * q + 2 * heads * seq_len
+        scores = 8 if gemma or size == 4 else 6  # in 16 bits: softmax in fp32 and cast; Gemma's soft cap on top
+        attention = size * 4 * q + scores * heads * seq_len
     if "q_norm" in names:
-        attention += (1 + normalised) * (q + kv)
-    if "gate_proj" in names:
-        mlp = 4 * config.intermediate_size
-    else:  # GPT-2's gelu_new is made of elementary operators, each of which saves its input
-        mlp = 5 * (getattr(config, "n_inner", None) or 4 * hidden)
-    return norm + attention + mlp
+        attention += inner * (q + kv)
+    # GPT-2's gelu_new is made of elementary operators, each of which saves its input.
+    return norm + attention + size * feed_forward * (4 if "gate_proj" in names else 5)
+
+
+def final_norm_bytes(model: Any) -> int:
+    """Bytes per token that the norm behind the last block saves, its output included if a trained layer reads it."""
+    size, head = model.dtype.itemsize, model.get_output_embeddings().weight
+    inner = _normalising_bytes(block_norms(decoder_blocks(model)[0])[0], model.config, size)
+    return model.config.hidden_size * (inner + size * head.requires_grad)
+
+
+def block_norms(block: torch.nn.Module) -> list[torch.nn.Module]:
+    """The norms of the residual stream (not those of Q and K)."""
+    return [module for module in block.children() if "Norm" in type(module).__name__]
+
+
+def projection_widths(config: Any) -> tuple[int, int, int]:
+    """Output features of the query, of the key and of the feed-forward projection: Q, KV, F."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return heads * head_dim, kv_heads * head_dim, feed_forward or 4 * config.hidden_size
+
+
+def _normalising_bytes(norm: torch.nn.Module, config: Any, size: int) -> int:
+    """Bytes per element that a norm saves, without its output."""
+    if isinstance(norm, torch.nn.LayerNorm):
+        return size
+    trained = any(p.requires_grad for p in norm.parameters())
+    return 4 + trained * (4 if config.model_type.startswith("gemma") else size)  # Gemma multiplies in fp32
 
 
 def loss_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
@@ -148,6 +168,22 @@ def loss_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
     if not head.requires_grad:
         return 3 * logits
     return max(3 * logits, logits + tensor_bytes(head))
+
+
+def split_budget(budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int) -> Budget:
+    """The same batch in k micro-batches: activations and loss shrink, gradients are carried from one to the next."""
+    if micro_batches < 1 or batch_size % micro_batches:
+        raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide batch_size={batch_size}")
+    if micro_batches == 1:
+        return budget
+    embedding = model.get_input_embeddings().weight
+    return budget.change(
+        activations=budget.activations // micro_batches,
+        loss=loss_bytes(model, batch_size=batch_size // micro_batches, seq_len=seq_len),
+        carried=budget.gradients,
+        # The embedding's gradient can no longer become `.grad`: it is added to the one that is there.
+        embedding_gradient=budget.embedding_gradient + tensor_bytes(embedding) * embedding.requires_grad,
+    )
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

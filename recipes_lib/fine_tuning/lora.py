@@ -174,7 +174,7 @@ def _change_per_token(model: Any, rank: int, targets: dict[str, torch.nn.Module]
             layers = [layer for name, layer in block.named_modules() if name.endswith(readers)]
             if layers and (copies or adapted.isdisjoint(layers)):  # a frozen layer does not need its input
                 change -= size * _in_out(layers[0])[0]
-    return change - 2 * size * model.config.hidden_size  # the final norm: its normalised input and its output
+    return change
 
 
 def _in_out(layer: torch.nn.Module) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Idea       64 weights share a scale, and each is the index of one of the 16 quan
 
                y = dequantize(W) x + (alpha / r) * B A x      W is dequantized one layer at a time
 Saves      weights of the blocks: 0.5 + 1/64 + 4/(64*256) = 0.516 bytes each, against 2 (bf16) or 4 (fp32).
-Costs      The weights are off by 9 % (root mean square), which small models feel most. Dequantizing takes
+Costs      The weights are rounded to 16 levels, which small models feel most. Dequantizing takes
            time, as much for one token as for many. With fp16 compute the gradient is fp16: scale the loss.
 Use when   The bf16 weights do not fit, or leave no room for the batch. Not when they fit: LoRA is faster and
            starts from the exact model. Not against activations, which stay.

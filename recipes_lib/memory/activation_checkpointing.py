@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from recipes_lib.core.budget import Budget, block_elements
+from recipes_lib.core.budget import Budget, block_bytes, final_norm_bytes, projection_widths
 from recipes_lib.core.model import decoder_blocks
 
 MODES = ("block", "selective")
@@ -130,18 +130,17 @@ def estimate_activation_checkpointing(
     _check(blocks, mode, every)
     if batch_size < 1 or seq_len < 1:
         raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
-    hidden = model.config.hidden_size
-    whole = block_elements(model, seq_len=seq_len)
-    kept = hidden + (_kept_outputs(model) if mode == "selective" else 0)
+    hidden, size, tokens = model.config.hidden_size, model.dtype.itemsize, batch_size * seq_len
+    whole = block_bytes(model, seq_len=seq_len)
+    kept = size * (hidden + (_kept_outputs(model) if mode == "selective" else 0))
     count = len(range(0, len(blocks), every))
     stored = count * kept + (len(blocks) - count) * whole
-    element = batch_size * seq_len * model.dtype.itemsize
-    at_loss = element * (stored + 3 * hidden)  # + the final norm
+    at_loss = tokens * (stored + final_norm_bytes(model))
     in_block = 0
     if (len(blocks) - 1) % every == 0:  # otherwise a plain block is freed before the first is recomputed
-        feed_forward = getattr(model.config, "intermediate_size", None) or getattr(model.config, "n_inner", None)
         # + the gradients of the block's output and, as they are multiplied, of gate and up
-        in_block = element * (stored - kept + whole + hidden + 2 * (feed_forward or 4 * hidden))
+        _, _, feed_forward = projection_widths(model.config)
+        in_block = tokens * (stored - kept + whole + size * (hidden + 2 * feed_forward))
     return budget.change(activations=max(at_loss, in_block - budget.loss))
 
 
@@ -157,8 +156,8 @@ def _kept_outputs(model: Any) -> int:
     )
     if config._attn_implementation == "eager":
         return linear
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return linear + config.num_attention_heads * (head_dim + 1)  # + the log-sum-exp of each head
+    q, _, _ = projection_widths(config)
+    return linear + q + config.num_attention_heads  # + the log-sum-exp of each head
 
 
 def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:

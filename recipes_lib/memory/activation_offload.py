@@ -8,18 +8,15 @@ Idea       Autograd asks a pair of hooks where to keep each saved tensor, and th
                backward   block 0 <- block 1 <- … <- needed first)          ahead of its use
 Saves      What L-1 of L blocks save. One block stays; IN_FLIGHT storages are on their way.
 Costs      Two transfers of every byte, which hide behind the computation if the link is fast enough.
-Use when   A GPU beside a large host memory, best under checkpointing: then only block inputs travel; a
-           disk where nothing else fits. Not when checkpointing alone fits: it is simpler.
+Use when   Checkpointing is not enough: under it only block inputs travel, to a large host memory or a disk.
 In production   `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and TRL `activation_offloading`.
 Source     torch.autograd.graph.saved_tensors_hooks, PyTorch docs; ZeRO-Infinity, arXiv 2104.07857.
-Traps      On a CPU `save_on_cpu` moves nothing; /tmp may be memory; a hook that returns its own input
-           leaks the graph; a copy under way sees what an in-place operator writes. All are guarded.
+Traps      /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race with a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import tempfile
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from recipes_lib.core.budget import Budget, block_elements
+from recipes_lib.core.budget import Budget, block_bytes, final_norm_bytes, projection_widths
 from recipes_lib.core.model import decoder_blocks
 
 IN_FLIGHT = 4  # storages on their way in one direction: enough to keep a link busy, less than a block
@@ -72,6 +69,11 @@ class _Saved:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.size, self.copy, self.wait = self.bytes.numel(), None, None  # copy and wait are set by the store
 
+    def arrive(self) -> _Saved:
+        wait, self.wait = self.wait, lambda: None  # first: an error would refer to the graph, and the graph to us
+        wait()
+        return self
+
 
 class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
@@ -88,8 +90,7 @@ class Offloader:
 
     def _finish(self, remaining: int) -> None:
         while len(self._going) > remaining:
-            saved = self._going.pop(0)
-            saved.wait()
+            saved = self._going.pop(0).arrive()
             _unmodified(saved.source, saved.version)
             saved.source = saved.bytes = None
 
@@ -122,8 +123,7 @@ class Offloader:
             if (earlier := self._order.pop()()) is not None and earlier.bytes is None:
                 self._store.move(earlier, out=False)
                 self._ahead.add(earlier)
-        saved.wait()
-        saved.bytes = saved.bytes.to(self._store.device)
+        saved.bytes = saved.arrive().bytes.to(self._store.device)
         return torch.empty(0, dtype=how[0], device=saved.bytes.device).set_(saved.bytes.untyped_storage(), *how[1:])
 
 
@@ -141,7 +141,8 @@ class _Host:
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
         # Device memory is the computing stream's, which waits before it frees any: no need for `record_stream`.
-        saved.wait = functools.partial(self.computing.wait_event, self.stream.record_event())
+        event = self.stream.record_event()
+        saved.wait = lambda: self.computing.wait_event(event)
 
     def close(self) -> None:
         self.computing.wait_stream(self.stream)
@@ -187,11 +188,10 @@ class _Disk:
 
 def estimate_activation_offload(budget: Budget, model: Any, *, batch_size: int, seq_len: int) -> Budget:
     """What the last block keeps, or what backward holds in it when the loss (`budget.loss` be final) is free."""
-    config, hidden, block = model.config, model.config.hidden_size, block_elements(model, seq_len=seq_len)
-    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-    element = batch_size * seq_len * model.dtype.itemsize
-    at_loss, in_block = block + 3 * hidden, block + hidden + 2 * feed_forward  # final norm; gradients of block, MLP
-    return budget.change(activations=max(element * at_loss, element * in_block - budget.loss))
+    tokens, size, hidden = batch_size * seq_len, model.dtype.itemsize, model.config.hidden_size
+    block, (_, _, feed_forward) = block_bytes(model, seq_len=seq_len), projection_widths(model.config)
+    in_block = block + size * (hidden + 2 * feed_forward)  # with the gradients of its output and of the MLP
+    return budget.change(activations=max(tokens * (block + final_norm_bytes(model)), tokens * in_block - budget.loss))
 
 
 def _unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ Idea       AdamW updates one parameter from that parameter's gradient alone, so 
                here    backward:  g_n -> update n, free;  ...  ;  g_1 -> update 1, free
 Saves      Gradients: from bytes of all trainable parameters down to those of the largest one. A tied
            embedding is the largest: its output half arrives first and waits for the input half.
-Costs      A call per parameter instead of one for all: 0.2 ms each, little beside a backward of a large
-           model and much on a GPU beside that of a small one. Nothing that needs all gradients at
+Costs      A call per parameter instead of one for all: little beside the backward of a large model,
+           much on a GPU beside that of a small one. Nothing that needs all gradients at
            once is possible: no clipping by global norm, no loss scaling (fp16), no accumulation.
 Use when   Full fine-tuning in bf16 or fp32 with one backward per step and gradients that do not fit.
 Not when   You clip or accumulate (see above), under DDP or FSDP (the local gradient is not the sum),

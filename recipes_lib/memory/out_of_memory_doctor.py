@@ -21,7 +21,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recipes_lib.core.budget import Budget, block_elements, budget_of, loss_bytes, tensor_bytes
+from recipes_lib.core.budget import Budget, block_bytes, budget_of, final_norm_bytes, split_budget, tensor_bytes
 from recipes_lib.core.machine import machine
 from recipes_lib.core.model import decoder_blocks
 
@@ -30,7 +30,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes per weight: the code, a scale per 6
 RECIPES = {  # in the order to try: what it saves and costs, its file; the first five leave the gradient as it is
     "micro-batches": ("(1 - 1/k) of activations and loss", "smaller products", "training/gradient_accumulation.py"),
     "loss in chunks": ("logits: 12 bytes x tokens x vocabulary", "little", "Liger fused_linear_cross_entropy"),
-    "checkpointing": ("all but the blocks' inputs", "1.3x the time", "memory/activation_checkpointing.py"),
+    "checkpointing": ("all but the blocks' inputs", "one more forward", "memory/activation_checkpointing.py"),
     "8-bit AdamW": ("6 of 8 bytes x parameters", "rounded states", "precision/eight_bit_adam.py"),
     "optimizer offload": ("states and gradients", "traffic to the host", "memory/optimizer_offload.py"),
     "LoRA, 16-bit base": ("gradients, states, half of the rest", "only adapters train", "fine_tuning/lora.py"),
@@ -153,20 +153,17 @@ def estimate_remedies(budget: Budget, model: Any, *, batch_size: int, seq_len: i
             remedies.append(Remedy(name or key, ", ".join(saves), *RECIPES[key][1:], new.peak, new.peak <= limit))
         return new
 
-    copy = tensor_bytes(embedding) * embedding.requires_grad
-    carrying = budget.change(carried=budget.gradients, embedding_gradient=budget.embedding_gradient + copy)
     for k in (k for k in range(2, batch_size + 1) if batch_size % k == 0):
         rows = batch_size // k
-        loss = loss_bytes(model, batch_size=rows, seq_len=seq_len)
-        split = carrying.change(activations=budget.activations // k, loss=loss)
+        split = split_budget(budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=k)
         if split.peak <= limit or rows == 1:  # the fewest that fit, or one row at a time
             plan = add("micro-batches", split, f"{k} micro-batches of {rows}")
             break
     tokens = rows * seq_len
     inputs = 4 * tokens * hidden  # of the output layer: their gradient is left, and that of a trainable weight
     plan = add("loss in chunks", plan.change(loss=min(plan.loss, tensor_bytes(head) * head.requires_grad + inputs)))
-    kept = (len(decoder_blocks(model)) + 3) * hidden + block_elements(model, seq_len=seq_len)
-    plan = add("checkpointing", plan.change(activations=min(plan.activations, tokens * kept * width)))
+    kept = len(decoder_blocks(model)) * hidden * width + final_norm_bytes(model) + block_bytes(model, seq_len=seq_len)
+    plan = add("checkpointing", plan.change(activations=min(plan.activations, tokens * kept)))
     states = sum(p.numel() * (8 if p is embedding else 2 + 8 / 256) for p in trained)
     plan = add("8-bit AdamW", plan.change(states=min(plan.states, int(states))))
     if model.device.type != "cpu":  # there, nothing is gained by moving to the host

@@ -14,8 +14,8 @@ Idea       Keep the weights in fp32 and cast what a matrix product reads:
 
            Loss scaling multiplies the loss, so every gradient, by a large s (2**16 at first), and divides
            before the step. Infinite gradients skip the step and halve s; 2000 good steps double it.
-Saves      Half of what matrix products save for backward; the norms stay in fp32. Time: 2-8x on tensor
-           cores, 1.5-2.5x on a CPU with AVX512-BF16 or AMX.
+Saves      Half of what matrix products save for backward; the norms stay in fp32. Time, on tensor
+           cores and on CPUs with AVX512-BF16 or AMX.
 Costs      A 16-bit copy of every weight from its forward to its backward (2 bytes per parameter), and the
            accuracy of 16-bit products (3 digits in fp16, 2 in bf16). fp16 skips some steps.
 Use when   The device multiplies 16-bit numbers natively: prefer bf16, take fp16 on a T4 or V100. Not when a
@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, activation_bytes, block_elements
+from recipes_lib.core.budget import Budget, activation_bytes, block_bytes, block_norms, projection_widths
 from recipes_lib.core.machine import machine
 from recipes_lib.core.model import decoder_blocks
 
@@ -146,23 +146,21 @@ def estimate_mixed_precision(
     if any(weight.dtype is not torch.float32 for weight in weights):
         raise ValueError(f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast")
     tokens, hidden, head = batch_size * seq_len, model.config.hidden_size, model.get_output_embeddings()
-    blocks = len(decoder_blocks(model)) * block_bytes(model, seq_len=seq_len)
+    blocks = len(decoder_blocks(model)) * autocast_block_bytes(model, seq_len=seq_len)
     mixed = tokens * (blocks + 8 * hidden + 2 * hidden * head.weight.requires_grad)  # + the final norm
     plain = activation_bytes(model, batch_size=batch_size, seq_len=seq_len)
     copies = 2 * sum(weight.numel() for weight in weights)  # saved for backward, frozen or not
     return budget.change(activations=budget.activations * mixed // plain + copies)
 
 
-def block_bytes(model: Any, *, seq_len: int) -> int:
-    """Bytes that one block saves per token under autocast; raises ValueError where `block_elements` does."""
-    block_elements(model, seq_len=seq_len)
+def autocast_block_bytes(model: Any, *, seq_len: int) -> int:
+    """Bytes that one block saves per token under autocast; raises ValueError where `block_bytes` does."""
+    block_bytes(model, seq_len=seq_len)
     config, block = model.config, decoder_blocks(model)[0]
     leaves = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
     hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    q, kv = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-
-    norms = [m for m in block.children() if "Norm" in type(m).__name__]
+    q, kv, feed_forward = projection_widths(config)
+    norms = block_norms(block)
     trained = any(p.requires_grad for p in norms[0].parameters())
     layer_norm = isinstance(norms[0], torch.nn.LayerNorm)
     total = len(norms) * hidden * (8 if trained and not layer_norm else 4)  # fp32: input, normalised input
@@ -177,9 +175,9 @@ def block_bytes(model: Any, *, seq_len: int) -> int:
     if "q_norm" in leaves:  # an fp32 copy of the 16-bit input, and the normalised one
         total += (4 + 2 * trained) * (q + kv)
     if "gate_proj" in leaves:  # gate, activated gate and up; the down projection keeps its own input
-        return total + 6 * config.intermediate_size
+        return total + 6 * feed_forward
     # GPT-2's gelu_new keeps four tensors; on CUDA its power, and what follows, runs in fp32.
-    return total + (8 if model.device.type == "cpu" else 14) * (getattr(config, "n_inner", None) or 4 * hidden)
+    return total + (8 if model.device.type == "cpu" else 14) * feed_forward
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, loss_bytes, tensor_bytes
+from recipes_lib.core.budget import Budget, split_budget
 from recipes_lib.core.measure import PeakMemory
 
 # What torch says when memory ends in a library or driver call instead of its own allocator. An NCCL failure
@@ -146,7 +146,7 @@ def estimate_dynamic_batch(budget: Budget, model: Any, *, batch_size: int, seq_l
 
     Raises ValueError if the arithmetic finds none; it is good to a few per cent, so near a limit try.
     """
-    embedding, plan, k = model.get_input_embeddings().weight, budget, 1
+    plan, k = budget, 1
     while plan.peak > limit_bytes:
         smaller = _next_divisor(k, batch_size)
         if smaller is None:
@@ -154,12 +154,7 @@ def estimate_dynamic_batch(budget: Budget, model: Any, *, batch_size: int, seq_l
                 f"one row needs {plan.peak:,} bytes, limit_bytes={limit_bytes:,}: micro-batches do not help"
             )
         k = smaller
-        plan = budget.change(
-            activations=budget.activations // k,
-            loss=loss_bytes(model, batch_size=batch_size // k, seq_len=seq_len),
-            carried=budget.gradients,
-            embedding_gradient=budget.embedding_gradient + tensor_bytes(embedding) * embedding.requires_grad,
-        )
+        plan = split_budget(budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=k)
     return k
 
 

@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, loss_bytes, tensor_bytes
-
-IGNORED = -100  # the label that the loss leaves out
+from recipes_lib.core.budget import Budget, split_budget
+from recipes_lib.core.data import IGNORED
 
 
 def accumulate_gradients(
@@ -79,13 +78,4 @@ def estimate_gradient_accumulation(
     budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int
 ) -> Budget:
     """The budget of the full batch, split in k: activations and loss shrink, gradients are carried."""
-    if micro_batches == 1:
-        return budget
-    embedding = model.get_input_embeddings().weight
-    return budget.change(
-        activations=budget.activations // micro_batches,
-        loss=loss_bytes(model, batch_size=batch_size // micro_batches, seq_len=seq_len),
-        carried=budget.gradients,
-        # The embedding's gradient can no longer become `.grad`: it is added to the one that is there.
-        embedding_gradient=budget.embedding_gradient + tensor_bytes(embedding) * embedding.requires_grad,
-    )
+    return split_budget(budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)

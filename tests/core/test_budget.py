@@ -20,10 +20,11 @@ def measured_peak(model, batch_size, seq_len):
     return memory.peak - before.peak + weight_bytes(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(4, 64), (1, 37), (3, 5)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prediction_of_five_families(family, size):
-    model = model_of_shape(family, layers=8, device="cpu")
+def test_prediction_of_five_families(family, size, dtype):
+    model = model_of_shape(family, layers=8, dtype=dtype, device="cpu")
     predicted = budget_of(model, batch_size=size[0], seq_len=size[1]).peak
     assert predicted == pytest.approx(measured_peak(model, *size), rel=0.03)
 
@@ -61,10 +62,10 @@ def test_unknown_architecture():
             super().__init__()
             self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
 
-    from recipes_lib.core.budget import block_elements
+    from recipes_lib.core.budget import block_bytes
 
     with pytest.raises(ValueError, match="no memory formula"):
-        block_elements(Strange(), seq_len=8)
+        block_bytes(Strange(), seq_len=8)
 
 
 @pytest.mark.parametrize("size", [(0, 8), (8, 0)])

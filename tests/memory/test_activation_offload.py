@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import block_elements, budget_of
+from recipes_lib.core.budget import block_bytes, budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
 from recipes_lib.memory import activation_offload
@@ -84,7 +84,7 @@ def test_each_storage_moves_once_and_frees_its_memory():
     model, batch = model_of_shape("tiny-gpt2", layers=8, device="cpu"), full_rows(16, 64)
     with to_disk(model) as handle:
         loss = model(**batch, use_cache=False).loss
-    saved = 7 * 16 * 64 * 4 * block_elements(model, seq_len=64)
+    saved = 7 * 16 * 64 * block_bytes(model, seq_len=64)
     assert handle.moved_bytes == pytest.approx(saved, rel=0.01)
     with pytest.raises(RuntimeError, match="inside the context"):
         loss.backward()
@@ -206,6 +206,23 @@ def test_disk_without_room(llama, batch, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: open("/dev/full", "r+b"))  # noqa: SIM115
     with pytest.raises(OSError, match=r"No space left on device: [\d,]+ bytes in /"):
         run(llama, batch, to_disk)
+
+
+def test_an_error_leaves_no_tensor_behind(batch, monkeypatch):
+    """The graph, the transfer and its exception refer to each other, in part where the garbage collector is blind."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: open("/dev/full", "r+b"))  # noqa: SIM115
+
+    def fail():
+        with pytest.raises(OSError, match="No space left"):
+            run(model_of_shape("tiny-llama", device="cpu"), batch, to_disk)
+
+    peaks = []
+    for _ in range(3):
+        with PeakMemory() as memory:
+            pass
+        peaks.append(memory.peak)
+        fail()
+    assert peaks[0] == peaks[1] == peaks[2]
 
 
 def test_what_cannot_work_is_refused(llama, batch, tmp_path):

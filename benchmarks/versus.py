@@ -1,0 +1,137 @@
+"""Each recipe beside the library that does the same: step time in turns, peak bytes, and the loss.
+
+A pair is (recipe, library); each side takes a model and a `Bench` and returns (step, close). Both sides train
+the same random weights on the same batch, so their losses must agree, and the time is a ratio measured in turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recipes_lib.bench import LR, Bench
+from recipes_lib.core.data import IGNORED
+from recipes_lib.core.machine import machine
+from recipes_lib.core.measure import Measurement, measure
+
+Side = Callable[[Any, Bench], tuple[Callable[[], float], Callable[[], None]]]
+
+
+def recipe(technique: str) -> Side:
+    """Our side is the arrangement that `python -m recipes_lib bench` measures."""
+
+    def side(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+        step, _ = getattr(bench, f"arrange_{technique}")(model)
+        return step, lambda: None
+
+    return side
+
+
+def trainer_accumulation(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+    """The loop of `transformers.Trainer`: the model divides by the tokens of the whole batch."""
+    batch, optimizer = bench.batch(model), torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    tokens = (batch["labels"][:, 1:] != IGNORED).sum()
+
+    def step() -> float:
+        total = 0.0
+        for i in range(bench.micro_batches):
+            micro = {name: tensor.chunk(bench.micro_batches)[i] for name, tensor in batch.items()}
+            loss = model(**micro, use_cache=False, num_items_in_batch=tokens).loss
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step, lambda: None
+
+
+def transformers_checkpointing(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+    model.train()  # without this, transformers does not checkpoint
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return bench.plain(model), lambda: None
+
+
+def torch_save_on_cpu(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+    step = bench.plain(model)
+
+    def offloaded() -> float:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return step()
+
+    return offloaded, lambda: None
+
+
+def tutorial_step_in_backward(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+    """PyTorch's tutorial: one optimizer per parameter, called by a hook. The hooks keep the model until removed."""
+    optimizers = {p: torch.optim.AdamW([p], lr=LR, fused=True) for p in model.parameters()}
+    batch = bench.batch(model)
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+
+    def step() -> float:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        return loss.item()
+
+    return step, lambda: [hook.remove() for hook in hooks]
+
+
+def torchao_offload(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+    from torchao.optim import CPUOffloadOptimizer
+
+    return bench.plain(
+        model, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, lr=LR)
+    ), lambda: None
+
+
+def pairs() -> dict[str, tuple[Side, str, Side]]:
+    """What can be compared on this machine: technique -> (recipe, name of the library's way, library)."""
+    found = {
+        "gradient_accumulation": ("transformers, num_items_in_batch", trainer_accumulation),
+        "activation_checkpointing": ("transformers gradient_checkpointing_enable", transformers_checkpointing),
+        "optimizer_in_backward": ("PyTorch tutorial, a hook per parameter", tutorial_step_in_backward),
+    }
+    if machine().device == "cuda":
+        found["activation_offload"] = ("torch save_on_cpu(pin_memory=True)", torch_save_on_cpu)
+        if importlib.util.find_spec("torchao"):
+            found["optimizer_offload"] = ("torchao CPUOffloadOptimizer", torchao_offload)
+    return {technique: (recipe(technique), name, library) for technique, (name, library) in found.items()}
+
+
+def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 3, repeats: int = 3) -> dict[str, Any]:
+    """Measure both in turns, changing who goes first. Time and peak are ours over the library's."""
+    seconds: dict[str, list[float]] = {"recipe": [], "library": []}
+    peaks, losses = {}, {}
+    for turn in range(rounds):
+        sides = [("recipe", ours), ("library", library)]
+        for who, side in sides if turn % 2 == 0 else reversed(sides):
+            measured = _measured(bench, side, repeats)
+            seconds[who].append(measured.seconds)
+            peaks[who], losses[who] = measured.peak_bytes, measured.result
+    medians = {who: statistics.median(values) for who, values in seconds.items()}
+    return {
+        "seconds": medians,
+        "time_ratio": statistics.median(a / b for a, b in zip(seconds["recipe"], seconds["library"], strict=True)),
+        "peak_bytes": peaks,
+        "peak_ratio": peaks["recipe"] / peaks["library"],
+        "loss": losses,
+    }
+
+
+def _measured(bench: Bench, side: Side, repeats: int) -> Measurement:
+    gc.collect()  # the other side's model, which this function's locals no longer hold
+    step, close = side(bench.fresh(), bench)
+    try:
+        return measure(step, repeats=repeats)
+    finally:
+        close()
