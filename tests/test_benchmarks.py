@@ -71,7 +71,7 @@ def test_texts_show_the_recorded_numbers():
 @pytest.mark.parametrize("technique", [name for name in techniques() if name != "optimizer_offload"])
 def test_bench_of_every_technique(technique, tmp_path, monkeypatch):
     monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
-    ladder = Bench("tiny-llama", 4, 32, micro_batches=4, layers=8).run(technique, repeats=1)
+    ladder = Bench("tiny-llama", 8, 64, micro_batches=8, layers=8).run(technique, repeats=1)
     assert [row.name for row in ladder.rows] == ["baseline", technique]
     assert abs(ladder[technique].prediction_error) < 0.15
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import datetime
 import functools
+import importlib
+import logging
 import os
 import platform
 import random
@@ -23,6 +25,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -148,3 +151,13 @@ def _cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def require(package: str) -> Any:
+    """Import an optional package, or raise ImportError with the command that installs it."""
+    # It warns, when peft or we import it, of an absent kernel that has no backward and is not used here.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"this recipe needs {package}: run `pip install {package}`") from error

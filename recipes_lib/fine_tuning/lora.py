@@ -25,13 +25,14 @@ Shapes: r rank, B batch, S sequence.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from recipes_lib.core.budget import Budget, activation_bytes, loss_bytes
+from recipes_lib.core.machine import require
 from recipes_lib.core.model import decoder_blocks
 
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # of a mixture of experts
@@ -59,7 +60,14 @@ def apply_lora(
     of the blocks, and a model that already has adapters.
     """
     config = lora_config(model, rank=rank, alpha=alpha, dropout=dropout, target_modules=target_modules)
-    return require("peft").get_peft_model(model, config)
+    return add_adapters(model, config)
+
+
+def add_adapters(model: Any, config: Any) -> Any:
+    """`peft.get_peft_model`, without the warning that it asks the model a question under its old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        return require("peft").get_peft_model(model, config)
 
 
 def lora_config(
@@ -190,11 +198,3 @@ def _frozen(model: Any) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-def require(package: str) -> Any:
-    """Import an optional package, or raise ImportError with the command that installs it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ImportError(f"this recipe needs {package}: run `pip install {package}`") from error

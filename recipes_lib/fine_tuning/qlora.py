@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget, tensor_bytes
-from recipes_lib.core.machine import machine
+from recipes_lib.core.machine import machine, require
 from recipes_lib.core.model import decoder_blocks
-from recipes_lib.fine_tuning.lora import estimate_lora, lora_config, require, target_linears
+from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
 
 
 def apply_qlora(
@@ -53,7 +53,7 @@ def apply_qlora(
     for name, layer in quantized_layers(model).items():
         _block_size(name, layer.in_features, (layer.weight.blocksize,))
         _guard(layer, compute_dtype)
-    return require("peft").get_peft_model(model, config)
+    return add_adapters(model, config)
 
 
 def quantize_nf4(

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget
+from recipes_lib.core.machine import require
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
@@ -104,12 +105,7 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
 
 
 def _optimizer_class() -> type[torch.optim.Optimizer]:
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise ImportError("8-bit Adam needs bitsandbytes: pip install bitsandbytes") from error
-
-    class AdamW8bitByGroup(AdamW8bit):
+    class AdamW8bitByGroup(require("bitsandbytes").optim.AdamW8bit):
         """Reads `optim_bits` from the parameter group.
 
         The library's own way, `GlobalOptimManager`, is one table per process keyed by position: the

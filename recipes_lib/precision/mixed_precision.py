@@ -137,7 +137,7 @@ def estimate_mixed_precision(
     """The same step under autocast, for fp32 weights: activations shrink, 16-bit copies of the weights add.
 
     Weights, states, gradients and the loss stay in fp32. Chain it after the recipes that shrink activations,
-    because the copies of the weights do not shrink with them: exact after accumulation, 10 % after checkpointing.
+    because the copies of the weights do not shrink with them; `model` is as those recipes left it.
     Raises ValueError if the linear layers hold 16-bit weights, whose activations are 16-bit already.
     """
     if dtype is torch.float32:
@@ -146,11 +146,15 @@ def estimate_mixed_precision(
     if any(weight.dtype is not torch.float32 for weight in weights):
         raise ValueError(f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast")
     tokens, hidden, head = batch_size * seq_len, model.config.hidden_size, model.get_output_embeddings()
-    blocks = len(decoder_blocks(model)) * autocast_block_bytes(model, seq_len=seq_len)
-    mixed = tokens * (blocks + 8 * hidden + 2 * hidden * head.weight.requires_grad)  # + the final norm
+    blocks = decoder_blocks(model)
+    per_token = len(blocks) * autocast_block_bytes(model, seq_len=seq_len)
+    per_token += 8 * hidden + 2 * hidden * head.weight.requires_grad  # the final norm
+    mixed = tokens * per_token
     plain = activation_bytes(model, batch_size=batch_size, seq_len=seq_len)
-    copies = 2 * sum(weight.numel() for weight in weights)  # saved for backward, frozen or not
-    return budget.change(activations=budget.activations * mixed // plain + copies)
+    # The copies are saved for backward, frozen or not; checkpointed blocks make theirs anew, one block at a time.
+    checkpointed = [sum(w.numel() for *_, w in _linears(b)) for b in blocks if hasattr(b, "checkpointed_index")]
+    copies = sum(w.numel() for w in weights) - sum(checkpointed) + max(checkpointed, default=0)
+    return budget.change(activations=budget.activations * mixed // plain + 2 * copies)
 
 
 def autocast_block_bytes(model: Any, *, seq_len: int) -> int:

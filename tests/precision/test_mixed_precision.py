@@ -226,7 +226,7 @@ def test_estimate_with_a_large_vocabulary(llama, tokens):
     assert plan.peak == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize(("checkpointed", "tolerance"), [(False, 0.03), (True, 0.1)])
+@pytest.mark.parametrize(("checkpointed", "tolerance"), [(False, 0.03), (True, 0.05)])
 def test_estimate_after_other_recipes(checkpointed, tolerance):
     """Four micro-batches, then mixed precision; and with checkpointing between the two."""
     model = model_of_shape("tiny-llama", layers=8, device="cpu")
