@@ -50,10 +50,10 @@ def notebook() -> dict[str, Any]:
     return {}
 
 
-def full_bench(**options: Any) -> Bench:
-    """The model of the full fine-tuning parts, in the size of this tier."""
+def full_bench(*, at_once: int = 1) -> Bench:
+    """The model of the full fine-tuning parts, in the size of this tier, with fewer layers if two are alive at once."""
     shape, layers, batch_size, seq_len = SIZES["fast" if fast() else machine().tier][0]
-    return Bench(shape, batch_size, seq_len, micro_batches=batch_size, layers=layers, **options)
+    return Bench(shape, batch_size, seq_len, micro_batches=batch_size, layers=layers // at_once)
 
 
 def ladder() -> dict[str, Any]:
@@ -115,7 +115,7 @@ def versus() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for technique, (ours, name, library) in pairs().items():
         try:
-            found = compare(full_bench(), ours, library, rounds=1 if fast() else 3)
+            found = compare(full_bench(at_once=2), ours, library, rounds=2 if fast() else 9)
         except (RuntimeError, ValueError) as error:  # one pair that fails costs only its row
             found = {"failed": str(error)}
         results[technique] = {"library": name} | found
@@ -126,11 +126,11 @@ def versus() -> dict[str, Any]:
 
 # shape, layers, batch, sequence of the full fine-tuning parts; shape, layers, rows, tokens of QLoRA
 SIZES: dict[str, tuple[tuple, tuple]] = {
-    "fast": (("tiny-llama", None, 8, 64), ("tiny-llama", 4, 4, 32)),
-    "cpu": (("smollm2-135m", None, 4, 64), ("smollm2-135m", None, 4, 64)),
+    "fast": (("tiny-llama", 2, 8, 64), ("tiny-llama", 4, 4, 32)),
+    "cpu": (("smollm2-135m", 30, 4, 64), ("smollm2-135m", None, 4, 64)),
     "gpu16": (("llama-3.2-1b", 6, 8, 256), ("llama-3.2-3b", None, 8, 512)),
     "gpu24": (("llama-3.2-1b", 12, 8, 256), ("llama-3.1-8b", None, 8, 1024)),
-    "gpu80": (("llama-3.2-3b", None, 8, 256), ("qwen2.5-32b", None, 8, 1024)),
+    "gpu80": (("llama-3.2-3b", 28, 8, 256), ("qwen2.5-32b", None, 8, 1024)),
 }
 PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora)}
 SECONDS = {"limits": 60, "notebook": 240, "ladder": 120, "versus": 120, "qlora": 120}

@@ -41,7 +41,8 @@ def newest(part: str, device: str, *, folder: Path = RESULTS) -> dict[str, Any] 
 def machine_line(run: dict[str, Any]) -> str:
     name = re.sub(r"\((R|TM)\)", "", run["name"])
     versions = f"torch {run['versions']['torch']}, transformers {run['versions']['transformers']}"
-    return f"{name}, {run['cores']} CPU cores, {versions}, {run['date']}"
+    bf16 = "native bf16" if run["native_bf16"] else "no native bf16"
+    return f"{name}, {run['cores']} CPU cores, {bf16}, {versions}, {run['date']}"
 
 
 def block(key: str, *, folder: Path = RESULTS) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 
 from recipes_lib.bench import LR, Bench
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.machine import machine
-from recipes_lib.core.measure import Measurement, measure
+from recipes_lib.core.machine import machine, synchronize
+from recipes_lib.core.measure import measure
 
 Side = Callable[[Any, Bench], tuple[Callable[[], float], Callable[[], None]]]
 
@@ -53,7 +54,8 @@ def trainer_accumulation(model: Any, bench: Bench) -> tuple[Callable[[], float],
 
 def transformers_checkpointing(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
     model.train()  # without this, transformers does not checkpoint
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The newer name came in transformers 5.2x; the older one warns there. Both default to use_reentrant=False.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return bench.plain(model), lambda: None
 
 
@@ -98,7 +100,7 @@ def pairs() -> dict[str, tuple[Side, str, Side]]:
     """What can be compared on this machine: technique -> (recipe, name of the library's way, library)."""
     found = {
         "gradient_accumulation": ("transformers, num_items_in_batch", trainer_accumulation),
-        "activation_checkpointing": ("transformers gradient_checkpointing_enable", transformers_checkpointing),
+        "activation_checkpointing": ("transformers activation_checkpointing_enable", transformers_checkpointing),
         "optimizer_in_backward": ("PyTorch tutorial, a hook per parameter", tutorial_step_in_backward),
     }
     if machine().device == "cuda":
@@ -108,19 +110,29 @@ def pairs() -> dict[str, tuple[Side, str, Side]]:
     return {technique: (recipe(technique), name, library) for technique, (name, library) in found.items()}
 
 
-def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 3, repeats: int = 3) -> dict[str, Any]:
-    """Measure both in turns, changing who goes first. Time and peak are ours over the library's."""
-    seconds: dict[str, list[float]] = {"recipe": [], "library": []}
-    peaks, losses = {}, {}
-    for turn in range(rounds):
-        sides = [("recipe", ours), ("library", library)]
-        for who, side in sides if turn % 2 == 0 else reversed(sides):
-            measured = _measured(bench, side, repeats)
-            seconds[who].append(measured.seconds)
-            peaks[who], losses[who] = measured.peak_bytes, measured.result
-    medians = {who: statistics.median(values) for who, values in seconds.items()}
+def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 9) -> dict[str, Any]:
+    """Peaks one after the other; then both models side by side, one step each in turns, for the ratio of times."""
+    sides, steps, closers = {"recipe": ours, "library": library}, {}, []
+    peaks, losses, seconds = {}, {}, {"recipe": [], "library": []}
+    for who, side in sides.items():
+        peaks[who], losses[who] = _peak_and_loss(bench, side)
+    try:
+        for who, side in sides.items():
+            steps[who], close = side(bench.fresh(), bench)
+            closers.append(close)
+            steps[who]()  # makes AdamW's states
+        for turn in range(rounds):
+            for who in sides if turn % 2 == 0 else reversed(sides):
+                synchronize()
+                start = time.perf_counter()
+                steps[who]()
+                synchronize()
+                seconds[who].append(time.perf_counter() - start)
+    finally:
+        for close in closers:
+            close()
     return {
-        "seconds": medians,
+        "seconds": {who: statistics.median(values) for who, values in seconds.items()},
         "time_ratio": statistics.median(a / b for a, b in zip(seconds["recipe"], seconds["library"], strict=True)),
         "peak_bytes": peaks,
         "peak_ratio": peaks["recipe"] / peaks["library"],
@@ -128,10 +140,13 @@ def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 3, repeats
     }
 
 
-def _measured(bench: Bench, side: Side, repeats: int) -> Measurement:
-    gc.collect()  # the other side's model, which this function's locals no longer hold
+def _peak_and_loss(bench: Bench, side: Side) -> tuple[int, float]:
+    """Of the third step: AdamW's states exist, and two updates lie behind it."""
     step, close = side(bench.fresh(), bench)
     try:
-        return measure(step, repeats=repeats)
+        measured = measure(step, warmup=2, repeats=0)
+        return measured.peak_bytes, measured.result
     finally:
         close()
+        del step
+        gc.collect()

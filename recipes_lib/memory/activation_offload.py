@@ -8,7 +8,7 @@ Idea       Autograd asks a pair of hooks where to keep each saved tensor, and th
                backward   block 0 <- block 1 <- … <- needed first)          ahead of its use
 Saves      What L-1 of L blocks save. One block stays; IN_FLIGHT storages are on their way.
 Costs      Two transfers of every byte, which hide behind the computation if the link is fast enough.
-Use when   Checkpointing is not enough: under it only block inputs travel, to a large host memory or a disk.
+Use when   Checkpointing is not enough; on top of it only block inputs travel. Not when it is: it is simpler.
 In production   `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and TRL `activation_offloading`.
 Source     torch.autograd.graph.saved_tensors_hooks, PyTorch docs; ZeRO-Infinity, arXiv 2104.07857.
 Traps      /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race with a copy.

@@ -150,23 +150,24 @@ def peak_of_a_step(model, batch_size, seq_len):
     return memory.peak
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", FAMILIES)
 @pytest.mark.parametrize(
     ("rank", "batch_size", "seq_len", "target_modules"),
     [(8, 4, 64, "all-linear"), (16, 1, 37, "all-linear"), (4, 4, 64, ["q_proj", "v_proj"])],
 )
-def test_peak_is_as_estimated(shape, rank, batch_size, seq_len, target_modules):
+def test_peak_is_as_estimated(shape, rank, batch_size, seq_len, target_modules, dtype):
     if shape == "tiny-gpt2" and target_modules != "all-linear":
         target_modules = ["c_attn"]
     before, sizes = alive(), {"batch_size": batch_size, "seq_len": seq_len}
-    model = model_of_shape(shape, layers=8, device="cpu")
+    model = model_of_shape(shape, layers=8, dtype=dtype, device="cpu")
     full = budget_of(model, **sizes)
     plan = estimate_lora(full, model, rank=rank, target_modules=target_modules, **sizes)
     assert all(p.requires_grad for p in model.parameters())  # an estimate changes nothing
     model = apply_lora(model, rank=rank, target_modules=target_modules)
     measured = peak_of_a_step(model, **sizes) - before
     assert plan.peak == pytest.approx(measured, rel=0.05)
-    assert measured < full.peak
+    assert measured < full.peak or dtype is torch.bfloat16  # fp32 adapters outweigh so small a 16-bit model
 
 
 @pytest.mark.parametrize("batch_size", [2, pytest.param(8, marks=pytest.mark.slow)])

@@ -246,14 +246,15 @@ def peak_of_a_step(model, batch_size, seq_len):
     return memory.peak
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", NN_LINEAR)
 @pytest.mark.parametrize(
     ("batch_size", "seq_len", "target_modules"),
     [(4, 64, "all-linear"), (1, 37, ["q_proj", "v_proj"]), (1, 8, "all-linear")],
 )
-def test_peak_is_as_estimated(shape, batch_size, seq_len, target_modules):
+def test_peak_is_as_estimated(shape, batch_size, seq_len, target_modules, dtype):
     before, sizes = alive(), {"batch_size": batch_size, "seq_len": seq_len}
-    model = model_of_shape(shape, layers=8, device="cpu")
+    model = model_of_shape(shape, layers=8, dtype=dtype, device="cpu")
     plan = estimate_qlora(budget_of(model, **sizes), model, rank=8, target_modules=target_modules, **sizes)
     model = apply_qlora(model, rank=8, target_modules=target_modules)
     assert plan.weights == weight_bytes(model)
