@@ -22,7 +22,9 @@ def results_file(facts: dict[str, Any]) -> Path:
     """Where the results of this machine and day belong."""
     plain = re.sub(r"\((R|TM)\)|@.*|NVIDIA|Processor|CPU", " ", facts["name"])
     slug = re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
-    return RESULTS / f"{slug}-{facts['cores']}cores-{facts['date']}.json"
+    # Two kinds of CPU may share a name: the one that multiplies bf16 natively is another machine.
+    kind = "-bf16" if facts["device"] == "cpu" and facts["native_bf16"] else ""
+    return RESULTS / f"{slug}-{facts['cores']}cores{kind}-{facts['date']}.json"
 
 
 def keep(

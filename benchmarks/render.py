@@ -22,7 +22,7 @@ from recipes_lib.core.ladder import chart
 
 ROOT = Path(__file__).resolve().parents[1]
 LADDERS = {"01": "01_large_models_limited_hardware"}
-NONE_YET = "*No GPU run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
+NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20
 
 
@@ -93,7 +93,16 @@ def versus(run: dict[str, Any] | None) -> str:
     for technique, pair in run["pairs"].items():
         ratios = [f"{pair[key]:.2f}×" if key in pair else "failed" for key in ("time_ratio", "peak_ratio")]
         lines.append(f"| {technique.replace('_', ' ')} | {pair['library']} | {' | '.join(ratios)} |")
-    return "\n".join([*lines, "", f"*{machine_line(run)}. The recipe's over the library's: below 1 the recipe wins.*"])
+    note = "The recipe's over the library's: below 1 the recipe wins."
+    return "\n".join([*lines, "", f"*{machine_line(run)}. {note} {limits(run)}*"])
+
+
+def limits(run: dict[str, Any]) -> str:
+    """What the machine can do at best, beside which a ratio is read."""
+    if "limits" not in run["parts"]:
+        return ""
+    most = run["parts"]["limits"]
+    return f"This machine: {most['bf16_tflops']:,.1f} TFLOP/s in bf16, {most['copy_gb_per_s']:,.0f} GB/s in copies."
 
 
 def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:

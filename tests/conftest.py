@@ -1,6 +1,7 @@
 """Small models of five families, batches of unequal lengths, and the comparison that the tests share."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: run `pytest -m gpu` on a machine that has one"))
+
+
+@pytest.fixture(autouse=True)
+def forget_the_last_failure():
+    """Its traceback holds a model, which would count in what the next tests measure."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

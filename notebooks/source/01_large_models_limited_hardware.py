@@ -60,12 +60,11 @@ if importlib.util.find_spec("recipes_lib") is None:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "peft", "bitsandbytes", "gguf"], check=True)
     sys.path.insert(0, str(Path("llm-training-recipes").resolve()))
 
-# %%
 import torch
 
 from recipes_lib.core.budget import budget_of
 from recipes_lib.core.data import batches, decode_with_mask, evaluate, load_instructions
-from recipes_lib.core.ladder import Ladder, budget_chart, show
+from recipes_lib.core.ladder import Ladder, budget_chart, loss_chart, show
 from recipes_lib.core.machine import fast, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory, measure
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape, model_source
@@ -80,7 +79,7 @@ print(here, "default model from " + model_source(), sep="\n")
 #
 # $$\text{peak} = \text{weights} + \text{states} + \max(\text{activations} + \text{loss},\ \text{gradients})$$
 #
-# The printed budget has two small terms more: gradients that are *carried* from one micro-batch to the next, and copies of the embedding's gradient while its two uses are summed.
+# The printed budget has small terms more: gradients that are *carried* between micro-batches, what backward holds inside the first block, and copies of the embedding's gradient.
 #
 # In fp32 with AdamW, weights and gradients take 4 bytes per parameter each and the two averages of AdamW another 8: **16 bytes per parameter** before the first token. The rest grows with batch times sequence. On a CPU the model is the real SmolLM2-135M; a GPU gets the shape of a larger one, with random weights, because speed and memory do not depend on what the weights are.
 
@@ -129,10 +128,10 @@ def plain_step(model, optimizer):
     return loss.item()
 
 
+# %%
 ladder, plans = Ladder("01_large_models_limited_hardware"), {}
 
 
-# %%
 def climb(row, plan, model, optimizer=None, step=plain_step):
     print(f"expected: {plan.peak / 2**20:,.0f} MiB")
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -280,6 +279,7 @@ for scale in (1, 2**16):
 # **Store AdamW's two averages in one byte per element each, with a scale per block.** On a GPU the other way is to keep them in host memory and step there. On a CPU-only machine there is nowhere to move them to, and `offload_optimizer` refuses with that reason.
 
 # %%
+from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, offload_optimizer
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, estimate_eight_bit_adam
 
 eight_bit_plan = estimate_eight_bit_adam(checkpoint_plan, model)
@@ -287,8 +287,6 @@ model = apply_activation_checkpointing(fresh())
 climb("+ 8-bit AdamW", eight_bit_plan, model, eight_bit_adamw(model, lr=2e-5))
 
 # %%
-from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, offload_optimizer
-
 model = apply_activation_checkpointing(fresh())
 try:
     host_plan = estimate_optimizer_offload(checkpoint_plan, model)
@@ -325,39 +323,37 @@ from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 model = fresh()
 lora_plan = estimate_activation_checkpointing(estimate_lora(baseline_plan, model, rank=16, **size), model, **size)
 model = apply_activation_checkpointing(apply_lora(model, rank=16, alpha=32))
-model.print_trainable_parameters()
+print(f"{lora_plan.gradients // 4:,} parameters expected, {model.num_parameters(only_trainable=True):,} trainable")
 climb("+ LoRA", lora_plan, model)
 
 # %% [markdown]
-# The large drop comes from two terms at once. What is left is mostly weights, which nobody trains any more.
+# The large drop comes from two terms at once. What is left is mostly weights.
 #
 # ### 8. QLoRA
 #
 # **Store the frozen weights in four bits.** They are only read now, so they can be stored roughly: NF4 codes in blocks, whose scales are quantized again. Each product unpacks one layer for a moment. Embeddings stay as they are; in a model this small they are a large share.
 
 # %%
-from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow, estimate_qlora, quantize_nf4
+from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow, estimate_qlora
 
-show(quantize_nf4)
 model = fresh()
-qlora_plan = estimate_activation_checkpointing(estimate_qlora(baseline_plan, model, rank=16, **size), model, **size)
+qlora_plan = estimate_qlora(baseline_plan, model, rank=16, **size)
 model = apply_activation_checkpointing(apply_qlora(model, rank=16, alpha=32))
 check_gradient_flow(model, batch)
-climb("+ QLoRA", qlora_plan, model)
+climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), model)
 
 # %% [markdown]
 # The weights shrink, and the loss starts higher by what rounding costs. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the 4-bit weights, and from then on no gradient reaches the lower layers. Training runs, the loss falls a little, and most adapters never move. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
 #
 # ### 9. Dynamic batch size
 #
-# **On out-of-memory, halve the micro-batch and double the accumulation**, so the gradient stays that of the same effective batch. An emulated limit below the need of the full batch stands in for a smaller card; the same code catches a real CUDA error.
+# **On out-of-memory, halve the micro-batch and double the accumulation**, so the gradient stays that of the same effective batch. An emulated limit stands in for a smaller card; the same code catches a real CUDA error.
 
 # %%
 from recipes_lib.training.dynamic_batch import estimate_dynamic_batch, fit_micro_batches
 
-plan = qlora_plan.change(states=0)  # gradients only: no optimizer exists here
-limit = int(0.7 * plan.peak)
-expected_k = estimate_dynamic_batch(plan, model, **size, limit_bytes=limit)
+limit = int(0.7 * plans["+ QLoRA"].peak)
+expected_k = estimate_dynamic_batch(plans["+ QLoRA"], model, **size, limit_bytes=limit)
 with PeakMemory(limit_bytes=limit):
     fitted = fit_micro_batches(lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=B)
 print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *fitted.attempts, sep="\n")
@@ -371,10 +367,11 @@ print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *f
 
 
 # %%
-k, mp = 4, mixed_precision()
+k, mp, micro = 4, mixed_precision(), {"batch_size": B // 4, "seq_len": S}
 combined_plan = estimate_eight_bit_adam(qlora_plan, model)
 combined_plan = estimate_gradient_accumulation(combined_plan, model, **size, micro_batches=k)
-combined_plan = estimate_mixed_precision(combined_plan, model, **size, dtype=mp.dtype)
+combined_plan = estimate_mixed_precision(combined_plan, model, **micro, dtype=mp.dtype)
+combined_plan = estimate_activation_checkpointing(combined_plan, model, **micro)
 
 
 def combined_step(model, optimizer, batch=batch, mp=mp):
@@ -395,9 +392,6 @@ ladder
 
 
 # %%
-import matplotlib.pyplot as plt
-
-
 def learn(model, optimizer, mp, steps):
     data, curve = batches(train, batch_size=8, **feed), []
     for step in range(steps + 1):
@@ -408,20 +402,15 @@ def learn(model, optimizer, mp, steps):
     return curve
 
 
-# %%
 curves, steps = {}, 2 if fast() else 10
 model, plain = apply_lora(fresh("smollm2"), rank=16, alpha=32), mixed_precision(dtype=torch.float32)
 curves["LoRA, fp32"] = learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plain, steps)
 model = apply_activation_checkpointing(apply_qlora(fresh("smollm2"), rank=16, alpha=32))
 curves["everything combined"] = learn(model, eight_bit_adamw(model, lr=1e-3), mp, steps)
 ladder.note(held_out_loss=curves)
-
-figure, axes = plt.subplots(figsize=(6, 3))
 for which, curve in curves.items():
-    axes.plot(*zip(*curve, strict=True), marker="o", label=which)
     print(f"{which:<20}", "   ".join(f"step {step}: {loss:.2f}" for step, loss in curve))
-axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
-axes.legend()
+loss_chart(curves)
 
 # %% [markdown]
 # Before training the two differ by what four bits per weight cost this model. Training the adapters repairs it.
@@ -447,13 +436,15 @@ ladder.chart()
 #
 # ## Out-of-memory doctor
 #
-# The same equation as a decision: given a model and a card, what to try first? The model below is only a shape, so this costs no memory. `python -m recipes_lib doctor` does it in a terminal, and takes the text of an error too.
+# The same equation as a decision: given a model, a card and the text of an error, what to try first? Here memory was reserved but in pieces, which is a setting; the rest is arithmetic. The model is only a shape and costs nothing. `python -m recipes_lib doctor` does the same in a terminal.
 
 # %%
 from recipes_lib.memory.out_of_memory_doctor import diagnose
 
 large = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
-diagnose(model=large, batch_size=4, seq_len=2048, memory_bytes=24 * 2**30)
+error = """CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of 24.00 GiB of which 512.00 MiB is
+free. Of the allocated memory 20.10 GiB is allocated by PyTorch, and 2.40 GiB is reserved by PyTorch but unallocated."""
+diagnose(error=error, model=large, batch_size=4, seq_len=2048, memory_bytes=24 * 2**30)
 
 # %% [markdown]
 # ## What it costs, and when not to use it
@@ -491,7 +482,8 @@ diagnose(model=large, batch_size=4, seq_len=2048, memory_bytes=24 * 2**30)
 errors = [abs(row.prediction_error) for row in ladder.rows]
 assert max(errors) < 0.15 and sum(errors) / len(errors) < 0.08, "the predictions hold"
 for row in ("gradient accumulation", "activation checkpointing", "activation offloading", "+ step in backward"):
-    assert abs(ladder[row].loss - ladder["baseline"].loss) < 1e-3, f"{row} keeps the maths"
+    same = 1e-3 if here.device == "cpu" else 2e-2  # a GPU adds up in another order each time
+    assert abs(ladder[row].loss - ladder["baseline"].loss) < same, f"{row} keeps the maths"
 assert exact_error < 1e-4 < 0.01 < naive_error, "token-weighted accumulation is exact, the popular one is not"
 falling = ["baseline", "activation checkpointing", "+ 8-bit AdamW", "+ LoRA", "+ QLoRA", "everything combined"]
 assert [ladder[row].peak_bytes for row in falling] == sorted((ladder[row].peak_bytes for row in falling), reverse=True)

@@ -1,17 +1,23 @@
 """Predict the peak bytes of a training step, before anything runs.
 
-    peak = weights + states + max( carried + activations + loss ,  gradients + embedding_gradient )
-                                   '---- as the loss goes back ---'  '--- as the last one arrives ---'
+    peak = weights + states + the largest of three moments of backward:
+
+        it begins                carried + activations + loss
+        it enters the first block   gradients - last_gradients + one_block + block_gradients
+        the last gradient arrives   gradients + embedding_gradient
 
 Each term is plain arithmetic on the model's shape, so that a recipe can say which one it shrinks:
 
     weights      4 bytes x parameters (2 in bf16, about 0.52 in NF4)
-    states       8 bytes x trainable parameters: AdamW keeps two fp32 averages
-    gradients    4 bytes x trainable parameters
+    states       twice the bytes of the trainable parameters: AdamW keeps two averages in their dtype
+    gradients    the bytes of the trainable parameters
     carried      gradients that already exist while a micro-batch runs (only with accumulation)
-    embedding_gradient   copies of the embedding table that are alive as its gradient is summed
     activations  what the blocks save for backward: grows with batch x sequence
     loss         logits and their gradients: three [batch x sequence, vocabulary] fp32 tensors
+    one_block    what one block saves for backward
+    block_gradients     gradients of activations that backward makes inside a block
+    last_gradients      gradients that the first block, and an embedding of its own, have still to make
+    embedding_gradient  copies of the embedding table that are alive as its gradient is summed
 
 Legend: B batch, S sequence, T = B*S tokens, D hidden, F feed-forward, H heads, Q = H*head_dim,
 KV = KV heads*head_dim, L layers, V vocabulary.
@@ -37,6 +43,9 @@ class Budget:
     carried: int
     activations: int
     loss: int
+    one_block: int
+    block_gradients: int
+    last_gradients: int
     embedding_gradient: int
 
     @property
@@ -44,12 +53,15 @@ class Budget:
         return sum(self.at_peak().values())
 
     def at_peak(self) -> dict[str, int]:
-        """What the peak consists of: the terms of the phase that is larger, embedding copies with the gradients."""
-        last = self.gradients + self.embedding_gradient
-        parts = {"weights": self.weights, "states": self.states}
-        if last >= self.carried + self.activations + self.loss:
-            return parts | {"gradients": last, "activations": 0, "loss": 0}
-        return parts | {"gradients": self.carried, "activations": self.activations, "loss": self.loss}
+        """What the peak consists of, at the moment that is largest; embedding copies count as gradients."""
+        moments = (
+            (self.carried, self.activations, self.loss),
+            (self.gradients - self.last_gradients, self.one_block + self.block_gradients, 0),
+            (self.gradients + self.embedding_gradient, 0, 0),
+        )
+        gradients, activations, loss = max(moments, key=sum)
+        parts = {"weights": self.weights, "states": self.states, "gradients": gradients}
+        return parts | {"activations": activations, "loss": loss}
 
     def change(self, **terms: int) -> Budget:
         return replace(self, **terms)
@@ -67,18 +79,23 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
     """
     if batch_size < 1 or seq_len < 1:
         raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    gradients = sum(tensor_bytes(p) for p in trainable)
+    sizes = {"batch_size": batch_size, "seq_len": seq_len}
+    gradients = sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)
+    last = sum(tensor_bytes(p) for p in decoder_blocks(model)[0].parameters() if p.requires_grad)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    _, _, feed_forward = projection_widths(model.config)
     return Budget(
         weights=weight_bytes(model),
         states=2 * gradients,
         gradients=gradients,
         carried=0,
-        activations=activation_bytes(model, batch_size=batch_size, seq_len=seq_len),
-        loss=loss_bytes(model, batch_size=batch_size, seq_len=seq_len),
-        # Tied weights: the output layer's part waits until the embedding's arrives, and their sum is new.
-        embedding_gradient=2 * tensor_bytes(embedding) if head is embedding and embedding.requires_grad else 0,
+        activations=activation_bytes(model, **sizes),
+        loss=loss_bytes(model, **sizes),
+        one_block=batch_size * seq_len * block_bytes(model, seq_len=seq_len),
+        # Of the block's output and, as they are multiplied, of gate and up.
+        block_gradients=batch_size * seq_len * model.dtype.itemsize * (model.config.hidden_size + 2 * feed_forward),
+        last_gradients=last + tensor_bytes(embedding) * (embedding.requires_grad and head is not embedding),
+        embedding_gradient=_embedding_copies(model),
     )
 
 
@@ -123,10 +140,9 @@ def block_bytes(model: Any, *, seq_len: int) -> int:
     if plain or config._attn_implementation == "eager":  # K and V repeated to all heads, scores and softmax kept
         scores = 8 if gemma or size == 4 else 6  # in 16 bits: softmax in fp32 and cast; Gemma's soft cap on top
         attention = size * 4 * q + scores * heads * seq_len
-    if "q_norm" in names:
-        attention += inner * (q + kv)
     # GPT-2's gelu_new is made of elementary operators, each of which saves its input.
-    return norm + attention + size * feed_forward * (4 if "gate_proj" in names else 5)
+    mlp = size * feed_forward * (4 if "gate_proj" in names else 5)
+    return norm + attention + inner * (q + kv) * ("q_norm" in names) + mlp
 
 
 def final_norm_bytes(model: Any) -> int:
@@ -171,7 +187,7 @@ def loss_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
 
 
 def split_budget(budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int) -> Budget:
-    """The same batch in k micro-batches: activations and loss shrink, gradients are carried from one to the next."""
+    """The same batch in k micro-batches: what grows with it shrinks, gradients are carried from one to the next."""
     if micro_batches < 1 or batch_size % micro_batches:
         raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide batch_size={batch_size}")
     if micro_batches == 1:
@@ -181,9 +197,42 @@ def split_budget(budget: Budget, model: Any, *, batch_size: int, seq_len: int, m
         activations=budget.activations // micro_batches,
         loss=loss_bytes(model, batch_size=batch_size // micro_batches, seq_len=seq_len),
         carried=budget.gradients,
+        one_block=budget.one_block // micro_batches,
+        block_gradients=budget.block_gradients // micro_batches,
+        last_gradients=0,
         # The embedding's gradient can no longer become `.grad`: it is added to the one that is there.
-        embedding_gradient=budget.embedding_gradient + tensor_bytes(embedding) * embedding.requires_grad,
+        embedding_gradient=_embedding_copies(model) + tensor_bytes(embedding) * embedding.requires_grad,
     )
+
+
+def checkpoint_budget(budget: Budget, model: Any, *, tokens: int, every: int = 1, kept: int = 0) -> Budget:
+    """Every `every`-th block keeps its input and `kept` elements per token; backward makes the rest anew.
+
+    Backward enters the last block when the loss has freed its memory, so the loss, the adapters and the precision
+    must be final: estimate what changes them first. `tokens` are those of a micro-batch.
+    """
+    blocks, whole = len(decoder_blocks(model)), budget.one_block
+    kept_bytes = tokens * model.dtype.itemsize * (model.config.hidden_size + kept)
+    count = len(range(0, blocks, every))
+    stored = count * kept_bytes + (blocks - count) * whole
+    at_loss = stored + budget.activations - blocks * whole  # what is saved outside the blocks stays
+    # If the last block is a plain one, it is freed before the first is recomputed.
+    in_block = stored - kept_bytes + whole + budget.block_gradients if (blocks - 1) % every == 0 else 0
+    return budget.change(activations=max(at_loss, in_block - budget.loss))
+
+
+def free_gradients(budget: Budget, model: Any) -> Budget:
+    """Each gradient goes as soon as it is complete: only that of a tied embedding waits, for its second half."""
+    largest = max((tensor_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
+    copies = _embedding_copies(model)
+    waits = 0 if copies else largest
+    return budget.change(gradients=largest, carried=0, last_gradients=waits, embedding_gradient=copies)
+
+
+def _embedding_copies(model: Any) -> int:
+    """Tied weights: the output layer's part waits until the embedding's arrives, and their sum is new."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return 2 * tensor_bytes(embedding) if head is embedding and embedding.requires_grad else 0
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

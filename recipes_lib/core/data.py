@@ -43,7 +43,8 @@ def load_instructions(
         limit: how many rows at most; the order is shuffled once, the same on every machine with this Python.
         dataset: None for the standard library, or pairs with the keys `prompt` and `completion`: an
             iterable, a local `.jsonl` file, or a hub id (needs the hub).
-    Raises ValueError for an unknown split, sizes below 1, and when no pair is left.
+    Raises ValueError for an unknown split, sizes below 1, no pair left, and another split than "train" of a file or
+    an iterable: they have none, and the same rows would be trained on and held out.
     """
     from datasets import Dataset
 
@@ -198,6 +199,10 @@ def _docstring_pairs(split: str) -> tuple[dict[str, str], ...]:
 
 
 def _pairs_of(dataset: str | Iterable[dict[str, str]], split: str) -> Iterator[dict[str, str]]:
+    if split != "train" and (not isinstance(dataset, str) or os.path.exists(dataset)):
+        raise ValueError(
+            f"split={split!r}: these pairs have no splits, so give the held-out ones as a data set of theirs"
+        )
     rows = _load(dataset, split) if isinstance(dataset, str) else dataset
     for row in rows:
         if not {"prompt", "completion"} <= set(row):

@@ -213,6 +213,22 @@ def budget_chart(budgets: dict[str, Any]) -> Any:
     return figure
 
 
+def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
+    """Draw curves of (optimizer step, held-out loss in nats per token), one line per training run."""
+    if not any(curves.values()):
+        raise ValueError("there is no point to draw: add one first")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    for name, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), marker="o", label=name)
+    axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    plt.close(figure)
+    return figure
+
+
 def show(*functions: Any) -> None:
     """Print the source of functions as it is in the package, without their docstrings."""
     for function in functions:

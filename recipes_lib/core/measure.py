@@ -45,7 +45,7 @@ def measure(step: Callable[[], Any], *, tokens: int | None = None, warmup: int =
 
     Args:
         tokens: that one step trains on, for tokens per second.
-        repeats: 0 takes the time of the step under the account, which slows it by a few per cent.
+        repeats: 0 takes the time of the step under the account, which slows it.
     Raises ValueError for negative counts; an error inside `step` passes through.
     """
     if warmup < 0 or repeats < 0:
@@ -143,6 +143,8 @@ class _LiveBytes(TorchDispatchMode):
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
                 self._see(thing)
+                if thing.is_leaf and thing.grad is not None:  # until it is read, the collector does not know it
+                    self._see(thing.grad)
         self.peak = self.current
         return super().__enter__()
 

@@ -7,8 +7,7 @@ Idea       y = W x + (alpha / r) * B A x        W [out, in] frozen,  A [r, in], 
                x --+------ W ------+--> y       B starts at zero, so the adapted model *is* the base
                    '-- A -- r -- B-'            model until the first step.
 Saves      gradients and states: from 12 bytes per weight to 12 bytes per adapter parameter, of which a
-           layer has r * (in + out): 0.5-4 % of the weights. A fine-tuned model is a file of megabytes.
-           The frozen norms save less for backward, and no gradient of the embedding is ever made.
+           layer has r * (in + out). A fine-tuned model is a file of megabytes. Frozen norms save less, too.
 Costs      Activations stay, and so does the backward pass through every block: the step is hardly
            faster. Each adapter keeps its own copy of its input where the dtypes differ (peft trains fp32
            adapters, also on a bf16 base) or where dropout > 0, which is why dropout is 0 here.
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, activation_bytes, loss_bytes
+from recipes_lib.core.budget import Budget, budget_of, projection_widths
 from recipes_lib.core.machine import require
 from recipes_lib.core.model import decoder_blocks
 
@@ -64,9 +63,9 @@ def apply_lora(
 
 
 def add_adapters(model: Any, config: Any) -> Any:
-    """`peft.get_peft_model`, without the warning that it asks the model a question under its old name."""
+    """`peft.get_peft_model`, without a warning about peft itself."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        warnings.simplefilter("ignore", FutureWarning)
         return require("peft").get_peft_model(model, config)
 
 
@@ -148,25 +147,26 @@ def estimate_lora(
     seq_len: int,
     target_modules: str | Sequence[str] = "all-linear",
 ) -> Budget:
-    """The budget after `apply_lora` (dropout 0) on `model`, which is the base as it is now.
-
-    Estimate it before recipes that change how activations or the loss are kept.
-    """
+    """The budget after `apply_lora` (dropout 0) on `model`, the base as it is now. Estimate it before other recipes."""
     targets = target_linears(model, target_modules=target_modules)
     trainable = 4 * lora_parameters(model, rank=rank, target_modules=target_modules)  # fp32
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
-    activations = budget.activations - activation_bytes(model, **sizes)
+    blocks, plain = len(decoder_blocks(model)), budget_of(model, **sizes)
     with _frozen(model):
-        activations += activation_bytes(model, **sizes)
-        loss = loss_bytes(model, **sizes)
-    activations += batch_size * seq_len * _change_per_token(model, rank, targets)
+        frozen = budget_of(model, **sizes)
+    adapters = batch_size * seq_len * _change_per_token(model, rank, targets)
+    # On a 16-bit base, backward also holds the fp32 gradients of an adapter's output and input.
+    casts = 4 * (model.config.hidden_size + projection_widths(model.config)[2]) * (model.dtype != torch.float32)
     return budget.change(
         weights=budget.weights + trainable,
         gradients=trainable,
         states=2 * trainable,
         carried=min(budget.carried, trainable),
-        activations=activations,
-        loss=min(budget.loss, loss),
+        activations=budget.activations - plain.activations + frozen.activations + adapters,
+        loss=min(budget.loss, frozen.loss),
+        one_block=budget.one_block - plain.one_block + frozen.one_block + adapters // blocks,
+        block_gradients=budget.block_gradients + batch_size * seq_len * casts,
+        last_gradients=trainable // blocks,
         embedding_gradient=0,
     )
 

@@ -68,7 +68,7 @@ def quantize_nf4(
     Embeddings, norms and the output layer keep their dtype.
 
     Args:
-        compute_dtype: of the matrix products; default is this machine's fastest.
+        compute_dtype: of the matrix products; default is bf16 where it is native, else fp32. fp16 needs loss scaling.
         device: of the 4-bit layers, "cuda" for a model that only host memory holds (then `model.to("cuda")`).
     Raises ValueError for a model in 4 bits or with adapters, and for block weights that are not `nn.Linear`.
     """
@@ -90,7 +90,7 @@ def quantize_nf4(
             old.weight.data, blocksize=size, compress_statistics=double_quant, quant_type="nf4", module=new
         )
         new.bias = old.bias
-        _guard(new, compute_dtype or machine().compute_dtype)
+        _guard(new, compute_dtype or (torch.bfloat16 if machine().native_bf16 else torch.float32))
         new.requires_grad_(False).train(old.training).to(device or old.weight.device)  # `to` quantizes
         model.set_submodule(name, new)
     model.is_loaded_in_4bit = True  # peft then builds its 4-bit adapter layers

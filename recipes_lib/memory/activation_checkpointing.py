@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from recipes_lib.core.budget import Budget, block_bytes, final_norm_bytes, projection_widths
+from recipes_lib.core.budget import Budget, checkpoint_budget, projection_widths
 from recipes_lib.core.model import decoder_blocks
 
 MODES = ("block", "selective")
@@ -123,25 +123,13 @@ def estimate_activation_checkpointing(
 ) -> Budget:
     """Activations are what the blocks keep, or what backward holds inside the last block, if that is more.
 
-    Backward enters the last block when the loss has freed its memory, so `budget.loss` must be final:
-    estimate what changes the loss (a smaller batch, chunks) first.
+    Estimate it after the recipes that change the batch, the loss, the precision or the adapters.
     """
-    blocks = decoder_blocks(model)
-    _check(blocks, mode, every)
+    _check(decoder_blocks(model), mode, every)
     if batch_size < 1 or seq_len < 1:
         raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
-    hidden, size, tokens = model.config.hidden_size, model.dtype.itemsize, batch_size * seq_len
-    whole = block_bytes(model, seq_len=seq_len)
-    kept = size * (hidden + (_kept_outputs(model) if mode == "selective" else 0))
-    count = len(range(0, len(blocks), every))
-    stored = count * kept + (len(blocks) - count) * whole
-    at_loss = tokens * (stored + final_norm_bytes(model))
-    in_block = 0
-    if (len(blocks) - 1) % every == 0:  # otherwise a plain block is freed before the first is recomputed
-        # + the gradients of the block's output and, as they are multiplied, of gate and up
-        _, _, feed_forward = projection_widths(model.config)
-        in_block = tokens * (stored - kept + whole + size * (hidden + 2 * feed_forward))
-    return budget.change(activations=max(at_loss, in_block - budget.loss))
+    kept = _kept_outputs(model) if mode == "selective" else 0
+    return checkpoint_budget(budget, model, tokens=batch_size * seq_len, every=every, kept=kept)
 
 
 def _kept_outputs(model: Any) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from recipes_lib.core.budget import Budget, block_bytes, final_norm_bytes, projection_widths
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.model import decoder_blocks
 
 IN_FLIGHT = 4  # storages on their way in one direction: enough to keep a link busy, less than a block
@@ -188,10 +188,9 @@ class _Disk:
 
 def estimate_activation_offload(budget: Budget, model: Any, *, batch_size: int, seq_len: int) -> Budget:
     """What the last block keeps, or what backward holds in it when the loss (`budget.loss` be final) is free."""
-    tokens, size, hidden = batch_size * seq_len, model.dtype.itemsize, model.config.hidden_size
-    block, (_, _, feed_forward) = block_bytes(model, seq_len=seq_len), projection_widths(model.config)
-    in_block = block + size * (hidden + 2 * feed_forward)  # with the gradients of its output and of the MLP
-    return budget.change(activations=max(tokens * (block + final_norm_bytes(model)), tokens * in_block - budget.loss))
+    elsewhere = (len(decoder_blocks(model)) - 1) * budget.one_block
+    in_block = budget.one_block + budget.block_gradients
+    return budget.change(activations=max(budget.activations - elsewhere, in_block - budget.loss))
 
 
 def _unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, tensor_bytes
+from recipes_lib.core.budget import Budget, free_gradients
 
 
 def apply_optimizer_in_backward(
@@ -66,6 +66,8 @@ class StepInBackward(torch.optim.Optimizer):
     `optimizer` is an ordinary one over all parameters, shown one of them at a time. So the state dict
     is that of plain training, and either kind of run can resume from the other's.
     """
+
+    takes_gradients_in_backward = True  # mixed precision reads this
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]):
         # No super().__init__(): groups and states are those of the wrapped optimizer.
@@ -129,5 +131,5 @@ class StepInBackward(torch.optim.Optimizer):
 
 
 def estimate_optimizer_in_backward(budget: Budget, model: Any) -> Budget:
-    """Only the largest gradient is alive at a time (the optimizer's step needs no temporary tensors)."""
-    return budget.change(gradients=max(tensor_bytes(p) for p in model.parameters() if p.requires_grad))
+    """One gradient is alive at a time (the optimizer's step needs no temporary tensors)."""
+    return free_gradients(budget, model)

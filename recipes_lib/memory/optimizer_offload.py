@@ -10,8 +10,7 @@ Saves      On the GPU all states and all gradients but the largest. bf16 weights
 Costs      Host memory: 16 bytes per parameter and one pinned copy of the weights. Time: the weights twice over the
            link and AdamW at the speed of host memory, hidden behind backward as far as that is long enough.
 Use when   Full fine-tuning: the weights fit the GPU and the states do not. Not when they do in 8 bits, or without GPU.
-In production   DeepSpeed ZeRO-Offload, `"offload_optimizer": {"device": "cpu", "pin_memory": true}`; torchao's
-           `CPUOffloadOptimizer`; FSDP2's `CPUOffloadPolicy`, which shards as well.
+In production   DeepSpeed `offload_optimizer`; torchao `CPUOffloadOptimizer`; FSDP2 `CPUOffloadPolicy` (it shards too).
 Source     "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840.
 """
 
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 import torch
 
-from recipes_lib.core.budget import Budget, tensor_bytes
+from recipes_lib.core.budget import Budget, free_gradients, tensor_bytes
 
 
 def offload_optimizer(
@@ -40,7 +39,8 @@ def offload_optimizer(
 ) -> OffloadedAdamW:
     """Make an AdamW for the trainable parameters of `model` that keeps everything on the host.
 
-    Use it like any optimizer. Gradients do not stay in `.grad`; weights are complete after `step()`.
+    Use it like any optimizer. No gradient stays in `.grad`, so `clip_grad_norm_` clips nothing. Weights are complete
+    after `step()`, which undoes what was written through `.data`: write under `torch.no_grad()`.
 
     Args:
         micro_batches: backward passes per step: the last one already updates. None: not known, `step()` updates.
@@ -87,7 +87,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def __init__(self, parameters, micro_batches: int | None, max_grad_norm: float | None, **adamw: Any):
         self._slots = {parameter: _Slot(parameter) for parameter in parameters}
         super().__init__([slot.master for slot in self._slots.values()], fused=True, **adamw)
-        self._step_supports_amp_scaling = False  # GradScaler then refuses instead of scaling nothing
+        self._step_supports_amp_scaling, self.takes_gradients_in_backward = False, True  # loss scaling then refuses
         self._max_grad_norm = max_grad_norm
         self._last = None if max_grad_norm else micro_batches  # the gradient that starts an update
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offloaded-adamw")
@@ -196,5 +196,5 @@ def host_bytes(model: Any) -> int:
 
 
 def estimate_optimizer_offload(budget: Budget, model: Any) -> Budget:
-    """No states on the device, and one gradient at a time."""
-    return budget.change(states=0, gradients=max(tensor_bytes(p) for p in model.parameters() if p.requires_grad))
+    """No states on the device, and one gradient at a time, with accumulation too."""
+    return free_gradients(budget.change(states=0), model)

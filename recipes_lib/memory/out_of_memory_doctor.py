@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import html
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from recipes_lib.core.budget import Budget, block_bytes, budget_of, final_norm_bytes, split_budget, tensor_bytes
+from recipes_lib.core.budget import Budget, budget_of, checkpoint_budget, free_gradients, split_budget, tensor_bytes
 from recipes_lib.core.machine import machine
 from recipes_lib.core.model import decoder_blocks
 
@@ -147,8 +147,8 @@ def estimate_remedies(budget: Budget, model: Any, *, batch_size: int, seq_len: i
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def add(key: str, new: Budget, name: str = "") -> Budget:
-        after = asdict(new)
-        saves = [f"{t} {_size(old)} → {_size(after[t])}" for t, old in asdict(plan).items() if old > after[t]]
+        after = new.at_peak()
+        saves = [f"{t} {_size(old)} → {_size(after[t])}" for t, old in plan.at_peak().items() if old > after[t]]
         if saves:  # what saves nothing here is left out
             remedies.append(Remedy(name or key, ", ".join(saves), *RECIPES[key][1:], new.peak, new.peak <= limit))
         return new
@@ -162,20 +162,23 @@ def estimate_remedies(budget: Budget, model: Any, *, batch_size: int, seq_len: i
     tokens = rows * seq_len
     inputs = 4 * tokens * hidden  # of the output layer: their gradient is left, and that of a trainable weight
     plan = add("loss in chunks", plan.change(loss=min(plan.loss, tensor_bytes(head) * head.requires_grad + inputs)))
-    kept = len(decoder_blocks(model)) * hidden * width + final_norm_bytes(model) + block_bytes(model, seq_len=seq_len)
-    plan = add("checkpointing", plan.change(activations=min(plan.activations, tokens * kept)))
+    whole, plan = plan, add("checkpointing", checkpoint_budget(plan, model, tokens=tokens))
     states = sum(p.numel() * (8 if p is embedding else 2 + 8 / 256) for p in trained)
     plan = add("8-bit AdamW", plan.change(states=min(plan.states, int(states))))
     if model.device.type != "cpu":  # there, nothing is gained by moving to the host
-        largest = max(map(tensor_bytes, trained), default=0)
-        plan = add("optimizer offload", plan.change(states=0, carried=0, gradients=largest))
+        plan = add("optimizer offload", free_gradients(plan.change(states=0), model))
     full = 2 * sum(map(tensor_bytes, trained)) > budget.weights  # otherwise there are adapters already
     linears = [p for p in decoder_blocks(model).parameters() if p.ndim == 2 and p.requires_grad == full]
     if full:
         adapters = 4 * 16 * sum(sum(p.shape) for p in linears)  # fp32, of rank 16
-        lora = {"weights": plan.weights * 2 // width + adapters, "gradients": adapters, "states": 2 * adapters}
-        lora |= {"activations": plan.activations * 2 // width, "loss": min(plan.loss, inputs), "embedding_gradient": 0}
-        plan = add("LoRA, 16-bit base", plan.change(**lora, carried=adapters * (rows < batch_size)))
+        casts = tokens * 4 * sum(16 + p.shape[1] for p in linears)  # peft casts each adapter's input to fp32
+        lora = {"activations": whole.activations * 2 // width + casts, "loss": min(plan.loss, inputs)}
+        lora["one_block"] = whole.one_block * 2 // width + casts // len(decoder_blocks(model))
+        lora["block_gradients"] = whole.block_gradients * 4 // width  # the adapters' are in fp32
+        lora = whole.change(**lora, last_gradients=0, embedding_gradient=0)
+        lora = checkpoint_budget(lora, model, tokens=tokens, kept=hidden * 2 // width - hidden)  # 16-bit inputs
+        lora = lora.change(weights=plan.weights * 2 // width + adapters, gradients=adapters, states=2 * adapters)
+        plan = add("LoRA, 16-bit base", lora.change(carried=adapters * (rows < batch_size)))
     quantized = sum(int(p.numel() * ((2 if full else width) - NF4)) for p in linears if p.is_floating_point())
     add("QLoRA", plan.change(weights=plan.weights - quantized))
     return remedies

@@ -10,8 +10,8 @@ Idea       Store each average as an 8-bit code and one fp32 scale per block of 2
            decodes a block, does the usual AdamW update in fp32 and encodes it again.
 Saves      6 of 8 bytes per parameter: 2 x (1 + 4/256) = 2.03 stay. Tensors under 4,096 elements and
            embeddings keep their 32 bits: few or sparse gradients make their averages hard to encode.
-Costs      The update is close to AdamW's, not equal. On a GPU no time. On a CPU the step takes
-           over ten times as long as fused AdamW and decodes one tensor at a time into fp32: 20 bytes per
+Costs      The update is close to AdamW's, not equal. On a CPU the step takes much longer than
+           fused AdamW's and decodes one tensor at a time into fp32: 20 bytes per
            element of the largest, inside an operator, so no account of tensors sees them. With bf16
            weights there is no fp32 copy: small updates round away, as in plain bf16 AdamW.
 Use when   Full fine-tuning, where the states are the largest term of the budget.

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, activation_bytes, block_bytes, block_norms, projection_widths
+from recipes_lib.core.budget import Budget, block_bytes, block_norms, projection_widths
 from recipes_lib.core.machine import machine
 from recipes_lib.core.model import decoder_blocks
 
@@ -96,7 +96,10 @@ class MixedPrecision:
                 f"{' and '.join(low)} weights without masters: a small update rounds to nothing. Load the "
                 f"model in torch.float32; mixed precision casts it where that is fast. Frozen weights may be 16-bit"
             )
-        if all(p.grad is None for p in parameters):
+        if getattr(optimizer, "takes_gradients_in_backward", False):
+            if self.scaler.is_enabled() or max_grad_norm is not None:
+                raise ValueError("this optimizer took the gradients in backward: too late to unscale or clip them here")
+        elif all(p.grad is None for p in parameters):
             raise ValueError("no parameter of this optimizer has a gradient: call backward(loss) before step")
         if self.scaler.is_enabled() and not self._backward_ran:
             raise ValueError("fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()")
@@ -136,8 +139,8 @@ def estimate_mixed_precision(
 ) -> Budget:
     """The same step under autocast, for fp32 weights: activations shrink, 16-bit copies of the weights add.
 
-    Weights, states, gradients and the loss stay in fp32. Chain it after the recipes that shrink activations,
-    because the copies of the weights do not shrink with them; `model` is as those recipes left it.
+    Weights, states, gradients and the loss stay in fp32. `model` is as it is now, with its adapters, and
+    `batch_size` that of a micro-batch; estimate checkpointing and offloading afterwards.
     Raises ValueError if the linear layers hold 16-bit weights, whose activations are 16-bit already.
     """
     if dtype is torch.float32:
@@ -145,16 +148,15 @@ def estimate_mixed_precision(
     weights = [weight for _, _, weight in _linears(model)]
     if any(weight.dtype is not torch.float32 for weight in weights):
         raise ValueError(f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast")
-    tokens, hidden, head = batch_size * seq_len, model.config.hidden_size, model.get_output_embeddings()
-    blocks = decoder_blocks(model)
-    per_token = len(blocks) * autocast_block_bytes(model, seq_len=seq_len)
-    per_token += 8 * hidden + 2 * hidden * head.weight.requires_grad  # the final norm
-    mixed = tokens * per_token
-    plain = activation_bytes(model, batch_size=batch_size, seq_len=seq_len)
-    # The copies are saved for backward, frozen or not; checkpointed blocks make theirs anew, one block at a time.
-    checkpointed = [sum(w.numel() for *_, w in _linears(b)) for b in blocks if hasattr(b, "checkpointed_index")]
-    copies = sum(w.numel() for w in weights) - sum(checkpointed) + max(checkpointed, default=0)
-    return budget.change(activations=budget.activations * mixed // plain + 2 * copies)
+    tokens, blocks, head = batch_size * seq_len, decoder_blocks(model), model.get_output_embeddings().weight
+    block = autocast_block_bytes(model, seq_len=seq_len)
+    final_norm = model.config.hidden_size * (8 + 2 * head.requires_grad)
+    copies = 2 * sum(weight.numel() for weight in weights)  # saved for backward, frozen or not
+    copied = 2 * max(sum(weight.numel() for *_, weight in _linears(block)) for block in blocks)
+    return budget.change(
+        activations=tokens * (len(blocks) * block + final_norm) + copies,
+        one_block=tokens * block + copied,
+    )
 
 
 def autocast_block_bytes(model: Any, *, seq_len: int) -> int:

@@ -93,7 +93,7 @@ def fit_micro_batches(
         step: adds the gradient of the whole batch in k micro-batches. It may run several times, so it
             takes the batch as it is given (reads no iterator) and leaves the optimizer's step to the caller.
         micro_batches: where to start; 1 or what fitted last time.
-        measure_peaks: record the peak bytes of each attempt; costs a second per call on a CPU.
+        measure_peaks: record the peak bytes of each attempt; on a CPU, every call then looks through all tensors.
     Raises ValueError if k does not divide the batch, if gradients are already there (a failed attempt could
     not be told from them), if the optimizer steps inside, or in several processes; torch.OutOfMemoryError
     if even micro-batches of one row do not fit. Any other error of `step` passes through.
@@ -144,7 +144,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def estimate_dynamic_batch(budget: Budget, model: Any, *, batch_size: int, seq_len: int, limit_bytes: int) -> int:
     """The k that `fit_micro_batches` will find under `limit_bytes`, from the budget of the full batch.
 
-    Raises ValueError if the arithmetic finds none; it is good to a few per cent, so near a limit try.
+    Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
     """
     plan, k = budget, 1
     while plan.peak > limit_bytes:
@@ -161,8 +161,10 @@ def estimate_dynamic_batch(budget: Budget, model: Any, *, batch_size: int, seq_l
 def _check(model: Any, batch_size: int, micro_batches: int) -> None:
     if micro_batches < 1 or batch_size < 1 or batch_size % micro_batches:
         raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide batch_size={batch_size}")
-    if any(getattr(p, "steps_in_backward", False) for p in model.parameters()):
-        raise ValueError("the optimizer steps in backward, so a failed step cannot be repeated: use one of the two")
+    if any(getattr(p, "steps_in_backward", False) or hasattr(p, "offloaded_optimizer") for p in model.parameters()):
+        raise ValueError(
+            "the optimizer takes gradients in backward, so a failed step cannot be taken back: use one of the two"
+        )
     if any(p.grad is not None for p in model.parameters()):
         raise ValueError(
             "gradients are already there, and a failed attempt must be able to drop its own: call "

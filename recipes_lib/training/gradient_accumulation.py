@@ -48,7 +48,7 @@ def accumulate_gradients(
         autocast: makes the context of each forward; backward: replaces `loss.backward()` (loss scaling).
     Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its target tokens. It is
     computed here, from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
-    Raises ValueError if k does not divide B, or if no label is left to train on.
+    Raises ValueError if k does not divide B, if no label is left to train on, or if the model adds a loss of its own.
     """
     batch_size = batch["input_ids"].shape[0]
     if micro_batches < 1 or batch_size == 0 or batch_size % micro_batches:
@@ -65,9 +65,12 @@ def accumulate_gradients(
         micro = {name: tensor.chunk(micro_batches)[i] for name, tensor in (batch | {"labels": shifted}).items()}
         labels = micro.pop("labels").flatten()
         with autocast():
-            logits = model(**micro, use_cache=False).logits.float()  # [B/k, S, V]
+            output = model(**micro, use_cache=False)
+        if getattr(output, "aux_loss", None) is not None:
+            raise ValueError("the router's auxiliary loss would be left out: set config.output_router_logits = False")
+        logits = output.logits.float()  # [B/k, S, V]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
-        del logits  # the loss keeps what it needs
+        del output, logits  # the loss keeps what it needs
         loss = loss / targets
         backward(loss)
         total += loss.detach()

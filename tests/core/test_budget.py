@@ -48,9 +48,12 @@ def test_every_shape_builds():
 
 
 def test_change_and_text():
-    budget = Budget(1, 2, 3, 0, 5, 6, 7)
-    assert budget.peak == 1 + 2 + 11
-    assert budget.change(activations=0, loss=0).peak == 1 + 2 + 10
+    budget = Budget(1, 2, 3, 0, 5, 6, 4, 1, 1, 7)
+    assert budget.peak == 1 + 2 + 11  # as backward begins
+    budget = budget.change(activations=0, loss=0)
+    assert budget.peak == 1 + 2 + 3 + 7  # as the last gradient arrives
+    budget = budget.change(one_block=20)
+    assert budget.peak == 1 + 2 + (3 - 1) + 20 + 1  # in the first block
     assert "predicted peak" in str(budget)
 
 

@@ -55,6 +55,9 @@ def test_own_pairs_and_files(tokenizer, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, pairs)))
     assert len(load_instructions(tokenizer, dataset=str(file))) == 1
+    for source in (pairs, str(file)):  # the same rows would be trained on and held out
+        with pytest.raises(ValueError, match="have no splits"):
+            load_instructions(tokenizer, split="validation", dataset=source)
 
 
 def test_tokenizer_without_template(tokenizer, monkeypatch):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.ladder import MIB, Ladder, budget_chart, chart, show
+from recipes_lib.core.ladder import MIB, Ladder, budget_chart, chart, loss_chart, show
 from recipes_lib.core.measure import Measurement
 
 
@@ -59,8 +59,8 @@ def test_line_says_what_was_expected_and_what_came(ladder):
 
 
 def test_budget_chart_stacks_the_phase_of_the_peak():
-    forward = Budget(10, 20, 5, 0, 40, 8, 1)
-    backward = Budget(10, 20, 50, 0, 30, 8, 4)
+    forward = Budget(10, 20, 5, 0, 40, 8, 3, 0, 0, 1)
+    backward = Budget(10, 20, 50, 0, 30, 8, 3, 0, 0, 4)
     assert forward.at_peak() == {"weights": 10, "states": 20, "gradients": 0, "activations": 40, "loss": 8}
     assert backward.at_peak() == {"weights": 10, "states": 20, "gradients": 54, "activations": 0, "loss": 0}
     (axes,) = budget_chart({"a": forward, "b": backward}).axes
@@ -78,6 +78,14 @@ def test_bad_input(ladder, tmp_path):
         chart([], title="")
     with pytest.raises(ValueError, match="no budget to draw"):
         budget_chart({})
+    with pytest.raises(ValueError, match="no point"):
+        loss_chart({"a": []})
+
+
+def test_loss_chart_draws_a_line_per_run():
+    (axes,) = loss_chart({"a": [(0, 4.0), (5, 3.0)], "b": [(0, 4.5), (5, 2.5)]}).axes
+    assert [line.get_label() for line in axes.get_lines()] == ["a", "b"]
+    assert axes.get_lines()[1].get_ydata().tolist() == [4.5, 2.5]
 
 
 def test_show_prints_code_without_docstring(capsys):

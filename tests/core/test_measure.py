@@ -128,3 +128,17 @@ def test_cuda_limit():
     with pytest.raises(torch.OutOfMemoryError), PeakMemory(limit_bytes=2**30):
         torch.zeros(2**30, device="cuda")
     torch.zeros(2**30, device="cuda")  # the cap is gone
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_from_before_count(reads):
+    """A gradient has no Python object until someone reads it."""
+    weight = torch.nn.Parameter(torch.ones(256, 256))
+    with PeakMemory() as before:
+        pass
+    (weight * 2).sum().backward()
+    if reads:
+        assert weight.grad is not None
+    with PeakMemory() as after:
+        pass
+    assert after.peak - before.peak == 4 * 256 * 256

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.core.budget import budget_of
+from recipes_lib.core.budget import budget_of, split_budget
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, host_bytes, offload_optimizer
@@ -184,6 +184,19 @@ def test_bad_input(llama):
         offload_optimizer(copy.deepcopy(llama).half(), lr=1e-3, allow_cpu=True)
     with pytest.raises(ValueError, match="0 devices"):
         offload_optimizer(copy.deepcopy(llama).requires_grad_(False), lr=1e-3, allow_cpu=True)
+
+
+def test_device_memory_with_accumulation_as_estimated():
+    model, size = model_of_shape("tiny-llama", layers=4, device="cpu"), {"batch_size": 8, "seq_len": 64}
+    ids = torch.randint(0, 128, (8, 64))
+    optimizer = offload_optimizer(model, lr=1e-3, micro_batches=4, allow_cpu=True)
+    batches = [{"input_ids": part, "labels": part} for part in ids.chunk(4)]
+    for _ in range(2):  # the first step creates the states
+        with PeakMemory() as memory:
+            train(model, optimizer, batches, micro_batches=4)
+    plan = split_budget(budget_of(model, **size), model, **size, micro_batches=4)
+    plan = estimate_optimizer_offload(plan, model)
+    assert plan.peak == pytest.approx(memory.peak - host_bytes(model), rel=0.05)
 
 
 @pytest.mark.gpu

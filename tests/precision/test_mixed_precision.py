@@ -11,6 +11,7 @@ from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,
 )
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
 from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
 from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
@@ -228,16 +229,44 @@ def test_estimate_with_a_large_vocabulary(llama, tokens):
 
 @pytest.mark.parametrize(("checkpointed", "tolerance"), [(False, 0.03), (True, 0.05)])
 def test_estimate_after_other_recipes(checkpointed, tolerance):
-    """Four micro-batches, then mixed precision; and with checkpointing between the two."""
+    """Four micro-batches, then mixed precision; and checkpointing last."""
     model = model_of_shape("tiny-llama", layers=8, device="cpu")
     sizes = {"batch_size": 16, "seq_len": 64}
     plan = estimate_gradient_accumulation(budget_of(model, **sizes), model, **sizes, micro_batches=4)
+    plan = estimate_mixed_precision(plan, model, batch_size=4, seq_len=64)
     if checkpointed:
         apply_activation_checkpointing(model)
         plan = estimate_activation_checkpointing(plan, model, batch_size=4, seq_len=64)
-    plan = estimate_mixed_precision(plan, model, **sizes)
     measured = peak(model, mixed_precision(dtype=torch.bfloat16), 16, 64, micro_batches=4)
     assert plan.peak == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "proj"])
+@pytest.mark.parametrize("size", [(32, 64), (4, 64)])
+def test_estimate_under_checkpointing(trained, size):
+    """What checkpointing keeps, the inputs of the blocks, stays in fp32; what it makes anew is in 16 bits."""
+    model = model_of_shape("tiny-llama", layers=16, device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    sizes = {"batch_size": size[0], "seq_len": size[1]}
+    plan = estimate_mixed_precision(budget_of(model, **sizes), model, **sizes)
+    plan = estimate_activation_checkpointing(plan, model, **sizes)
+    measured = peak(apply_activation_checkpointing(model), mixed_precision(dtype=torch.bfloat16), *size)
+    assert plan.peak == pytest.approx(measured, rel=0.06)
+
+
+def test_steps_with_an_optimizer_in_backward(llama, batch):
+    mp, optimizer = mixed_precision(dtype=torch.bfloat16), apply_optimizer_in_backward(llama, lr=1e-3)
+    before = llama.get_input_embeddings().weight.clone()
+    with mp.autocast():
+        loss = llama(**batch, use_cache=False).loss
+    mp.backward(loss)
+    with pytest.raises(ValueError, match="too late to unscale or clip"):
+        mp.step(optimizer, max_grad_norm=1.0)
+    assert mp.step(optimizer) and not torch.equal(before, llama.get_input_embeddings().weight)
+    scaled = mixed_precision(dtype=torch.float16)
+    with pytest.raises(ValueError, match="too late to unscale or clip"):
+        scaled.step(optimizer)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])

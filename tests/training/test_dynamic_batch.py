@@ -6,6 +6,7 @@ import torch
 from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import decoder_blocks, model_of_shape
+from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.training.dynamic_batch import (
     Attempt,
     estimate_dynamic_batch,
@@ -210,7 +211,14 @@ def test_optimizer_in_backward_and_several_processes_are_refused(llama, monkeypa
         with pytest.raises(ValueError, match="on one process"):
             fit_micro_batches(out_of_memory, model=llama, batch_size=4)
     next(llama.parameters()).steps_in_backward = True
-    with pytest.raises(ValueError, match="steps in backward"):
+    with pytest.raises(ValueError, match="takes gradients in backward"):
+        fit_micro_batches(out_of_memory, model=llama, batch_size=4)
+
+
+def test_offloaded_gradients_are_refused(llama):
+    """They are on the host, where a failed attempt's could not be told from those before."""
+    offload_optimizer(llama, lr=1e-3, micro_batches=None, allow_cpu=True)
+    with pytest.raises(ValueError, match="takes gradients in backward"):
         fit_micro_batches(out_of_memory, model=llama, batch_size=4)
 
 

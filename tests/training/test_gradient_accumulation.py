@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory
@@ -80,6 +81,15 @@ def test_optimizer_in_backward_is_refused(llama, batch):
     next(llama.parameters()).steps_in_backward = True
     with pytest.raises(ValueError, match="steps in backward"):
         accumulate_gradients(llama, batch, micro_batches=2)
+
+
+def test_an_auxiliary_loss_is_not_dropped_silently():
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=128, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="auxiliary loss"):
+        accumulate_gradients(MixtralForCausalLM(config), make_batch(), micro_batches=2)
 
 
 @pytest.mark.gpu
