@@ -353,7 +353,7 @@ climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), m
 from recipes_lib.training.dynamic_batch import estimate_dynamic_batch, fit_micro_batches
 
 limit = int(0.7 * plans["+ QLoRA"].peak)
-expected_k = estimate_dynamic_batch(plans["+ QLoRA"], model, **size, limit_bytes=limit)
+expected_k = estimate_dynamic_batch(plans["+ QLoRA"].change(states=0), model, **size, limit_bytes=limit)
 with PeakMemory(limit_bytes=limit):
     fitted = fit_micro_batches(lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=B)
 print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *fitted.attempts, sep="\n")
