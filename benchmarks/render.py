@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS
-from recipes_lib.core.ladder import chart
+from recipes_lib.core.ladder import chart, percent
 
 ROOT = Path(__file__).resolve().parents[1]
 LADDERS = {"01": "01_large_models_limited_hardware"}
@@ -80,7 +80,7 @@ def table(run: dict[str, Any] | None) -> str:
     for row in run["rows"]:
         lines.append(
             f"| {row['name']} | {row['predicted_bytes'] / MIB:,.0f} MiB | {row['peak_bytes'] / MIB:,.0f} MiB | "
-            f"{row['peak_bytes'] / first['peak_bytes'] - 1:+.0%} | {row['seconds'] / first['seconds']:.2f}× |"
+            f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {row['seconds'] / first['seconds']:.2f}× |"
         )
     return "\n".join([*lines, "", f"*{machine_line(run)}. Time is relative to the baseline's step.*"])
 
@@ -114,7 +114,7 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
         if name in rows:
             first, row = run["rows"][0], rows[name]
             memory, time = row["peak_bytes"] / first["peak_bytes"] - 1, row["seconds"] / first["seconds"]
-            shown.append(f"{'CPU' if device == 'cpu' else run['name']}: {memory:+.0%} peak, {time:.2f}× time")
+            shown.append(f"{'CPU' if device == 'cpu' else run['name']}: {percent(memory)} peak, {time:.2f}× time")
     return "; ".join(shown) or "not measured on this kind of machine yet"
 
 

@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import inspect
 import json
 import os
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,7 @@ class Ladder:
     def line(self, name: str) -> str:
         """One row as a sentence: what was expected, what came, what it changed."""
         row = self[name]
-        change = "" if row is self.rows[0] else f" ({-self.saved(name):+.0%} to the baseline)"
+        change = "" if row is self.rows[0] else f" ({percent(-self.saved(name))} to the baseline)"
         loss = f", loss {row.loss:.4f}" if row.loss is not None else ""
         return (
             f"{name}: expected {row.predicted_bytes / MIB:,.0f} MiB, measured {row.peak_bytes / MIB:,.0f} MiB"
@@ -122,8 +124,8 @@ class Ladder:
                     f"{row.predicted_bytes / MIB:,.0f} MiB",
                     f"{row.peak_bytes / MIB:,.0f} MiB",
                     f"{row.prediction_error:+.1%}",
-                    f"{row.peak_bytes / before.peak_bytes - 1:+.0%}" if before else "",
-                    f"{row.peak_bytes / first.peak_bytes - 1:+.0%}" if before else "",
+                    percent(row.peak_bytes / before.peak_bytes - 1) if before else "",
+                    percent(row.peak_bytes / first.peak_bytes - 1) if before else "",
                     f"{row.seconds:.2f}",
                     f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
                     f"{row.loss:.4f}" if row.loss is not None else "",
@@ -151,6 +153,11 @@ class Ladder:
         return chart([asdict(row) for row in self.rows], title=title or machine().name)
 
 
+def percent(change: float) -> str:
+    """Signed and whole; what rounds to zero is never -0%."""
+    return f"{round(change, 2) + 0.0:+.0%}"
+
+
 def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     """Draw the rows of a ladder or of a recorded results file: peak memory left, time per step right."""
     if not rows:
@@ -166,7 +173,7 @@ def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     predicted = [row["predicted_bytes"] / MIB for row in rows]
     memory.plot(predicted, names, "|", color="#d1495b", markersize=15, markeredgewidth=2.5, label="predicted")
     for y, peak in enumerate(peaks):
-        share = f"  ({peak / peaks[0] - 1:+.0%})" if y else ""
+        share = f"  ({percent(peak / peaks[0] - 1)})" if y else ""
         memory.annotate(
             f"{peak:,.0f}{share}", (max(peak, predicted[y]), y), (6, 0), textcoords="offset points", va="center"
         )
@@ -232,7 +239,8 @@ def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
 def show(*functions: Any) -> None:
     """Print the source of functions as it is in the package, without their docstrings."""
     for function in functions:
-        source = inspect.getsource(function)
-        if docstring := inspect.getdoc(function) and function.__doc__:
-            source = source.replace(f'"""{docstring}"""', "", 1)
-        print("\n".join(line for line in source.splitlines() if line.strip()))
+        source = textwrap.dedent(inspect.getsource(function))
+        definition, lines = ast.parse(source).body[0], source.splitlines()
+        if ast.get_docstring(definition):
+            del lines[definition.body[0].lineno - 1 : definition.body[0].end_lineno]
+        print("\n".join(line for line in lines if line.strip()))

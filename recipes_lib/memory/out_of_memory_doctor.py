@@ -65,7 +65,7 @@ class Remedy:
         return "" if self.peak is None else f"{_size(self.peak)}, {'fits' if self.fits else 'too much'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """Findings, and remedies in the order to try: a table in Jupyter, text in a terminal."""
 
@@ -82,7 +82,7 @@ class Diagnosis:
         rows = [[r.name, r.outcome, r.costs, r.where, r.saves] for r in self.remedies]
         return [["try", "peak", "costs", "where", "saves"], *rows]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.table())]
         rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in self.table()]
         return "\n".join([*self.findings, *rows])
@@ -105,7 +105,7 @@ def diagnose(
     """
     if not error and model is None:
         raise ValueError("nothing to diagnose: give the error's text, or a model with batch_size and seq_len, or both")
-    said = parse_error(error) if error else {}
+    said = parse_error(" ".join(error.split())) if error else {}  # a terminal may have wrapped it
     findings, remedies = _read(said)
     if model is None:
         return Diagnosis(findings, remedies + [Remedy(name, *texts) for name, texts in RECIPES.items()])

@@ -92,3 +92,6 @@ def test_show_prints_code_without_docstring(capsys):
     show(chart)
     printed = capsys.readouterr().out
     assert printed.startswith("def chart(") and "Draw the rows" not in printed and "barh" in printed
+    show(Ladder.add)  # a method, whose docstring is indented
+    printed = capsys.readouterr().out
+    assert printed.startswith("def add(") and "Append a row" not in printed and "    self.save()" in printed

@@ -182,6 +182,11 @@ def test_error_and_model_together(eight_b):
     assert f"of {here:,.1f} GiB" in diagnose(model=tiny, batch_size=1, seq_len=8).findings[0]
 
 
+def test_a_wrapped_message_reads_the_same():
+    wrapped = TORCH_1.replace(" ", "\n", 20)
+    assert repr(diagnose(error=wrapped)) == str(diagnose(error=TORCH_1))
+
+
 def test_shows_itself_as_text_and_table(eight_b):
     diagnosis = diagnose(error=TORCH_1, model=eight_b, batch_size=8, seq_len=2048, memory_bytes=24 * GIB)
     text, page = str(diagnosis), diagnosis._repr_html_()
