@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LADDERS = {"01": "01_large_models_limited_hardware"}
 NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20
+FACTS = {  # what a notebook notes beside the rows of its ladder
+    "mean of means": lambda facts: f"gradient off by {facts['naive_error']:.0%}",
+    "dynamic batch": lambda facts: "{} micro-batches expected, {} found".format(*facts["micro_batches"]),
+}
 
 
 def texts() -> list[Path]:
@@ -106,15 +110,18 @@ def limits(run: dict[str, Any]) -> str:
 
 
 def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
-    """One row of a ladder as the cell of a table: memory and time against the baseline, per kind of machine."""
+    """A row of a ladder, or a fact beside it, as the cell of a table: memory and time against the baseline."""
     shown = []
     for device in ("cpu", "cuda"):
         run = newest(LADDERS[number], device, folder=folder)
         rows = {row["name"]: row for row in run["rows"]} if run else {}
-        if name in rows:
+        where = "CPU" if device == "cpu" else run and run["name"]
+        if run and name in FACTS:
+            shown.append(f"{where}: {FACTS[name](run['facts'])}")
+        elif name in rows:
             first, row = run["rows"][0], rows[name]
             memory, time = row["peak_bytes"] / first["peak_bytes"] - 1, row["seconds"] / first["seconds"]
-            shown.append(f"{'CPU' if device == 'cpu' else run['name']}: {percent(memory)} peak, {time:.2f}× time")
+            shown.append(f"{where}: {percent(memory)} peak, {time:.2f}× time")
     return "; ".join(shown) or "not measured on this kind of machine yet"
 
 

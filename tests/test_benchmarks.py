@@ -25,7 +25,7 @@ def results(folder, rows=2):
         for i, n in enumerate(names)
     ]
     curves = {"LoRA, fp32": [[0, 4.0], [24, 2.0]], "everything combined": [[0, 4.5], [24, 2.25]]}
-    content = {"rows": rows, "facts": {"held_out_loss": curves}}
+    content = {"rows": rows, "facts": {"held_out_loss": curves, "micro_batches": [2, 4]}}
     return record.keep(render.LADDERS["01"], content, facts=facts, folder=folder)
 
 
@@ -51,6 +51,8 @@ def test_numbers_are_rendered_between_the_markers(tmp_path):
     new = render.render(old, folder=tmp_path)
     assert "stale" not in new and "4 MiB → 2 MiB" in new and "50% less peak memory" in new
     assert "CPU: -50% peak, 2.00× time" in new
+    fact = render.render("<!--m 01 dynamic batch-->stale<!--/m-->", folder=tmp_path)
+    assert "CPU: 2 micro-batches expected, 4 found" in fact
     assert render.render(new, folder=tmp_path) == new
     assert render.NONE_YET in render.render("<!-- numbers:gpu-01 -->\n<!-- end -->", folder=tmp_path)
 

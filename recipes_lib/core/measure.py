@@ -169,6 +169,8 @@ class _LiveBytes(TorchDispatchMode):
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":  # torch.compile's fake tensors: they name a device and hold no memory
+            return
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:

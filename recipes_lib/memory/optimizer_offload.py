@@ -191,8 +191,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def host_bytes(model: Any) -> int:
-    """Host memory that it takes: fp32 master, gradient and two averages, and one copy of the weights."""
-    return sum(16 * p.numel() + tensor_bytes(p) for p in model.parameters() if p.requires_grad)
+    """Host memory that it takes: fp32 master, gradient, two averages, and a pinned copy, which torch rounds to 2**n."""
+    return sum(16 * p.numel() + 2 ** (tensor_bytes(p) - 1).bit_length() for p in model.parameters() if p.requires_grad)
 
 
 def estimate_optimizer_offload(budget: Budget, model: Any) -> Budget:

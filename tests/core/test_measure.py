@@ -142,3 +142,19 @@ def test_gradients_from_before_count(reads):
     with PeakMemory() as after:
         pass
     assert after.peak - before.peak == 4 * 256 * 256
+
+
+def test_fake_tensors_of_the_compiler_do_not_count():
+    """They stay in its caches, say that they are on the CPU, and hold nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(1024, 1024)
+    assert fake.device.type == "cpu"
+    with PeakMemory() as memory:
+        fake_inside = fake + 1
+        before = memory.current
+    del fake, fake_inside
+    with PeakMemory() as without:
+        pass
+    assert before == without.peak

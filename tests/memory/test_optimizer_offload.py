@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.core.budget import budget_of, split_budget
+from recipes_lib.core.budget import budget_of, split_budget, tensor_bytes
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, host_bytes, offload_optimizer
@@ -110,6 +110,11 @@ def test_resumes_from_plain_adamw_and_follows_loaded_weights(llama, batch):
     assert_same_parameters(llama, plain)
 
 
+def on_the_host(model):
+    """`host_bytes` without the rounding of pinned memory: fp32 master, gradient, two averages, a copy."""
+    return sum(16 * p.numel() + tensor_bytes(p) for p in model.parameters())
+
+
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mistral"])  # tied and separate embeddings
 @pytest.mark.parametrize("seq_len", [1, 64])
 def test_device_memory_as_estimated(shape, seq_len):
@@ -122,7 +127,7 @@ def test_device_memory_as_estimated(shape, seq_len):
             train(model, optimizer, [{"input_ids": ids, "labels": ids}])
     budget = budget_of(model, batch_size=2, seq_len=seq_len)
     plan = estimate_optimizer_offload(budget, model)
-    assert plan.peak == pytest.approx(memory.peak - host_bytes(model), rel=0.05)
+    assert plan.peak == pytest.approx(memory.peak - on_the_host(model), rel=0.05)
     assert plan.peak <= budget.peak - budget.states
 
 
@@ -196,7 +201,7 @@ def test_device_memory_with_accumulation_as_estimated():
             train(model, optimizer, batches, micro_batches=4)
     plan = split_budget(budget_of(model, **size), model, **size, micro_batches=4)
     plan = estimate_optimizer_offload(plan, model)
-    assert plan.peak == pytest.approx(memory.peak - host_bytes(model), rel=0.05)
+    assert plan.peak == pytest.approx(memory.peak - on_the_host(model), rel=0.05)
 
 
 @pytest.mark.gpu
