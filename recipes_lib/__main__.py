@@ -18,6 +18,8 @@ from recipes_lib.bench import Bench, techniques
 from recipes_lib.core.machine import GIB, fast, machine
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 def list_techniques(_: argparse.Namespace) -> None:
     """Print every technique: its file and the first line of its docstring."""
@@ -44,9 +46,11 @@ def doctor(options: argparse.Namespace) -> None:
 
     model = None
     if options.model in SHAPES:
-        model = model_of_shape(options.model, device="meta")  # arithmetic needs no memory
+        model = model_of_shape(options.model, dtype=DTYPES[options.dtype], device="meta")  # arithmetic needs no memory
     elif options.model:
-        model = load_model(options.model, device="cpu")
+        model = load_model(options.model, dtype=DTYPES[options.dtype], device="cpu")
+    if options.memory is not None and options.memory <= 0:
+        raise ValueError(f"--memory {options.memory}: give the GiB of the device, or leave it out for this machine's")
     memory = int(options.memory * GIB) if options.memory else None
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     print(diagnose(error=options.error, model=model, memory_bytes=memory, **sizes))
@@ -76,6 +80,7 @@ def main() -> None:
     command.add_argument(
         "--memory", type=float, help="of the device in GiB; default: what the error says, or this machine's"
     )
+    command.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights")
     command.add_argument("--batch-size", type=int, default=8)
     command.add_argument("--seq-len", type=int, default=1024)
     command.set_defaults(run=doctor)

@@ -39,6 +39,8 @@ class Bench:
             raise ValueError(
                 f"batch_size={self.batch_size}, seq_len={self.seq_len}: at least 1 row and 2 tokens are needed"
             )
+        if self.layers and self.model_name not in SHAPES:
+            raise ValueError(f"layers={self.layers}: only a shape can be built with fewer layers ({', '.join(SHAPES)})")
         if self.micro_batches < 1 or self.batch_size % self.micro_batches:
             raise ValueError(f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}")
 

@@ -45,7 +45,7 @@
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, the first cell fetches this repository (its folder has the files linked above) and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing.
 
 # %%
 import importlib.util
@@ -147,7 +147,7 @@ def climb(row, plan, model, optimizer=None, step=plain_step):
 climb("baseline", baseline_plan, model)
 
 # %% [markdown]
-# The arithmetic meets the measurement.
+# The arithmetic meets the measurement. The loss is that of a batch seen five times: lower than any adapter reaches.
 #
 # ## Part A: what grows with the batch
 #
@@ -260,7 +260,7 @@ model = fresh()
 climb("mixed precision", mixed_plan, model, step=mixed_step)
 
 # %% [markdown]
-# The loss is no longer the same number: 16-bit products round, and Adam's first steps follow the sign of every gradient, however small it is.
+# Here it is time that is saved, or lost; the copies of the weights eat what the activations save, until the batch is larger. The loss is no longer the same number: 16-bit products round, and Adam's first steps follow the sign of every gradient.
 #
 # Why fp16 needs loss scaling and bf16 does not: fp16 has no number between zero and its smallest one, and gradients live there. Scaling the loss moves all of them up; dividing by the scale before the step moves them back.
 
@@ -273,7 +273,7 @@ for scale in (1, 2**16):
 # %% [markdown]
 # ## Part B: what every parameter costs
 #
-# The first three recipes stop near the same floor, and so would the fourth on a longer batch: gradients, states and weights, which no batch size touches. We keep checkpointing on and go for those.
+# On this small batch the first three recipes stop near the same floor: gradients, states and weights, which no batch size touches. We keep checkpointing on and go for those.
 #
 # ### 5. 8-bit optimizer states, or states in host memory
 #
@@ -345,7 +345,7 @@ check_gradient_flow(model, batch)
 climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), model)
 
 # %% [markdown]
-# The weights shrink, and the loss starts higher by what rounding costs. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the 4-bit weights, and from then on no gradient reaches the lower layers. Training runs, the loss falls a little, and most adapters never move. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
+# The weights shrink, and the loss starts higher by what rounding costs. Where bf16 is native, the 4-bit layers multiply in it: hence the time. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the 4-bit weights, and from then on no gradient reaches the lower layers. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
 #
 # ### 9. Dynamic batch size
 #
@@ -365,7 +365,7 @@ print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *f
 #
 # ## Everything combined
 #
-# QLoRA for weights, gradients and states; checkpointing for activations; accumulation for the loss; 8-bit AdamW for what is left of the states; 16-bit products where the machine has them, which keep a 16-bit copy of the output layer. The step in backward stays out: it excludes accumulation, and adapters have hardly any gradients to free.
+# QLoRA for weights, gradients and states; checkpointing for activations; accumulation for the loss; 8-bit AdamW for what is left of the states; 16-bit products where the machine has them. The step in backward stays out: it excludes accumulation, and adapters have hardly any gradients to free.
 
 
 # %%
@@ -415,7 +415,7 @@ for which, curve in curves.items():
 loss_chart(curves)
 
 # %% [markdown]
-# Before training the two differ by what four bits per weight cost this model. Training the adapters repairs it.
+# Before training the two differ by what four bits per weight cost this model. Training the adapters repairs most of it.
 #
 # ## The picture
 #
@@ -428,9 +428,9 @@ budget_chart(plans)
 ladder.chart()
 
 # %% [markdown]
-# The ticks are the predictions. In Part A the recipes attack the same term, so they end at about the same floor, and stacking them on this small batch would add little: with long sequences the yellow part is many times larger. Part B lowers the floor.
+# The ticks are the predictions. In Part A the first three recipes attack the same terms and end near the same floor; with long sequences yellow and green grow, and they part. Part B lowers the floor.
 #
-# The same notebook on a recorded GPU, if this checkout holds such a run:
+# The same notebook on a GPU:
 #
 # <!-- numbers:gpu-01 -->
 # *No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*

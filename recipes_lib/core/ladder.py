@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import html
 import inspect
 import json
@@ -70,6 +71,9 @@ class Ladder:
         """Append a row, save the file and return the row. Raises ValueError for a name that is taken."""
         if any(row.name == name for row in self.rows):
             raise ValueError(f"the ladder already has a row {name!r}: give this step another name")
+        if not self.rows and self.path.exists():  # an earlier run keeps its rows, under the time they were measured
+            measured_at = datetime.datetime.fromtimestamp(self.path.stat().st_mtime)
+            os.replace(self.path, self.path.with_suffix(f".{measured_at:%Y%m%d-%H%M%S}.json"))
         row = Row(name, int(predicted), measured.peak_bytes, measured.seconds, measured.tokens_per_second, loss)
         self.rows.append(row)
         self.save()

@@ -51,7 +51,7 @@ def apply_qlora(
     if not quantized_layers(model):
         quantize_nf4(model, compute_dtype=compute_dtype)
     for name, layer in quantized_layers(model).items():
-        _block_size(name, layer.in_features, (layer.weight.blocksize,))
+        _block_size(name, layer, (layer.weight.blocksize,))
         _guard(layer, compute_dtype)
     return add_adapters(model, config)
 
@@ -76,13 +76,7 @@ def quantize_nf4(
     if quantized_layers(model):
         raise ValueError("the model is quantized already: give one in full precision")
     linears = target_linears(model)
-    for name, layer in linears.items():
-        if type(layer) is not torch.nn.Linear:
-            raise ValueError(
-                f"{name} is a {type(layer).__name__} and only nn.Linear is quantized here (GPT-2 stores its weights "
-                f"transposed): use apply_lora without quantization"
-            )
-    sizes = {name: _block_size(name, layer.in_features) for name, layer in linears.items()}
+    sizes = {name: _block_size(name, layer) for name, layer in linears.items()}
     for name, size in sizes.items():
         old = linears.pop(name)  # the only other reference is the model's
         new = bnb.nn.Linear4bit(old.in_features, old.out_features, bias=False, device="meta", quant_type="nf4")
@@ -151,7 +145,7 @@ def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
     """Bytes that the linear layers of the blocks take once they are in NF4, scales and code tables included."""
     total = 0
     for name, layer in target_linears(model).items():
-        scales = -(-layer.weight.numel() // _block_size(name, layer.in_features))
+        scales = -(-layer.weight.numel() // _block_size(name, layer))
         # The 8-bit scales come with a table of 256 codes, scales of their own and their mean.
         total += scales + 4 * (256 + -(-scales // 256) + 1) if double_quant else 4 * scales
         total += -(-layer.weight.numel() // 2) + 4 * 16  # the indices, and the 16 quantiles
@@ -189,8 +183,14 @@ def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.
         raise RuntimeError("a 4-bit layer passes no gradient on (trap 1): call apply_qlora before any other forward")
 
 
-def _block_size(name: str, in_features: int, choices: tuple[int, ...] = (64, 32)) -> int:
+def _block_size(name: str, layer: torch.nn.Module, choices: tuple[int, ...] = (64, 32)) -> int:
     """The first choice that divides a row; any is right where the slow, flat kernel runs."""
+    if not isinstance(layer, torch.nn.Linear):
+        raise ValueError(
+            f"{name} is a {type(layer).__name__} and only nn.Linear is quantized here (GPT-2 stores its weights "
+            f"transposed): use apply_lora without quantization"
+        )
+    in_features = layer.in_features
     size = next((choice for choice in choices if in_features % choice == 0), choices[0])
     if in_features % 16 == 0 and in_features % size:  # trap 2
         raise ValueError(

@@ -112,12 +112,12 @@ def diagnose(
     limit = memory_bytes or said.get("allowed") or said.get("capacity", machine().memory_bytes) - said.get("others", 0)
     budget = budget_of(model, batch_size=batch_size, seq_len=seq_len)
     parts = ", ".join(f"{name} {_size(part)}" for name, part in budget.at_peak().items() if part)
-    findings.append(f"Predicted peak {_size(budget.peak)} of {_size(limit)}: {parts}.")
+    findings.append(f"Predicted peak in {model.dtype} with AdamW: {_size(budget.peak)} of {_size(limit)}: {parts}.")
     remedies += estimate_remedies(budget, model, batch_size=batch_size, seq_len=seq_len, memory_bytes=limit)
     if error and budget.peak <= FITS * limit:
         findings.append("It should fit: look for tensors that stay from step to step (loss in place of loss.item()).")
-    if not any(remedy.fits for remedy in remedies):
-        findings.append("Nothing here is enough: shorten the rows, or shard the model over several GPUs (FSDP).")
+    first = next((r.name for r in remedies if r.fits), "none; shorten the rows, or shard over several GPUs (FSDP)")
+    findings.append(f"Each row includes those above, and {1 - FITS:.0%} stays free. First that fits: {first}.")
     return Diagnosis(findings, remedies)
 
 
@@ -147,8 +147,8 @@ def estimate_remedies(budget: Budget, model: Any, *, batch_size: int, seq_len: i
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def add(key: str, new: Budget, name: str = "") -> Budget:
-        after = new.at_peak()
-        saves = [f"{t} {_size(old)} → {_size(after[t])}" for t, old in plan.at_peak().items() if old > after[t]]
+        terms = [(term, getattr(plan, term), getattr(new, term)) for term in budget.at_peak()]
+        saves = [f"{term} {_size(old)} → {_size(after)}" for term, old, after in terms if old > after]
         if saves:  # what saves nothing here is left out
             remedies.append(Remedy(name or key, ", ".join(saves), *RECIPES[key][1:], new.peak, new.peak <= limit))
         return new
@@ -190,7 +190,7 @@ def _size(number: int) -> str:
 
 def _read(said: dict[str, int]) -> tuple[list[str], list[Remedy]]:
     """The message in words, and the two causes that no recipe cures."""
-    words = [f"{name} {_size(number)}" for name, number in said.items() if name != "reserved"]
+    words = [f"{name} {_size(number)}" for name, number in said.items() if number and name != "reserved"]
     findings = [f"The error says: {', '.join(words)}."] if words else []
     requested, free, pieces, others = (said.get(key, 0) for key in ("requested", "free", "unallocated", "others"))
     remedies = [Remedy("stop other processes", _size(others), "", "nvidia-smi")] if others else []

@@ -50,6 +50,8 @@ def accumulate_gradients(
     computed here, from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
     Raises ValueError if k does not divide B, if no label is left to train on, or if the model adds a loss of its own.
     """
+    if not {"input_ids", "labels"} <= batch.keys():
+        raise ValueError(f"the batch has {sorted(batch)}: input_ids and labels are needed")
     batch_size = batch["input_ids"].shape[0]
     if micro_batches < 1 or batch_size == 0 or batch_size % micro_batches:
         raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide the batch size {batch_size}")
