@@ -34,10 +34,12 @@ def texts() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "notebooks" / "source").glob("*.py"))]
 
 
-def newest(part: str, device: str, *, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """The latest recorded part, as a notebook's ladder, on "cpu" or "cuda", with the facts of its machine."""
+def newest(part: str, device: str, *, bf16: bool | None = None, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """The latest recorded part, as a notebook's ladder, with the facts of its machine: on "cpu" or "cuda", of any
+    kind or of one with or without native bf16."""
     files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     files = [f for f in files if f["device"] == device and not f["fast"] and part in f["parts"]]
+    files = [f for f in files if bf16 in (None, f["native_bf16"])]
     latest = max(files, key=lambda f: f["date"], default=None)
     return latest and latest | latest["parts"][part]
 
@@ -55,7 +57,9 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
     if kind == "versus":
         return versus(newest("versus", {"cpu": "cpu", "gpu": "cuda"}[which], folder=folder))
     run = newest(LADDERS[which], "cuda" if kind == "gpu" else "cpu", folder=folder)
-    return {"headline": headline, "table": table, "gpu": table}[kind](run)
+    if kind == "table":
+        return table(run, newest(LADDERS[which], "cpu", bf16=run and not run["native_bf16"], folder=folder))
+    return {"headline": headline, "gpu": table}[kind](run)
 
 
 def headline(run: dict[str, Any] | None) -> str:
@@ -75,18 +79,26 @@ def headline(run: dict[str, Any] | None) -> str:
     )
 
 
-def table(run: dict[str, Any] | None) -> str:
-    """The ladder as a markdown table."""
+def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> str:
+    """The ladder as a markdown table, with a column for the time on the `other` kind of machine."""
     if run is None:
         return NONE_YET
     first = run["rows"][0]
     lines = ["| step | predicted | measured | to the baseline | time |", "|---|--:|--:|--:|--:|"]
+    notes = [f"{machine_line(run)}. Time is relative to the baseline's step; rows with + keep checkpointing on."]
+    if other and other is not run and other["native_bf16"] != run["native_bf16"]:
+        theirs = {row["name"]: row["seconds"] / other["rows"][0]["seconds"] for row in other["rows"]}
+        lines = [f"{lines[0]} time, {'no ' * (not other['native_bf16'])}native bf16 |", f"{lines[1]}--:|"]
+        notes.append(f"Last column: the time on {machine_line(other)}.")
+    else:
+        theirs = {}
     for row in run["rows"]:
+        last = f" {theirs[row['name']]:.2f}× |" if row["name"] in theirs else ""
         lines.append(
             f"| {row['name']} | {row['predicted_bytes'] / MIB:,.0f} MiB | {row['peak_bytes'] / MIB:,.0f} MiB | "
-            f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {row['seconds'] / first['seconds']:.2f}× |"
+            f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {row['seconds'] / first['seconds']:.2f}× |{last}"
         )
-    return "\n".join([*lines, "", f"*{machine_line(run)}. Time is relative to the baseline's step.*"])
+    return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
 
 
 def versus(run: dict[str, Any] | None) -> str:

@@ -83,6 +83,10 @@ def test_bench_bad_input():
         Bench("tiny-llama", 4, 32, micro_batches=3)
     with pytest.raises(ValueError, match="at least 1 row"):
         Bench("tiny-llama", 0, 32, micro_batches=1)
+    with pytest.raises(ValueError, match="only a shape"):
+        Bench("smollm2", 4, 32, micro_batches=4, layers=2)
+    with pytest.raises(ValueError, match=r"only nn\.Linear is quantized"):
+        Bench("tiny-gpt2", 4, 32, micro_batches=4).run("qlora", repeats=1)
     with pytest.raises(ValueError, match="choose one of"):
         Bench("tiny-llama", 4, 32, micro_batches=4).run("magic")
     with pytest.raises(ValueError, match="in host memory already"):

@@ -88,6 +88,14 @@ def test_loss_chart_draws_a_line_per_run():
     assert axes.get_lines()[1].get_ydata().tolist() == [4.5, 2.5]
 
 
+def test_a_new_run_keeps_the_rows_of_the_last(tmp_path):
+    for peak in (MIB, 2 * MIB):
+        Ladder("steps", folder=tmp_path).add("baseline", Measurement(1.0, peak, 10), predicted=MIB)
+    new, old = tmp_path / "steps.json", [path for path in tmp_path.iterdir() if path.name != "steps.json"]
+    assert json.loads(new.read_text())["rows"][0]["peak_bytes"] == 2 * MIB
+    assert [json.loads(path.read_text())["rows"][0]["peak_bytes"] for path in old] == [MIB]
+
+
 def test_show_prints_code_without_docstring(capsys):
     show(chart)
     printed = capsys.readouterr().out

@@ -83,6 +83,12 @@ def test_optimizer_in_backward_is_refused(llama, batch):
         accumulate_gradients(llama, batch, micro_batches=2)
 
 
+def test_a_batch_without_labels(llama, batch):
+    del batch["labels"]
+    with pytest.raises(ValueError, match="input_ids and labels are needed"):
+        accumulate_gradients(llama, batch, micro_batches=1)
+
+
 def test_an_auxiliary_loss_is_not_dropped_silently():
     config = MixtralConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
