@@ -72,7 +72,7 @@ def headline(run: dict[str, Any] | None) -> str:
     return (
         f"> **{first['peak_bytes'] / MIB:,.0f} MiB → {last['peak_bytes'] / MIB:,.0f} MiB:** fine-tuning a real "
         f"pretrained model at the same effective batch with "
-        f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory**, held-out loss "
+        f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory of tensors**, held-out loss "
         f"{combined[0][1]:.2f} → {combined[-1][1]:.2f} in {combined[-1][0]} steps (plain LoRA: {lora[0][1]:.2f} → "
         f"{lora[-1][1]:.2f}). Every row was predicted first; the arithmetic is off by {max(errors):.1%} at most.\n"
         f">\n> Measured on {machine_line(run)}."

@@ -49,7 +49,7 @@ def test_numbers_are_rendered_between_the_markers(tmp_path):
     results(tmp_path)
     old = "<!-- numbers:headline-01 -->\nstale\n<!-- end -->\n| <!--m 01 + QLoRA-->stale<!--/m--> |"
     new = render.render(old, folder=tmp_path)
-    assert "stale" not in new and "4 MiB → 2 MiB" in new and "50% less peak memory" in new
+    assert "stale" not in new and "4 MiB → 2 MiB" in new and "50% less peak memory of tensors" in new
     assert "CPU: -50% peak, 2.00× time" in new
     fact = render.render("<!--m 01 dynamic batch-->stale<!--/m-->", folder=tmp_path)
     assert "CPU: 2 micro-batches expected, 4 found" in fact
