@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 from pathlib import Path
 from statistics import median
@@ -127,4 +127,7 @@ def test_imports_from_the_package_exist(source):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recipes_lib"):
             module = importlib.import_module(node.module)
             for alias in node.names:
-                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                submodule = (
+                    importlib.util.find_spec(f"{node.module}.{alias.name}") if hasattr(module, "__path__") else None
+                )
+                assert submodule or hasattr(module, alias.name), f"{node.module} has no {alias.name}"

@@ -428,7 +428,7 @@ budget_chart(plans)
 ladder.chart()
 
 # %% [markdown]
-# The ticks are the predictions. In Part A the first three recipes attack the same terms and end near the same floor; with long sequences yellow and green grow, and they part. Part B lowers the floor.
+# Ticks are predictions. In Part A the first three recipes attack the same terms and end near the same floor; with long sequences yellow and green grow, and they part. Part B lowers the floor.
 #
 # The same notebook on a GPU:
 #
