@@ -39,15 +39,15 @@ def trainer_accumulation(model: Any, bench: Bench) -> tuple[Callable[[], float],
     tokens = (batch["labels"][:, 1:] != IGNORED).sum()
 
     def step() -> float:
-        total = 0.0
+        total = torch.zeros((), device=tokens.device)
         for i in range(bench.micro_batches):
             micro = {name: tensor.chunk(bench.micro_batches)[i] for name, tensor in batch.items()}
             loss = model(**micro, use_cache=False, num_items_in_batch=tokens).loss
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return total.item()
 
     return step, lambda: None
 

@@ -185,7 +185,7 @@ def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.
 
 def _block_size(name: str, layer: torch.nn.Module, choices: tuple[int, ...] = (64, 32)) -> int:
     """The first choice that divides a row; any is right where the slow, flat kernel runs."""
-    if not isinstance(layer, torch.nn.Linear):
+    if len(choices) > 1 and type(layer) is not torch.nn.Linear:  # one choice: it is in 4 bits already
         raise ValueError(
             f"{name} is a {type(layer).__name__} and only nn.Linear is quantized here (GPT-2 stores its weights "
             f"transposed): use apply_lora without quantization"

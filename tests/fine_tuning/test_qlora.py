@@ -314,6 +314,10 @@ def test_rows_that_bitsandbytes_gets_wrong_are_refused(tmp_path):
 def test_models_that_cannot_be_quantized(llama):
     with pytest.raises(ValueError, match=r"only nn\.Linear is quantized"):
         quantize_nf4(model_of_shape("tiny-gpt2", device="cpu"))
+    special = model_of_shape("tiny-llama", device="cpu")
+    special.model.layers[0].self_attn.q_proj.__class__ = type("Special", (torch.nn.Linear,), {})
+    with pytest.raises(ValueError, match="is a Special and only"):
+        quantize_nf4(special)
     with pytest.raises(ValueError, match="there is none in its blocks"):
         quantize_nf4(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.LayerNorm(8)])))
     with pytest.raises(ValueError, match="already has adapters"):
