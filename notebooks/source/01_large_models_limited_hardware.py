@@ -69,6 +69,7 @@ from recipes_lib.core.machine import fast, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory, measure
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape, model_source
 
+# %%
 here, tokenizer = machine(), load_tokenizer()
 print(here, "default model from " + model_source(), sep="\n")
 
