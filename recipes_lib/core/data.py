@@ -41,8 +41,8 @@ def load_instructions(
         split: "train" or "validation".
         max_tokens: pairs that are longer are left out, never cut: a cut answer teaches to stop anywhere.
         limit: how many rows at most; the order is shuffled once, the same on every machine with this Python.
-        dataset: None for the standard library, or pairs with the keys `prompt` and `completion`: an
-            iterable, a local `.jsonl` file, or a hub id (needs the hub).
+        dataset: None for the standard library, or rows with `prompt` and `completion`, or with `messages` (turns
+            with `role` and `content`): an iterable, a local `.jsonl` file, or a hub id (needs the hub).
     Raises ValueError for an unknown split, sizes below 1, no pair left, and another split than "train" of a file or
     an iterable: they have none, and the same rows would be trained on and held out.
     """
@@ -53,39 +53,60 @@ def load_instructions(
         raise ValueError(f"max_tokens={max_tokens}, limit={limit}: give numbers of 1 or more")
     rows = []
     for pair in _docstring_pairs(split) if dataset is None else _pairs_of(dataset, split):
-        row = tokenize_pair(tokenizer, pair["prompt"], pair["completion"])
-        if len(row["input_ids"]) <= max_tokens:
-            rows.append(row)
-        if limit is not None and len(rows) == limit:
+        chat = pair.get("messages")
+        found = tokenize_chat(tokenizer, chat) if chat else [tokenize_pair(tokenizer, **pair)]
+        rows += [row for row in found if len(row["input_ids"]) <= max_tokens]
+        if limit is not None and len(rows) >= limit:
             break
     if not rows:
         raise ValueError(
             f"no pair is left in split {split!r}: each is empty or longer than max_tokens={max_tokens}; "
             f"raise max_tokens, or check that the data set has text in `prompt` and `completion`"
         )
-    return Dataset.from_list(rows)
+    return Dataset.from_list(rows[:limit])
 
 
 def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> dict[str, list[int]]:
-    """One chat-formatted pair; `labels` is IGNORED on everything but the answer and its end mark.
-
-    The labels are *not* shifted: Hugging Face models shift them inside, and doing it twice is a silent bug.
-    """
+    """One chat-formatted pair; `labels` is IGNORED on everything but the answer and its end mark."""
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return tokenize_chat(tokenizer, chat)[0]
     if not completion.strip():
         raise ValueError("the completion is empty: there would be nothing to learn from this pair")
-    user = {"role": "user", "content": prompt}
-    chat = [user, {"role": "assistant", "content": completion}]
-    if getattr(tokenizer, "chat_template", None):
-        question = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        # The template's line break after the end mark is dropped: generation stops at the mark.
-        text = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
-    else:
-        question, text = f"{prompt}\n\n", f"{prompt}\n\n{completion}{tokenizer.eos_token or ''}"
-    if not text.startswith(question):
-        raise ValueError("the chat template rewrites the question once it is answered: the answer cannot be masked")
-    head = tokenizer(question, add_special_tokens=False)["input_ids"]
-    tail = tokenizer(text[len(question) :], add_special_tokens=False)["input_ids"]
+    head = tokenizer(f"{prompt}\n\n", add_special_tokens=False)["input_ids"]
+    tail = tokenizer(f"{completion}{tokenizer.eos_token or ''}", add_special_tokens=False)["input_ids"]
     return {"input_ids": head + tail, "labels": [IGNORED] * len(head) + tail}
+
+
+def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[str, list[int]]]:
+    """A conversation as rows with `input_ids` and `labels`, the loss on every answer and its end mark.
+
+    One row, if the template leaves the turns before as they were. Some rewrite them (Qwen3 drops the thinking of
+    earlier answers): then each answer is a row of its own, after the history that the model will see in use.
+    The labels are *not* shifted: Hugging Face models shift them inside, and doing it twice is a silent bug.
+    Raises ValueError for a conversation without an answer, an empty answer, and a template that changes the question
+    once it is answered.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
+        raise ValueError("the completion is empty, or there is none: there would be nothing to learn from this chat")
+    rows: list[dict[str, list[int]]] = []
+    done = ""  # the text that the last row holds
+    for i in answers:
+        question = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        # The template's line break after the end mark is not learnt: generation stops at the mark.
+        text = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False).rstrip("\n")
+        if not text.startswith(question):
+            raise ValueError("the chat template rewrites the question once it is answered: the answer cannot be masked")
+        if not rows or not question.startswith(done):
+            rows.append({"input_ids": [], "labels": []})
+            done = ""
+        head = tokenizer(question[len(done) :], add_special_tokens=False)["input_ids"]
+        tail = tokenizer(text[len(question) :], add_special_tokens=False)["input_ids"]
+        rows[-1]["input_ids"] += head + tail
+        rows[-1]["labels"] += [IGNORED] * len(head) + tail
+        done = text
+    return rows
 
 
 def collate(
@@ -205,10 +226,13 @@ def _pairs_of(dataset: str | Iterable[dict[str, str]], split: str) -> Iterator[d
         )
     rows = _load(dataset, split) if isinstance(dataset, str) else dataset
     for row in rows:
+        if row.get("messages"):
+            yield {"messages": row["messages"]}
+            continue
         if not {"prompt", "completion"} <= set(row):
             raise ValueError(f"a row has the columns {sorted(row)}; `prompt` and `completion` are needed: rename them")
         if str(row["completion"]).strip():
-            yield row
+            yield {"prompt": row["prompt"], "completion": row["completion"]}
 
 
 def _load(name: str, split: str) -> Any:
