@@ -3,12 +3,14 @@
 python -m recipes_lib list
 python -m recipes_lib bench gradient_accumulation --model smollm2 --batch-size 8 --micro-batches 4
 python -m recipes_lib doctor --model llama-3.1-8b --memory 24 --batch-size 8 --seq-len 2048
+python -m recipes_lib finetune --data pairs.jsonl --method lora --output runs/my-adapter
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -56,6 +58,45 @@ def doctor(options: argparse.Namespace) -> None:
     print(diagnose(error=options.error, model=model, memory_bytes=memory, **sizes))
 
 
+def finetune(options: argparse.Namespace) -> None:
+    """Fine-tune a pretrained model on pairs and leave the adapter, its log and the production files in a folder."""
+    from recipes_lib import export
+    from recipes_lib.finetune import finetune
+
+    fields = {field.name for field in dataclasses.fields(export.Settings)}
+    settings = {name: value for name, value in vars(options).items() if name in fields}
+    low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine().compute_dtype]
+    settings |= {"precision": options.precision or low, "warmup_steps": min(options.warmup_steps, options.steps - 1)}
+    print(machine())
+    finetune(export.Settings(**settings), held_out_file=options.held_out, resume=options.resume)
+
+
+def add_finetune(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--model", dest="base_model", default="smollm2", help="hub id or folder")
+    add("--data", dest="data_file", default="", help=".jsonl with prompt and completion, or messages; default: stdlib")
+    add("--held-out", help=".jsonl of held-out pairs; default: every tenth pair of --data")
+    add("--output", dest="output_dir", required=True, help="folder for adapter, checkpoint, log and configurations")
+    add("--resume", action="store_true", help="go on from the checkpoint in --output")
+    add("--method", choices=("lora", "qlora", "full"), default="lora")
+    add("--rank", type=int, default=16)
+    add("--alpha", type=float, default=32)
+    add("--learning-rate", type=float, default=1e-3)
+    add("--optimizer", default="adamw_torch_fused", help="adamw_torch_fused, adamw_bnb_8bit, paged_adamw_8bit")
+    add("--max-grad-norm", type=float, default=1.0)
+    add("--steps", type=int, default=50)
+    add("--warmup-steps", type=int, default=5)
+    add("--rows-per-step", type=int, default=8, help="rows, or packed rows, of one optimizer step")
+    add("--micro-batch-size", type=int, default=1, help="rows in memory at a time")
+    add("--seq-len", type=int, default=256)
+    add("--no-packing", dest="packing", action="store_false", help="pad each micro-batch instead")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: the fastest of this machine")
+    add("--gradient-checkpointing", action="store_true")
+    add("--seed", type=int, default=0)
+    add("--save-steps", type=int, default=10)
+    add("--report-to", choices=("none", "tensorboard", "mlflow", "wandb"), default="tensorboard")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="recipes_lib", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -84,6 +125,10 @@ def main() -> None:
     command.add_argument("--batch-size", type=int, default=8)
     command.add_argument("--seq-len", type=int, default=1024)
     command.set_defaults(run=doctor)
+
+    command = commands.add_parser("finetune", help="adapt a pretrained model to pairs of your own")
+    add_finetune(command)
+    command.set_defaults(run=finetune)
 
     options = parser.parse_args()
     try:

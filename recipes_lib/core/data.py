@@ -48,11 +48,10 @@ def load_instructions(
     """
     from datasets import Dataset
 
-    _check(split)
     if max_tokens < 1 or (limit is not None and limit < 1):
         raise ValueError(f"max_tokens={max_tokens}, limit={limit}: give numbers of 1 or more")
     rows = []
-    for pair in _docstring_pairs(split) if dataset is None else _pairs_of(dataset, split):
+    for pair in load_pairs(split=split, dataset=dataset):
         chat = pair.get("messages")
         found = tokenize_chat(tokenizer, chat) if chat else [tokenize_pair(tokenizer, **pair)]
         rows += [row for row in found if len(row["input_ids"]) <= max_tokens]
@@ -64,6 +63,28 @@ def load_instructions(
             f"raise max_tokens, or check that the data set has text in `prompt` and `completion`"
         )
     return Dataset.from_list(rows[:limit])
+
+
+def load_pairs(
+    *, split: str = "train", dataset: str | Iterable[dict[str, str]] | None = None
+) -> Iterator[dict[str, str]]:
+    """The pairs of `load_instructions`, with its errors, as text: `prompt` and `completion`, or `messages`."""
+    _check(split)
+    if dataset is None:
+        yield from _docstring_pairs(split)
+        return
+    if split != "train" and (not isinstance(dataset, str) or os.path.exists(dataset)):
+        raise ValueError(
+            f"split={split!r}: these pairs have no splits, so give the held-out ones as a data set of theirs"
+        )
+    for row in _load(dataset, split) if isinstance(dataset, str) else dataset:
+        if row.get("messages"):
+            yield {"messages": row["messages"]}
+            continue
+        if not {"prompt", "completion"} <= set(row):
+            raise ValueError(f"a row has the columns {sorted(row)}; `prompt` and `completion` are needed: rename them")
+        if str(row["completion"]).strip():
+            yield {"prompt": row["prompt"], "completion": row["completion"]}
 
 
 def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> dict[str, list[int]]:
@@ -81,8 +102,8 @@ def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> dict[str, lis
 def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[str, list[int]]]:
     """A conversation as rows with `input_ids` and `labels`, the loss on every answer and its end mark.
 
-    One row, if the template leaves the turns before as they were. Some rewrite them (Qwen3 drops the thinking of
-    earlier answers): then each answer is a row of its own, after the history that the model will see in use.
+    One row, if the template leaves earlier turns as they were. Some rewrite them (Qwen3 drops the thinking of earlier
+    answers): then each answer is a row of its own, after the history that the model will see in use.
     The labels are *not* shifted: Hugging Face models shift them inside, and doing it twice is a silent bug.
     Raises ValueError for a conversation without an answer, an empty answer, and a template that changes the question
     once it is answered.
@@ -90,8 +111,7 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
         raise ValueError("the completion is empty, or there is none: there would be nothing to learn from this chat")
-    rows: list[dict[str, list[int]]] = []
-    done = ""  # the text that the last row holds
+    rows, done = [], ""  # the rows, and the text that the last one holds
     for i in answers:
         question = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
         # The template's line break after the end mark is not learnt: generation stops at the mark.
@@ -127,10 +147,7 @@ def collate(
         return torch.tensor([v + [fill] * (length - len(v)) for v in values], device=device)
 
     ids, labels = [row["input_ids"] for row in rows], [row["labels"] for row in rows]
-    return {
-        "input_ids": padded(ids, pad_token_id),
-        "labels": padded(labels, IGNORED),
-    }
+    return {"input_ids": padded(ids, pad_token_id), "labels": padded(labels, IGNORED)}
 
 
 def batches(
@@ -219,22 +236,6 @@ def _docstring_pairs(split: str) -> tuple[dict[str, str], ...]:
     return tuple(unique)
 
 
-def _pairs_of(dataset: str | Iterable[dict[str, str]], split: str) -> Iterator[dict[str, str]]:
-    if split != "train" and (not isinstance(dataset, str) or os.path.exists(dataset)):
-        raise ValueError(
-            f"split={split!r}: these pairs have no splits, so give the held-out ones as a data set of theirs"
-        )
-    rows = _load(dataset, split) if isinstance(dataset, str) else dataset
-    for row in rows:
-        if row.get("messages"):
-            yield {"messages": row["messages"]}
-            continue
-        if not {"prompt", "completion"} <= set(row):
-            raise ValueError(f"a row has the columns {sorted(row)}; `prompt` and `completion` are needed: rename them")
-        if str(row["completion"]).strip():
-            yield {"prompt": row["prompt"], "completion": row["completion"]}
-
-
 def _load(name: str, split: str) -> Any:
     from datasets import load_dataset
 
@@ -244,6 +245,6 @@ def _load(name: str, split: str) -> Any:
         return load_dataset(name, split=split)
     except Exception as error:  # the client raises many types: a missing name, split, network or token
         raise ValueError(
-            f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a .jsonl file with "
-            f"`prompt` and `completion`, or a hub id that this machine can reach"
+            f"cannot load split {split!r} of the data set {name!r} ({str(error) or 'no rows'}): give the path of "
+            f"a .jsonl file with `prompt` and `completion`, or a hub id that this machine can reach"
         ) from error

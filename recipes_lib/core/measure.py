@@ -71,7 +71,7 @@ def measure(step: Callable[[], Any], *, tokens: int | None = None, warmup: int =
 
 
 class PeakMemory:
-    """Context manager: `peak`, and `current` while inside, in bytes of live tensors on this machine's device.
+    """Context manager: `peak` so far, and `current` while inside, in bytes of live tensors on this machine's device.
 
     What was alive before counts as well, as it does on a GPU. Contexts nest, and an error inside the
     block leaves no hook behind. With `limit_bytes` the block runs as on a smaller device: the operator
@@ -87,9 +87,15 @@ class PeakMemory:
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         if limit_bytes is not None and limit_bytes <= 0:
             raise ValueError(f"limit_bytes={limit_bytes}: give a positive number of bytes, or None for no limit")
-        self.peak = 0
+        self._peak = 0
         self._limit = limit_bytes
         self._account = None if machine().device == "cuda" else _LiveBytes(limit_bytes)
+
+    @property
+    def peak(self) -> int:
+        if self._account:
+            return self._account.peak
+        return max(self._peak, torch.cuda.max_memory_allocated()) if self in self._open else self._peak
 
     @property
     def current(self) -> int:
@@ -108,7 +114,6 @@ class PeakMemory:
     def __exit__(self, *error: Any) -> None:
         if self._account:
             self._account.__exit__(*error)
-            self.peak = self._account.peak
         else:
             self._close_cuda_interval()
             self._open.remove(self)
@@ -125,7 +130,7 @@ class PeakMemory:
     def _close_cuda_interval(self) -> None:
         """Credit every open context with the peak so far, then restart the device's counter."""
         for memory in self._open:
-            memory.peak = max(memory.peak, torch.cuda.max_memory_allocated())
+            memory._peak = memory.peak
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -135,6 +140,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self, limit: int | None) -> None:
         super().__init__()
         self._limit = limit
+        self.current = self.peak = 0
 
     def __enter__(self) -> _LiveBytes:
         self._sizes: dict[int, int] = {}

@@ -44,6 +44,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool, str]] = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, False, "Llama"),
     "qwen2.5-32b": (5120, 27648, 64, 40, 8, 152064, False, "Qwen2"),
     "tiny-llama": (64, 160, 2, 4, 2, 128, True, "Llama"),
+    "tiny-qwen2": (64, 160, 2, 4, 2, 128, True, "Qwen2"),
     "tiny-qwen3": (64, 160, 2, 4, 2, 128, True, "Qwen3"),
     "tiny-mistral": (64, 160, 2, 4, 2, 128, False, "Mistral"),
     "tiny-gemma2": (64, 160, 2, 4, 2, 128, True, "Gemma2"),
@@ -85,10 +86,10 @@ def model_of_shape(
     shape: str, *, layers: int | None = None, dtype: torch.dtype = torch.float32, device: str | None = None
 ) -> Any:
     """Build random weights of a public model's shape (keys of `SHAPES`), optionally with fewer layers."""
-    if shape not in SHAPES or (layers is not None and layers < 1):
-        raise ValueError(f"shape={shape!r}, layers={layers}: at least one layer, and one of {', '.join(SHAPES)}")
     import transformers
 
+    if shape not in SHAPES or (layers is not None and layers < 1):
+        raise ValueError(f"shape={shape!r}, layers={layers}: at least one layer, and one of {', '.join(SHAPES)}")
     hidden, ff, depth, heads, kv_heads, vocab, tied, family = SHAPES[shape]
     depth = layers or depth
     if family == "GPT2":
@@ -113,9 +114,8 @@ def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 3
     inputs = inputs.to(model.device)
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        pad = tokenizer.pad_token_id
-        out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad)
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    out = model.generate(**inputs, **options)  # without gradients
     model.train(was_training)
     return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 

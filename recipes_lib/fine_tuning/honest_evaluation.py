@@ -1,28 +1,21 @@
 """Honest evaluation: held-out loss with an interval, a paired comparison, answers, and what was forgotten.
 
 Problem    "The loss fell from 1.52 to 1.47" on 50 rows says little: other rows might show the opposite.
-Idea       A row (a pair, a document) is the unit that was drawn; its tokens are not independent. So
+Idea       A row (a pair, a document) is the unit that was drawn; its tokens are not independent.
 
                loss = sum of row losses / sum of row targets           the mean over tokens: a ratio
                interval: draw N of the N rows with replacement, 2,000 times; the middle 95 % of the ratios
 
-           Two models meet on the *same* rows, and the interval is that of the difference: what makes a row
-           hard for both cancels. Answers to fixed prompts show what the loss does not; the perplexity of
-           plain text, before and after, shows what was forgotten.
-Saves      Rows: a paired interval is narrower than two separate ones, and the rows that are needed fall
-           with its square. The vocabulary projection starts at a batch's first target.
+           Two models meet on the *same* rows: what makes a row hard for both cancels in the difference.
+Saves      Rows: a paired interval is narrower than two separate ones, and the rows needed fall with its square.
 Costs      A forward pass over the held-out rows per model. The bootstrap takes milliseconds.
 Use when   A number is to decide: keep a fine-tune, choose a rank, believe a small gain.
 Not when   There are fewer than about 30 rows: the interval is then too narrow. It covers the choice of rows
-           only, not another training seed, nor rows that leaked into training or chose the checkpoint. Rows
-           of one document are alike: their sums are then one row of `RowLosses`.
-In production   lm-evaluation-harness gives metrics a standard error: `simple_evaluate(bootstrap_iters=...)`. `Trainer`
-           takes a `compute_metrics` of yours; its `eval_loss` averages the means of batches, so it changes with
-           `per_device_eval_batch_size` where rows differ in targets.
-Source     Efron and Tibshirani, "An Introduction to the Bootstrap"; Miller, "Adding Error Bars to Evals",
-           arXiv 2411.00640 (paired differences, clustered rows, power).
-
-Shapes: N rows, B batch, S sequence, R resamples.
+           only, not another seed, nor rows that were trained on. Rows of one document count as one: their sums.
+In production   lm-evaluation-harness: `simple_evaluate(bootstrap_iters=...)`, a standard error with each metric.
+           `Trainer(compute_metrics=...)`; its own `eval_loss` averages the means of batches, so it changes
+           with `per_device_eval_batch_size` where rows differ in targets.
+Source     Efron and Tibshirani, "An Introduction to the Bootstrap"; Miller, arXiv 2411.00640.
 """
 
 from __future__ import annotations
@@ -48,12 +41,11 @@ def held_out_losses(model: Any, data: Iterable[dict[str, Any]], *, pad_token_id:
     counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in rows]  # nothing predicts the first token
     empty = [i for i, count in enumerate(counts) if not count]
     if batch_size < 1 or not rows or empty:
-        given = f"{len(rows)} rows, those without a target {empty[:5]}, batch_size={batch_size}"
-        raise ValueError(f"{given}: give one row or more, each with a target, and batch_size >= 1")
+        raise ValueError(f"{len(rows)} rows, batch_size={batch_size}, rows {empty[:5]} have no target: leave them out")
     losses = torch.zeros(len(rows), dtype=torch.float64)
     for indices in _by_length([row["input_ids"] for row in rows], batch_size):
         batch = collate([rows[i] for i in indices], pad_token_id=pad_token_id, device=str(model.device))
-        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
+        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [batch, tokens]
         keep = labels.shape[1] - int((labels != IGNORED).any(0).nonzero()[0])
         with _evaluating(model):
             logits = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=keep).logits
@@ -61,6 +53,8 @@ def held_out_losses(model: Any, data: Iterable[dict[str, Any]], *, pad_token_id:
         for i, row_logits, row_labels in zip(indices, logits[:, -keep:], labels[:, -keep:]):
             at = row_labels != IGNORED
             losses[i] = torch.nn.functional.cross_entropy(row_logits[at].float(), row_labels[at], reduction="sum")
+    if not losses.isfinite().all():  # a comparison would call it "no difference"
+        raise ValueError(f"the losses are not finite: the model diverged, or {model.dtype} overflows")
     return RowLosses(losses, torch.tensor(counts, dtype=torch.float64))
 
 
@@ -71,11 +65,6 @@ class RowLosses:
     losses: torch.Tensor
     targets: torch.Tensor
 
-    def __post_init__(self) -> None:
-        wrong = (~self.losses.isfinite()).nonzero().flatten().tolist()
-        if wrong:  # a comparison would call it "no difference"
-            raise ValueError(f"rows {wrong[:5]} have a loss that is not finite: the model diverged or its dtype overflows")
-
     @property
     def mean(self) -> float:
         """Nats per target token, the number that `recipes_lib.core.data.evaluate` gives."""
@@ -85,21 +74,18 @@ class RowLosses:
         """The bootstrap interval of `mean`, by percentiles. Raises ValueError for fewer than 2 rows."""
         rows = len(self.losses)
         if rows < 2 or not 0 < level < 1 or resamples < 100:
-            given = f"{rows} rows, level={level}, resamples={resamples}"
-            raise ValueError(f"{given}: give 2 rows or more, a level between 0 and 1, and 100 resamples or more")
+            raise ValueError(f"{rows} rows, level={level}, resamples={resamples}: give 2 or more, under 1, 100 or more")
         generator, means = torch.Generator().manual_seed(seed), []
         for part in torch.arange(resamples).split(max(1, 2**20 // rows)):  # some megabytes at a time
-            drawn = torch.randint(rows, (len(part), rows), generator=generator)  # [part of R, N]
+            drawn = torch.randint(rows, (len(part), rows), generator=generator)
             means.append(self.losses[drawn].sum(1) / self.targets[drawn].sum(1))
-        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-        low, high = torch.cat(means).quantile(ends).tolist()
-        return low, high
+        ends = torch.tensor([1 - level, 1 + level], dtype=torch.float64) / 2
+        return tuple(torch.cat(means).quantile(ends).tolist())
 
     def __sub__(self, other: RowLosses) -> RowLosses:
         """The paired difference, row by row. Raises ValueError unless both have the same numbers of targets."""
         if not torch.equal(self.targets, other.targets):
-            sizes = f"{len(self.targets)} and {len(other.targets)} rows with unequal targets"
-            raise ValueError(f"{sizes}: give both models the same rows in the same order, from the same tokenizer")
+            raise ValueError(f"{len(self.targets)} and {len(other.targets)} rows of other targets: give the same rows")
         return RowLosses(self.losses - other.losses, self.targets)
 
 
@@ -113,10 +99,9 @@ class Comparison:
     level: float
 
     def __str__(self) -> str:
-        same = "no difference that this many rows can show"
-        verdict = "better" if self.high < 0 else "worse" if self.low > 0 else same
+        word = "better" if self.high < 0 else "worse" if self.low > 0 else "no difference that this many rows can show"
         interval = f"{100 * self.level:g} % interval {self.low:+#.3g} to {self.high:+#.3g}"
-        return f"{self.difference:+#.3g} nats per token ({interval}): {verdict}"
+        return f"{self.difference:+#.3g} nats per token ({interval}): {word}"
 
 
 def compare(
@@ -128,12 +113,10 @@ def compare(
 
 
 def estimate_held_out_interval(row_losses: RowLosses, *, rows: int) -> float:
-    """Half the width of the 95 % interval (nats per token) that `rows` rows will give, from a pilot of 2 or more.
-
-    The delta method for a ratio: 1.96 * sd(loss - mean * targets) / (mean targets * sqrt(rows)).
-    """
+    """Half the width of the 95 % interval (nats per token) that `rows` rows will give, from a pilot of 2 or more."""
     if len(row_losses.losses) < 2 or rows < 1:
         raise ValueError(f"a pilot of {len(row_losses.losses)} rows, rows={rows}: give a pilot of 2 or more, rows >= 1")
+    # The delta method for a ratio: 1.96 * sd(loss - mean * targets) / (mean targets * sqrt(rows)).
     residuals = row_losses.losses - row_losses.mean * row_losses.targets
     return NormalDist().inv_cdf(0.975) * (residuals.std() / row_losses.targets.mean()).item() / math.sqrt(rows)
 
@@ -169,21 +152,21 @@ def perplexity(model: Any, tokenizer: Any, *, text: str, context: int = 256, win
 def generate_answers(
     model: Any, tokenizer: Any, prompts: Iterable[str | dict], *, max_new_tokens: int = 32, batch_size: int = 20
 ) -> list[str]:
-    """Answer greedily, a batch at a time: what one at a time gives, but for ties that rounding decides in 16 bits.
+    """Answer greedily, in batches: as one at a time would, but for ties that rounding decides in 16 bits.
 
-    Args:
-        prompts: questions, which get the chat template if there is one, or rows, whose answers are cut off.
-    Raises ValueError for no prompt, a single string, sizes below 1, and a tokenizer without a padding token.
+    A prompt is a question, which gets the chat template if there is one, or a row, whose answer is cut off.
+    Raises ValueError for no prompt, a row without a question, sizes below 1, and a tokenizer without a padding token.
     """
-    pad = tokenizer.pad_token_id
-    questions = [] if isinstance(prompts, str) else [_question(tokenizer, prompt) for prompt in prompts]
-    if not questions or min(max_new_tokens, batch_size) < 1 or pad is None:
-        given = f"{len(questions)} prompts, max_new_tokens={max_new_tokens}, batch_size={batch_size}, pad={pad}"
-        raise ValueError(f"{given}: give a list of prompts, sizes of 1 or more, and a tokenizer with a pad_token")
+    pad, prompts = tokenizer.pad_token_id, [prompts] if isinstance(prompts, str | dict) else prompts
+    rows = [tokenize_pair(tokenizer, prompt, "?") if isinstance(prompt, str) else prompt for prompt in prompts]
+    questions = [r["input_ids"][: next((i for i, x in enumerate(r["labels"]) if x != IGNORED), 0)] for r in rows]
+    if not questions or min(max_new_tokens, batch_size, *map(len, questions)) < 1 or pad is None:
+        given = f"{len(questions)} prompts, max_new_tokens={max_new_tokens}, batch_size={batch_size}, pad_token={pad}"
+        raise ValueError(f"{given}: give questions, sizes of 1 or more, and a tokenizer with a pad_token")
     answers = [""] * len(questions)
     for indices in _by_length(questions, batch_size):
         part = [questions[i] for i in indices]
-        width = max(map(len, part))
+        width = len(part[0])
         # Padding on the left: an answer continues its own question. The mask also sets the positions.
         ids = torch.tensor([[pad] * (width - len(q)) + q for q in part], device=model.device)
         mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in part], device=model.device)
@@ -195,12 +178,6 @@ def generate_answers(
         for i, tokens in zip(indices, out[:, width:]):
             answers[i] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
     return answers
-
-
-def _question(tokenizer: Any, prompt: str | dict) -> list[int]:
-    """The tokens before the first label: what training puts before the answer."""
-    row = tokenize_pair(tokenizer, prompt, "?") if isinstance(prompt, str) else prompt
-    return row["input_ids"][: next(i for i, label in enumerate(row["labels"]) if label != IGNORED)]
 
 
 def _by_length(sequences: list[list[int]], batch_size: int) -> list[list[int]]:

@@ -72,6 +72,7 @@ class MixedPrecision:
         self.dtype, self.device = dtype, device
         self.scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
         self._backward_ran = False
+        self.gradient_norm: torch.Tensor | None = None  # before clipping, of the last step that clipped
 
     def autocast(self) -> torch.autocast:
         """A new context for one forward; leave it before `backward`, which repeats the forward's dtypes."""
@@ -106,7 +107,7 @@ class MixedPrecision:
         self._backward_ran = False
         if max_grad_norm is not None:  # the norm of scaled gradients would clip everything
             self.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+            self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         scale = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()

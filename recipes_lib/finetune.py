@@ -1,0 +1,259 @@
+"""Fine-tune a pretrained model: the techniques of notebook 05 put together, as a loop and as a command.
+
+    python -m recipes_lib finetune --model smollm2 --data pairs.jsonl --output runs/my-adapter
+    python -m recipes_lib finetune --model smollm2 --data pairs.jsonl --output runs/my-adapter --resume
+
+It refuses bad data before it computes anything, packs short rows, trains on the answers, accumulates and clips,
+writes a checkpoint from which a killed run goes on exactly, logs to a tracker, and compares the held-out loss before
+and after. The folder then holds the adapter, the log and the files with which Axolotl repeats the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes_lib.core.data import IGNORED, collate, load_instructions, load_pairs, tokenize_pair
+from recipes_lib.core.machine import machine, seed_everything, synchronize
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.export import Settings, accelerate_config, axolotl_config, write_messages, write_yaml
+from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
+from recipes_lib.fine_tuning.completion_only_loss import check_labels, completion_only_loss
+from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
+from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
+from recipes_lib.training.exact_resume import load_checkpoint, rows_of_step, save_checkpoint
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.training.sequence_packing import collate_packed, pack_sequences
+from recipes_lib.training.tracking import Tracker, track
+
+Row = dict[str, list[int]]
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One optimizer step: loss in nats per target, `seconds` of which `loading` made the batch, `tokens` of text."""
+
+    number: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    loading: float
+    tokens: int
+
+
+def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, folder: Path | None = None,
+                   resume: bool = False, base: str = "") -> Iterator[Step]:  # fmt: skip
+    """Train step by step, as `run` says; with a `folder`, keep a checkpoint there every `run.save_steps` steps.
+
+    Clipping and the schedule count optimizer steps, whatever the number of micro-batches. Rows that are packed (they
+    have `position_ids`) are trained as such. Raises ValueError as `check_run` does, at the first step.
+    """
+    check_run(rows, run=run, folder=folder, resume=resume)
+    optimizer, schedule, mp = optimizer_of(model, run=run)
+    parts, facts, done = {"schedule": schedule, "precision": mp}, facts_of(run, rows, base), 0
+    losses: list[float] = []
+    if resume and (folder / CHECKPOINT).exists():
+        done, losses = load_checkpoint(folder / CHECKPOINT, model=model, optimizer=optimizer, run=facts, parts=parts)
+    for number in range(done, run.steps):
+        start = time.perf_counter()
+        chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
+        micros = micro_batches([rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device))
+        loading = time.perf_counter() - start
+        loss = accumulate_gradients(
+            model, micros, loss_sum=completion_only_loss, autocast=mp.autocast, backward=mp.backward
+        )
+        rate = schedule.get_last_lr()[0]
+        if mp.step(optimizer, max_grad_norm=run.max_grad_norm or float("inf")):  # False: fp16 gradients overflowed
+            schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        synchronize()
+        seconds = time.perf_counter() - start
+        tokens = sum(len(rows[i]["input_ids"]) for i in chosen)
+        if folder and ((number + 1) % (run.save_steps or run.steps) == 0 or number + 1 == run.steps):
+            state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts, "history": losses}
+            save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
+        yield Step(number, losses[-1], float(mp.gradient_norm), rate, seconds, loading, tokens)
+
+
+def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, Any, MixedPrecision]:
+    """Optimizer, its schedule (linear warm-up, cosine to zero) and the precision of the loop, as `run` says."""
+    from transformers import get_cosine_schedule_with_warmup
+
+    options = {"lr": run.learning_rate, "betas": run.betas, "eps": run.eps, "weight_decay": run.weight_decay}
+    if "8bit" in run.optimizer:
+        optimizer = eight_bit_adamw(model, paged=run.optimizer.startswith("paged"), **options)
+    else:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, fused=run.optimizer.endswith("fused"), **options)
+    schedule = get_cosine_schedule_with_warmup(optimizer, run.warmup_steps, run.steps)
+    return optimizer, schedule, mixed_precision(dtype=PRECISIONS[run.precision])
+
+
+def micro_batches(
+    rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
+) -> list[dict[str, torch.Tensor]]:
+    """The rows of one optimizer step in micro-batches of `run.micro_batch_size`, each as long as its longest row."""
+    together = collate_packed if "position_ids" in rows[0] else collate
+    starts = range(0, len(rows), run.micro_batch_size)
+    parts = [rows[start : start + run.micro_batch_size] for start in starts]
+    return [together(part, pad_token_id=pad_token_id, device=device) for part in parts]
+
+
+def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool) -> None:
+    """Everything that can be refused before any compute: ValueError for no rows, too few, too long, without targets,
+    and for a folder that holds another run's checkpoint."""
+    if not len(rows):
+        raise ValueError("the data set is empty: give rows with input_ids and labels")
+    if len(rows) < run.rows_per_step:
+        raise ValueError(f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}: give more, or lower it")
+    long = [i for i, row in enumerate(rows) if len(row["input_ids"]) > run.seq_len]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(rows)} rows are longer than seq_len={run.seq_len} (row {long[0]}: "
+            f"{len(rows[long[0]]['input_ids'])} tokens): raise seq_len or leave them out; cut answers teach to stop"
+        )
+    masked = next((i for i, row in enumerate(rows) if not any(label != IGNORED for label in row["labels"][1:])), None)
+    if masked is not None:
+        raise ValueError(f"row {masked} has no target, every label is {IGNORED}: leave it out or unmask its answer")
+    if folder and (folder / CHECKPOINT).exists() and not resume:
+        raise ValueError(f"{folder} holds the checkpoint of a run: resume it, or choose another folder")
+
+
+def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
+    """What a resumed run must share: the settings that change the training, the data, the base model."""
+    free = {"base_model", "data_file", "output_dir", "save_steps", "report_to"}
+    facts = {name: value for name, value in dataclasses.asdict(run).items() if name not in free}
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
+    facts["betas"], facts["target_modules"] = list(run.betas), run.target_modules and list(run.target_modules)
+    return facts | {"data": content.hexdigest()[:16], "base": base, "device": machine().device}
+
+
+def adapt(model: Any, *, run: Settings) -> Any:
+    """Full fine-tuning, LoRA or QLoRA, with or without checkpointing, as `run` says."""
+    if run.method != "full":
+        options = {"rank": run.rank, "alpha": run.alpha, "dropout": run.dropout}
+        targets = run.target_modules or "all-linear"
+        model = (apply_qlora if run.method == "qlora" else apply_lora)(model, target_modules=targets, **options)
+    return apply_activation_checkpointing(model) if run.gradient_checkpointing else model
+
+
+def load_data(tokenizer: Any, *, run: Settings, held_out_file: str | None = None) -> tuple[list, list, list]:
+    """Pairs to train on, their rows, and held-out rows: of `run.data_file`, or of the standard library without one.
+
+    Without a file of held-out pairs, every tenth pair is held out. Raises ValueError for what `load_instructions`,
+    `check_labels` and `check_run` refuse, and for fewer than two held-out rows.
+    """
+    if run.data_file:
+        pairs = list(load_pairs(dataset=str(run.data_file)))
+        held_out = pairs[::10]
+        if held_out_file:
+            held_out = list(load_pairs(dataset=held_out_file))
+        else:
+            pairs = [pair for i, pair in enumerate(pairs) if i % 10]
+    else:  # long ones are left out here, and refused above: of these there are enough
+
+        def some(split: str, count: int) -> list[dict[str, str]]:
+            short = (p for p in load_pairs(split=split) if len(tokenize_pair(tokenizer, **p)["labels"]) <= run.seq_len)
+            return list(itertools.islice(short, count))
+
+        pairs, held_out = some("train", 400), some("validation", 64)
+    every = {"max_tokens": sys.maxsize}
+    rows = list(load_instructions(tokenizer, dataset=pairs, **every)) if pairs else []
+    held_out = list(load_instructions(tokenizer, dataset=held_out, **every)) if held_out else []
+    check_run(rows, run=run, folder=None, resume=False)  # before packing hides which row is too long
+    check_labels(rows, tokenizer)
+    if len(held_out) < 2:
+        raise ValueError(f"{len(held_out)} held-out rows: give 20 pairs or more, or a file of held-out ones")
+    return pairs, rows, held_out
+
+
+def finetune(run: Settings, *, held_out_file: str | None = None, resume: bool = False) -> None:
+    """The command: read and check the data, train, compare the held-out loss, save, and write the production files.
+
+    Raises ValueError before training for bad data, and for an output folder with another run or with a result.
+    """
+    folder, tokenizer = Path(run.output_dir), load_tokenizer(run.base_model)
+    pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file)
+    result = folder / ("model" if run.method == "full" else "adapter")
+    if result.exists():
+        raise ValueError(f"{result} is there already, a finished run: choose another folder")
+    print(f"{len(rows)} rows to train on, {len(held_out)} held out")
+    rows = pack_sequences(rows, length=run.seq_len, seed=run.seed) if run.packing else rows
+    check_run(rows, run=run, folder=folder, resume=resume)
+    seed_everything(run.seed)
+    model, feed = load_model(run.base_model), {"pad_token_id": tokenizer.pad_token_id}
+    base, before = base_fingerprint(model), held_out_losses(model, held_out, **feed)
+    model = adapt(model, run=run)
+    if run.method == "qlora":
+        check_gradient_flow(model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0])
+    with PeakMemory() as memory:
+        log_steps(training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run, memory)
+    print("held-out loss:", compare(before, held_out_losses(model, held_out, **feed)))
+    if run.method == "full":
+        model.save_pretrained(result)
+        tokenizer.save_pretrained(result)
+    else:
+        save_adapter(model, result, base=base)
+    write_production(run, pairs)
+    print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+
+
+def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
+    """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there."""
+    tracker: Tracker | None = None
+    for step in steps:
+        if tracker is None and run.report_to != "none":
+            tracker = open_log(run, first_step=step.number)
+        values = {"loss": step.loss, "gradient_norm": step.gradient_norm, "learning_rate": step.learning_rate}
+        values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
+        if tracker:
+            tracker.log(step.number, **values)
+        print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
+    if tracker:
+        tracker.close()
+
+
+def open_log(run: Settings, *, first_step: int) -> Tracker:
+    """The run's log in `<output_dir>/log`, from `first_step` on."""
+    settings = {name: str(value) for name, value in dataclasses.asdict(run).items()}
+    options = {"backend": run.report_to, "settings": settings}
+    return track(Path(run.output_dir) / "log", resume_step=first_step or None, **options)
+
+
+def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
+    """The data and the configurations with which Axolotl and accelerate repeat the run."""
+    folder = Path(run.output_dir)
+    if "prompt" in pairs[0]:
+        run = dataclasses.replace(run, data_file=folder / "train.jsonl")
+        write_messages(pairs, run.data_file, overwrite=True)
+    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    settings["output_dir"] = folder / "axolotl"
+    launch = {"precision": run.precision, "processes": run.processes, "cpu": machine().device == "cpu"}
+    for name, make in (
+        ("axolotl", lambda: axolotl_config(**settings)),
+        ("accelerate", lambda: accelerate_config(**launch)),
+    ):
+        try:
+            write_yaml(make(), folder / f"{name}.yml", overwrite=True)
+        except ValueError as error:
+            print(f"no {name}.yml, which cannot say this run: {error}")

@@ -1,0 +1,136 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.fine_tuning.adapter_files import (
+    base_fingerprint,
+    estimate_adapter_bytes,
+    load_adapter,
+    save_adapter,
+)
+from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
+
+ROOT = Path(__file__).resolve().parents[2]
+IDS = torch.arange(1, 20)[None]
+
+
+def base(shape="tiny-llama", seed=0):
+    torch.manual_seed(seed)
+    return model_of_shape(shape, device="cpu")
+
+
+def adapted(model, adapt=apply_lora):
+    model = adapt(model, rank=4)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # as after training: it starts at zero
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(input_ids=IDS, use_cache=False).logits.float()
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"])
+def test_saved_adapters_on_a_fresh_base_give_the_same_logits(shape, tmp_path):
+    fingerprint = base_fingerprint(base(shape))
+    model = adapted(base(shape))
+    size = save_adapter(model, tmp_path / "a", base=fingerprint)
+    again = load_adapter(base(shape), tmp_path / "a")
+    assert torch.equal(logits(again), logits(model))
+    assert (logits(model) - logits(base(shape))).abs().max() > 1e-2
+    assert 0 <= size - estimate_adapter_bytes(model) < 20_000
+
+
+FRESH_PROCESS = """
+import sys, torch
+from recipes_lib.core.model import load_model
+model = load_model(sys.argv[1], device="cpu", dtype=torch.bfloat16).eval()
+with torch.no_grad():
+    torch.save(model(input_ids=torch.arange(1, 20)[None], use_cache=False).logits.float(), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("adapt", [apply_lora, apply_qlora])
+def test_merged_into_16_bits_and_loaded_in_a_fresh_process(adapt, tmp_path):
+    model = adapted(base(), adapt)
+    if adapt is apply_qlora:
+        for layer in model.modules():
+            if hasattr(layer, "compute_dtype"):
+                layer.compute_dtype = torch.float32
+    expected = logits(model)
+    merged = (merge_qlora if adapt is apply_qlora else merge_lora)(model)
+    assert (logits(merged) - expected).abs().max() < 1e-4  # the merge itself is exact up to rounding
+    merged.to(torch.bfloat16).save_pretrained(tmp_path / "merged")
+    subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path / "merged"), str(tmp_path / "logits.pt")],
+        cwd=ROOT,
+        check=True,
+    )
+    loaded = torch.load(tmp_path / "logits.pt")
+    assert torch.equal(loaded, logits(load_model(str(tmp_path / "merged"), device="cpu", dtype=torch.bfloat16)))
+    assert (loaded - expected).norm() < 0.03 * expected.norm()  # bf16 keeps two to three digits
+
+
+def test_fingerprint_is_of_the_model_not_of_its_dtype():
+    assert base_fingerprint(base()) == base_fingerprint(base().to(torch.bfloat16))
+    others = {base_fingerprint(m) for m in (base(), base(seed=1), base("tiny-mistral"), base("tiny-qwen3"))}
+    assert len(others) == 4
+    for hidden in (adapted(base()), adapted(base(), apply_qlora)):
+        with pytest.raises(ValueError, match="hide the base"):
+            base_fingerprint(hidden)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    other = base(seed=1)  # the same shapes: peft loads it without a word
+    before = logits(other)
+    with pytest.raises(ValueError, match="trained on another base"):
+        load_adapter(other, tmp_path / "a")
+    assert torch.equal(logits(other), before) and not hasattr(other, "peft_config")
+    (tmp_path / "a" / "base_model.json").unlink()  # written by someone else: shapes decide
+    for wrong in (model_of_shape("smollm2-135m", layers=1, device="cpu"), base("tiny-gpt2")):
+        with pytest.raises(ValueError, match="trained on another base: its"):
+            load_adapter(wrong, tmp_path / "a")
+        assert not hasattr(wrong, "peft_config")
+    load_adapter(other, tmp_path / "a")
+
+
+def test_nothing_is_overwritten_unless_asked(tmp_path):
+    fingerprint = base_fingerprint(base())
+    save_adapter(adapted(base()), tmp_path / "a", base=fingerprint)
+    (tmp_path / "a" / "note.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is there already"):
+        save_adapter(adapted(base()), tmp_path / "a", base=fingerprint)
+    assert (tmp_path / "a" / "note.txt").exists()
+    save_adapter(adapted(base()), tmp_path / "a", base=fingerprint, overwrite=True)
+    assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {"fingerprint": fingerprint}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_training_goes_on_from_a_loaded_adapter(tmp_path):
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    frozen = load_adapter(base(), tmp_path / "a")
+    assert not [n for n, p in frozen.named_parameters() if p.requires_grad]
+    model = load_adapter(base(), tmp_path / "a", trainable=True)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    assert all("lora_" in n for n, p in model.named_parameters() if p.grad is not None)
+    assert [n for n, p in model.named_parameters() if p.grad is not None]
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match="holds no adapter"):
+        load_adapter(base(), tmp_path)
+    with pytest.raises(ValueError, match="has no adapters to save"):
+        save_adapter(base(), tmp_path / "a", base="x")
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    with pytest.raises(ValueError, match="has adapters already"):
+        load_adapter(adapted(base()), tmp_path / "a")
