@@ -29,6 +29,10 @@ from typing import Any
 
 import torch
 
+# Whoever imports them (transformers and peft do), these warn of kernels for other machines that nothing here uses.
+for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
 TIERS = ("cpu", "gpu16", "gpu24", "gpu80")
 GIB = 2**30
 
@@ -155,8 +159,6 @@ def _cpu_name() -> str:
 
 def require(package: str) -> Any:
     """Import an optional package, or raise ImportError with the command that installs it."""
-    # It warns, when peft or we import it, of an absent kernel that has no backward and is not used here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         return importlib.import_module(package)
     except ImportError as error:

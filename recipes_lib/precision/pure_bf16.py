@@ -15,9 +15,10 @@ Idea       Store all four in bf16 and compute each step in fp32. The problem is 
 Saves      Bytes per parameter: 16 in fp32 -> 8 ("stochastic", "nearest"); "master" stays at 16. The activations are
            those of a bf16 model in all three.
 Costs      On a CPU a stochastic step takes several times as long as fused AdamW's. Each rounding adds noise of up to
-           one spacing, 0.4 to 0.8% of the number.
-Use when   Full fine-tuning where weights and states are most of the budget ("stochastic"), or where bf16 activations
-           are wanted with the updates of fp32 ("master").
+           one spacing, 0.4 to 0.8% of the number. With "master" the model sees small updates only when they have
+           added up to half a spacing: after a few steps its loss is still far above that of fp32.
+Use when   Full fine-tuning where weights and states are most of the budget ("stochastic"), or long training in bf16
+           that must lose no update ("master").
 Not when   fp32 weights fit: mixed precision rounds no update. With LoRA: adapters are small enough for fp32.
            Under FSDP2, whose sharded parameters it does not take. "nearest" is here to show what goes wrong.
 In production   torchao `_AdamW(bf16_stochastic_round=True)`, which rounds the averages to nearest; fp32 masters in
