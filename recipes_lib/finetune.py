@@ -22,25 +22,34 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.budget import Budget, budget_of
 from recipes_lib.core.data import IGNORED, collate, load_instructions, load_pairs, tokenize_pair
 from recipes_lib.core.machine import machine, seed_everything, synchronize
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.export import Settings, accelerate_config, axolotl_config, write_messages, write_yaml
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
-from recipes_lib.fine_tuning.completion_only_loss import check_labels, completion_only_loss
+from recipes_lib.fine_tuning.completion_only_loss import (
+    check_labels,
+    completion_only_loss,
+    estimate_completion_only_loss,
+)
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
-from recipes_lib.fine_tuning.lora import apply_lora
-from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow
-from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
-from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
-from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
+from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow, estimate_qlora
+from recipes_lib.memory.activation_checkpointing import (
+    apply_activation_checkpointing,
+    estimate_activation_checkpointing,
+)
+from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, estimate_eight_bit_adam
+from recipes_lib.precision.mixed_precision import MixedPrecision, estimate_mixed_precision, mixed_precision
 from recipes_lib.training.exact_resume import load_checkpoint, rows_of_step, save_checkpoint
-from recipes_lib.training.gradient_accumulation import accumulate_gradients
-from recipes_lib.training.sequence_packing import collate_packed, pack_sequences
+from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
+from recipes_lib.training.sequence_packing import collate_packed, estimate_packed_attention, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
 
 Row = dict[str, list[int]]
+Batch = dict[str, torch.Tensor]
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINT = "checkpoint.pt"
 
@@ -107,9 +116,7 @@ def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, A
     return optimizer, schedule, mixed_precision(dtype=PRECISIONS[run.precision])
 
 
-def micro_batches(
-    rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
-) -> list[dict[str, torch.Tensor]]:
+def micro_batches(rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str) -> list[Batch]:
     """The rows of one optimizer step in micro-batches of `run.micro_batch_size`, each as long as its longest row."""
     together = collate_packed if "position_ids" in rows[0] else collate
     starts = range(0, len(rows), run.micro_batch_size)
@@ -185,6 +192,46 @@ def load_data(tokenizer: Any, *, run: Settings, held_out_file: str | None = None
     if len(held_out) < 2:
         raise ValueError(f"{len(held_out)} held-out rows: give 20 pairs or more, or a file of held-out ones")
     return pairs, rows, held_out
+
+
+def estimate_adapters(model: Any, micros: Sequence[Batch], *, run: Settings) -> list[Budget]:
+    """First half of the arithmetic, on the base `model` before `adapt`: a budget for each micro-batch of a step, as
+    if all were like it."""
+    plans = []
+    for number, micro in enumerate(micros):
+        sizes = _sizes(micro, times=len(micros) if number else 1)
+        plan = budget_of(model, **sizes)
+        if run.method != "full":
+            plan = (estimate_qlora if run.method == "qlora" else estimate_lora)(plan, model, rank=run.rank, **sizes)
+        plans.append(plan)
+    return plans
+
+
+def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batch], *, run: Settings) -> Budget:
+    """Second half, on the model that `adapt` returned: the budget of a step, which is that of its largest micro-batch.
+
+    `plans` are those of `estimate_adapters`. The first micro-batch finds no gradients that it would have to carry.
+    """
+    dtype, done = PRECISIONS[run.precision], []
+    for number, (plan, micro) in enumerate(zip(plans, micros, strict=True)):
+        k, part = len(micros) if number else 1, _sizes(micro)
+        plan = estimate_gradient_accumulation(plan, model, **_sizes(micro, times=k), micro_batches=k)
+        plan = estimate_mixed_precision(plan, model, **part, dtype=dtype)
+        kept = int((micro["labels"][:, 1:] != IGNORED).any(0).sum())
+        plan = estimate_completion_only_loss(plan, model, targets=part["batch_size"] * kept)
+        if "position_ids" in micro:
+            plan = estimate_packed_attention(plan, model, **part, dtype=dtype)
+        if "8bit" in run.optimizer:
+            plan = estimate_eight_bit_adam(plan, model)
+        if run.gradient_checkpointing:
+            plan = estimate_activation_checkpointing(plan, model, **part)
+        done.append(plan)
+    return max(done, key=lambda plan: plan.peak)
+
+
+def _sizes(micro: Batch, *, times: int = 1) -> dict[str, int]:
+    rows, length = micro["input_ids"].shape
+    return {"batch_size": rows * times, "seq_len": length}
 
 
 def finetune(run: Settings, *, held_out_file: str | None = None, resume: bool = False) -> None:

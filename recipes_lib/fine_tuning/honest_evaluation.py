@@ -74,7 +74,7 @@ class RowLosses:
         """The bootstrap interval of `mean`, by percentiles. Raises ValueError for fewer than 2 rows."""
         rows = len(self.losses)
         if rows < 2 or not 0 < level < 1 or resamples < 100:
-            raise ValueError(f"{rows} rows, level={level}, resamples={resamples}: give 2 or more, under 1, 100 or more")
+            raise ValueError(f"{rows} rows, level={level}, resamples={resamples}: give >= 2, in (0, 1), >= 100")
         generator, means = torch.Generator().manual_seed(seed), []
         for part in torch.arange(resamples).split(max(1, 2**20 // rows)):  # some megabytes at a time
             drawn = torch.randint(rows, (len(part), rows), generator=generator)

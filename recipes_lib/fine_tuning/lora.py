@@ -153,7 +153,7 @@ def estimate_lora(
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
     blocks, plain = len(decoder_blocks(model)), budget_of(model, **sizes)
     with _frozen(model):
-        frozen = budget_of(model, **sizes)
+        alone = budget_of(model, **sizes)
     adapters = batch_size * seq_len * _change_per_token(model, rank, targets)
     # On a 16-bit base, backward also holds the fp32 gradients of an adapter's output and input.
     casts = 4 * (model.config.hidden_size + projection_widths(model.config)[2]) * (model.dtype != torch.float32)
@@ -162,9 +162,9 @@ def estimate_lora(
         gradients=trainable,
         states=2 * trainable,
         carried=min(budget.carried, trainable),
-        activations=budget.activations - plain.activations + frozen.activations + adapters,
-        loss=min(budget.loss, frozen.loss),
-        one_block=budget.one_block - plain.one_block + frozen.one_block + adapters // blocks,
+        activations=budget.activations - plain.activations + alone.activations + adapters,
+        loss=min(budget.loss, alone.loss),
+        one_block=budget.one_block - plain.one_block + alone.one_block + adapters // blocks,
         block_gradients=budget.block_gradients + batch_size * seq_len * casts,
         last_gradients=trainable // blocks,
         embedding_gradient=0,

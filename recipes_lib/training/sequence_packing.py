@@ -37,7 +37,9 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.budget import Budget, projection_widths
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.model import decoder_blocks
 
 Row = dict[str, list[int]]
 
@@ -155,6 +157,17 @@ def estimate_sequence_packing(lengths: Sequence[int], *, length: int, batch_size
     packs = best_fit(lengths, length=length)
     longest = max(sum(lengths[i] for i in members) for members in packs)
     return padded_tokens(lengths, batch_size=batch_size) / (len(packs) * longest)
+
+
+def estimate_packed_attention(
+    budget: Budget, model: Any, *, batch_size: int, seq_len: int, dtype: torch.dtype | None = None
+) -> Budget:
+    """The budget when SDPA keeps documents apart, for packed rows [batch_size, seq_len]: each layer keeps its mask
+    [L, L], in the `dtype` that attention computes in, and grouped KV heads repeated to all of them."""
+    q, kv, _ = projection_widths(model.config)
+    block = batch_size * seq_len * (dtype or model.dtype).itemsize * (2 * (q - kv) + seq_len)
+    activations = budget.activations + len(decoder_blocks(model)) * block
+    return budget.change(activations=activations, one_block=budget.one_block + block)
 
 
 def _join(rows: list[Row]) -> Row:
