@@ -1,10 +1,13 @@
 """LLM Training Recipes: one technique, one file. The import line is the address.
 
 core            what the techniques share: machine, model, data, budget, measure, ladder
-fine_tuning     adapt a pretrained model: LoRA, QLoRA
+fine_tuning     adapt a pretrained model: LoRA, QLoRA, loss on answers only, evaluation, adapter files
 memory          activations, gradients and optimizer states that no longer fit
-precision       fewer bits per number: mixed precision, 8-bit optimizer states
-training        the loop: gradient accumulation, dynamic batch size
+precision       fewer bits per number: mixed precision, pure bf16, 8-bit optimizer states
+training        the loop: accumulation, packing, dynamic batch size, exact resume, tracking
 bench           measure one technique beside the plain step
-__main__        the command line: python -m recipes_lib list | bench | doctor
+finetune        fine-tune a pretrained model: the techniques put together, as a loop and as a command
+export          the same run as settings of Axolotl, accelerate, the Trainer and TRL
+production      the same run through the Trainer and TRL
+__main__        the command line: python -m recipes_lib list | bench | doctor | finetune
 """

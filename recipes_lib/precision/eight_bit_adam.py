@@ -18,13 +18,17 @@ Use when   Full fine-tuning, where the states are the largest term of the budget
 Not when   With LoRA, whose states are small; on a CPU that has the memory. `paged=True` helps only
            where long batches spill over a GPU's memory: it moves states to host memory on demand.
 In production   `TrainingArguments(optim="adamw_8bit")`, or `"paged_adamw_8bit"`: this same optimizer, 32
-           bits for embeddings included.
+           bits for embeddings included; `optim="adamw_torch_8bit"` is torchao's.
 Source     "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861; bitsandbytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,6 +49,7 @@ def eight_bit_adamw(
     weight_decay: float = 0.01,
     paged: bool = False,
     embedding_bits: int = 32,
+    library: str = "bitsandbytes",
 ) -> torch.optim.Optimizer:
     """Make an AdamW whose states take 8 bits; use it like any other optimizer.
 
@@ -53,11 +58,21 @@ def eight_bit_adamw(
             are known only from a model; a group may say `optim_bits` itself, 8 (the default) or 32.
         paged: keep the states in memory that moves between GPU and host on demand.
         embedding_bits: 32 or 8, for the embedding and for an output layer tied to it.
-    Raises ValueError for no trainable parameter, for other bits, and for `paged` on a CPU, where
-    bitsandbytes would only warn and page nothing; ImportError without bitsandbytes.
+        library: "bitsandbytes", or "torchao", which is PyTorch code that torch.compile fuses: the first step takes
+            long, and it can neither page nor keep the embedding in 32 bits.
+    Raises ValueError for no trainable parameter, for other bits, for what torchao cannot do, and for `paged` on a
+    CPU, where bitsandbytes would only warn and page nothing; ImportError without the library.
     """
     if embedding_bits not in (8, 32):
         raise ValueError(f"embedding_bits={embedding_bits}: states have 8 or 32 bits")
+    if library not in ("bitsandbytes", "torchao"):
+        raise ValueError(f"library={library!r}: choose 'bitsandbytes' or 'torchao'")
+    if library == "torchao":
+        if paged or embedding_bits != 8:
+            raise ValueError("torchao does not page and stores every state in 8 bits: paged=False, embedding_bits=8")
+        module = isinstance(model_or_params, torch.nn.Module)
+        params = [p for p in model_or_params.parameters() if p.requires_grad] if module else model_or_params
+        return _torchao_class()(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     if isinstance(model_or_params, torch.nn.Module):
         params = _groups(model_or_params, embedding_bits)
     else:
@@ -102,6 +117,21 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
         {"params": [p for p in trainable if p in tables], "optim_bits": embedding_bits},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _torchao_class() -> type[torch.optim.Optimizer]:
+    class AdamW8bit(require("torchao.optim").AdamW8bit):
+        """Runs without a C++ compiler too, which torch.compile needs on a CPU: slowly, operator by operator."""
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            on_cpu = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+            stance = torch.compiler.set_stance("force_eager") if on_cpu and not compiler else contextlib.nullcontext()
+            with stance, warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of torch.compile's cache, about torchao's tensors
+                return super().step(closure)
+
+    return AdamW8bit
 
 
 def _optimizer_class() -> type[torch.optim.Optimizer]:

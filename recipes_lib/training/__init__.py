@@ -1,6 +1,8 @@
 """The training loop.
 
 dynamic_batch            halve the micro-batch on out-of-memory, keep the effective batch
+exact_resume             go on after a kill with the identical losses
 gradient_accumulation    a large effective batch in the memory of a small one
 sequence_packing         several short documents in one row, each blind to the others
+tracking                 loss, speed and memory of a run, in TensorBoard, MLflow or W&B
 """

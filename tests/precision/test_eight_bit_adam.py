@@ -47,6 +47,20 @@ def test_memorises_a_batch_as_fast_as_32_bits(tiny, batch):
     assert_memorises_like_adamw(tiny, eight_bit_adamw(tiny, lr=5e-3), batch, 5e-3)
 
 
+def test_torchao_does_the_same(llama, batch):
+    with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the test
+        optimizer = eight_bit_adamw(llama, lr=5e-3, library="torchao", embedding_bits=8)
+        assert_memorises_like_adamw(llama, optimizer, batch, 5e-3)
+    codes = [s["exp_avg"].codes for s in optimizer.state.values() if hasattr(s["exp_avg"], "codes")]
+    assert codes and all(code.dtype is torch.uint8 for code in codes)
+
+
+def test_torchao_without_a_compiler(llama, batch, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    train(llama, eight_bit_adamw(llama, lr=1e-3, library="torchao", embedding_bits=8), batch, 1)
+
+
 def test_bf16_and_eight_bit_embeddings(llama, batch):
     model = llama.bfloat16()
     optimizer = eight_bit_adamw(model, lr=5e-3, embedding_bits=8)
@@ -122,6 +136,10 @@ def test_bad_input(llama):
         eight_bit_adamw(llama, lr=1e-3, embedding_bits=4)
     with pytest.raises(ValueError, match="8 or 32 bits"):
         eight_bit_adamw([{"params": llama.parameters(), "optim_bits": 16}], lr=1e-3)
+    with pytest.raises(ValueError, match="does not page and stores every state"):
+        eight_bit_adamw(llama, lr=1e-3, library="torchao")
+    with pytest.raises(ValueError, match="choose 'bitsandbytes' or 'torchao'"):
+        eight_bit_adamw(llama, lr=1e-3, library="apex")
     with pytest.raises(ValueError, match="no trainable parameter"):
         eight_bit_adamw(llama.requires_grad_(False), lr=1e-3)
 
