@@ -49,17 +49,17 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    max_grad_norm: float  # 0: no clipping
+    max_grad_norm: float = 1.0  # 0: no clipping
     steps: int
     warmup_steps: int
     rows_per_step: int  # of all processes and micro-batches together
     micro_batch_size: int  # of one process
     processes: int = 1
     seq_len: int
-    packing: bool
+    packing: bool = False
     precision: str
-    gradient_checkpointing: bool
-    seed: int
+    gradient_checkpointing: bool = False
+    seed: int = 0
     save_steps: int | None = None  # None: only after the last step
     report_to: str = "none"
 

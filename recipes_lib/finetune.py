@@ -10,11 +10,17 @@ and after. The folder then holds the adapter, the log and the files with which A
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,8 +31,8 @@ import torch
 from recipes_lib.core.budget import Budget, budget_of
 from recipes_lib.core.data import IGNORED, collate, load_instructions, load_pairs, tokenize_pair
 from recipes_lib.core.machine import machine, seed_everything, synchronize
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.model import decoder_blocks, load_model, load_tokenizer
 from recipes_lib.export import Settings, accelerate_config, axolotl_config, write_messages, write_yaml
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.completion_only_loss import (
@@ -96,10 +102,11 @@ def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_
         synchronize()
         seconds = time.perf_counter() - start
         tokens = sum(len(rows[i]["input_ids"]) for i in chosen)
+        yield Step(number, losses[-1], float(mp.gradient_norm), rate, seconds, loading, tokens)
+        # Who takes the steps has logged this one by now: after a kill no step is missing in the log.
         if folder and ((number + 1) % (run.save_steps or run.steps) == 0 or number + 1 == run.steps):
             state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts, "history": losses}
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
-        yield Step(number, losses[-1], float(mp.gradient_norm), rate, seconds, loading, tokens)
 
 
 def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, Any, MixedPrecision]:
@@ -113,7 +120,9 @@ def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, A
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trainable, fused=run.optimizer.endswith("fused"), **options)
     schedule = get_cosine_schedule_with_warmup(optimizer, run.warmup_steps, run.steps)
-    return optimizer, schedule, mixed_precision(dtype=PRECISIONS[run.precision])
+    # Gradients pass through a frozen fp16 base in fp16: they need loss scaling, whatever the adapters are.
+    dtype = torch.float16 if model.dtype is torch.float16 else PRECISIONS[run.precision]
+    return optimizer, schedule, mixed_precision(dtype=dtype)
 
 
 def micro_batches(rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str) -> list[Batch]:
@@ -162,6 +171,26 @@ def adapt(model: Any, *, run: Settings) -> Any:
         targets = run.target_modules or "all-linear"
         model = (apply_qlora if run.method == "qlora" else apply_lora)(model, target_modules=targets, **options)
     return apply_activation_checkpointing(model) if run.gradient_checkpointing else model
+
+
+def few_steps(
+    model: Any, optimizer: torch.optim.Optimizer, batch: Batch, *, autocast: Any = contextlib.nullcontext
+) -> tuple[list[float], float, float]:
+    """Three steps of any optimizer on one batch: the losses, the seconds of the last one (the first makes the
+    states), and the share of the last block's weights that changed."""
+
+    def step() -> float:
+        loss = accumulate_gradients(model, [batch], loss_sum=completion_only_loss, autocast=autocast)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    watched = list(decoder_blocks(model)[-1].parameters())
+    old = [parameter.detach().clone() for parameter in watched]
+    losses = [step()]
+    seconds = measure(lambda: losses.append(step()), warmup=0, repeats=1).seconds
+    changed = sum((a != b).sum().item() for a, b in zip(old, watched, strict=True))
+    return losses, seconds, changed / sum(parameter.numel() for parameter in old)
 
 
 def load_data(tokenizer: Any, *, run: Settings, held_out_file: str | None = None) -> tuple[list, list, list]:
@@ -216,7 +245,8 @@ def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batc
     for number, (plan, micro) in enumerate(zip(plans, micros, strict=True)):
         k, part = len(micros) if number else 1, _sizes(micro)
         plan = estimate_gradient_accumulation(plan, model, **_sizes(micro, times=k), micro_batches=k)
-        plan = estimate_mixed_precision(plan, model, **part, dtype=dtype)
+        if model.dtype is torch.float32:  # a 16-bit base has 16-bit activations already
+            plan = estimate_mixed_precision(plan, model, **part, dtype=dtype)
         kept = int((micro["labels"][:, 1:] != IGNORED).any(0).sum())
         plan = estimate_completion_only_loss(plan, model, targets=part["batch_size"] * kept)
         if "position_ids" in micro:
@@ -227,6 +257,17 @@ def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batc
             plan = estimate_activation_checkpointing(plan, model, **part)
         done.append(plan)
     return max(done, key=lambda plan: plan.peak)
+
+
+def prepare(
+    model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
+) -> tuple[Any, Budget]:
+    """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states)."""
+    chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
+    micros = micro_batches([rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device))
+    plans = estimate_adapters(model, micros, run=run)
+    model = adapt(model, run=run)
+    return model, estimate_finetune(plans, model, micros, run=run)
 
 
 def _sizes(micro: Batch, *, times: int = 1) -> dict[str, int]:
@@ -265,6 +306,29 @@ def finetune(run: Settings, *, held_out_file: str | None = None, resume: bool = 
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
 
 
+def run_command(*options: str, kill_at: int | None = None) -> dict[int, str]:
+    """`python -m recipes_lib finetune` in a process of its own; returns step -> loss, as it printed them.
+
+    Args:
+        kill_at: send SIGKILL as soon as this step is printed, as an operating system does that runs out of memory.
+    Raises RuntimeError with its last line if the command fails.
+    """
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    line = [sys.executable, "-m", "recipes_lib", "finetune", *options]
+    losses: dict[int, str] = {}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        for text in process.stdout:
+            if match := re.match(r"step (\d+): loss ([\d.]+)", text):
+                losses[int(match[1])] = match[2]
+                if int(match[1]) == kill_at:
+                    process.kill()
+        if process.wait() != (0 if kill_at is None else -signal.SIGKILL):
+            errors.seek(0)
+            raise RuntimeError(errors.read().strip().splitlines()[-1])
+    return losses
+
+
 def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
     """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there."""
     tracker: Tracker | None = None
@@ -275,6 +339,8 @@ def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
         values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
         if tracker:
             tracker.log(step.number, **values)
+            if (step.number + 1) % (run.save_steps or run.steps) == 0:
+                tracker.flush()  # the checkpoint comes next
         print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
     if tracker:
         tracker.close()

@@ -7,16 +7,21 @@ the same rows in the same order, and return the same `Step`s, so that losses and
 from __future__ import annotations
 
 import dataclasses
+import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from recipes_lib.core.data import collate
 from recipes_lib.core.machine import machine, require, synchronize
+from recipes_lib.core.measure import PeakMemory
 from recipes_lib.export import Settings, sft_arguments, trainer_arguments
-from recipes_lib.finetune import Row, Step, check_run
+from recipes_lib.finetune import Row, Step, check_run, training_steps
 from recipes_lib.training.exact_resume import rows_of_step
 from recipes_lib.training.sequence_packing import collate_packed
+
+LIBRARIES = ("Trainer", "SFTTrainer")
 
 
 def hf_trainer(
@@ -49,10 +54,48 @@ def trl_sft(
     return _train(trl.SFTTrainer, model, rows, run=run, turn=turn, args=args, processing_class=tokenizer)
 
 
+def side_by_side(
+    make: Callable[[], Any], rows: Sequence[Row], *, run: Settings, tokenizer: Any, libraries: Sequence[str] = LIBRARIES
+) -> dict[str, dict[str, Any]]:
+    """The same run through our loop and each library: `losses`, `peak_bytes`, and tokens per second measured in turns.
+
+    `make` gives a fresh adapted model. Peaks are of two steps of each alone; then our loop and a library take turns.
+    Returns name -> facts; `time_ratio` is our time over the library's, the median over the steps after the first.
+    """
+    pad = {"pad_token_id": tokenizer.pad_token_id}
+    ways = {
+        "Trainer": lambda run, turn: hf_trainer(make(), rows, run=run, turn=turn, **pad),
+        "SFTTrainer": lambda run, turn: trl_sft(make(), rows, run=run, turn=turn, tokenizer=tokenizer),
+    }
+
+    def peak_of(way: Callable[[Settings], Any]) -> int:
+        gc.collect()
+        with PeakMemory() as memory:
+            way(dataclasses.replace(run, steps=2, warmup_steps=min(1, run.warmup_steps)))
+        return memory.peak
+
+    peak = peak_of(lambda run: list(training_steps(make(), rows, run=run, **pad)))
+    found: dict[str, dict[str, Any]] = {"ours": {"peak_bytes": peak}}
+    for name in libraries:
+        peak = peak_of(lambda run, name=name: ways[name](run, None))
+        ours: list[Step] = []
+        loop = training_steps(make(), rows, run=run, **pad)
+        theirs = ways[name](run, lambda loop=loop, ours=ours: ours.append(next(loop)))
+        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(ours[1:], theirs[1:], strict=True))
+        found[name] = _facts(theirs) | {"peak_bytes": peak, "time_ratio": ratio}
+        found["ours"] |= _facts(ours)
+    return found
+
+
+def _facts(steps: Sequence[Step]) -> dict[str, Any]:
+    speed = statistics.median(step.tokens / step.seconds for step in steps[1:])
+    return {"losses": [step.loss for step in steps], "tokens_per_second": speed}
+
+
 def _train(
     kind: Any, model: Any, rows: Sequence[Row], *, run: Settings, turn: Callable[[], Any] | None, **options: Any
 ):
-    from datasets import Dataset
+    import datasets
     from transformers import PrinterCallback, TrainerCallback
 
     check_run(rows, run=run, folder=None, resume=False)
@@ -77,7 +120,11 @@ def _train(
                 values = (logs["loss"], logs["grad_norm"], logs["learning_rate"])
                 steps.append(Step(len(steps), *values, seconds=self.seconds, loading=0.0, tokens=tokens))
 
-    trainer = kind(model=model, train_dataset=Dataset.from_list([rows[i] for i in order]), **options)
+    datasets.disable_progress_bars()  # TRL maps the rows more than once
+    try:
+        trainer = kind(model=model, train_dataset=datasets.Dataset.from_list([rows[i] for i in order]), **options)
+    finally:
+        datasets.enable_progress_bars()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Clock())
     trainer.train()

@@ -224,8 +224,8 @@ def budget_chart(budgets: dict[str, Any]) -> Any:
     return figure
 
 
-def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
-    """Draw curves of (optimizer step, held-out loss in nats per token), one line per training run."""
+def loss_chart(curves: dict[str, list[tuple[int, float]]], *, label: str = "held-out loss, nats per token") -> Any:
+    """Draw curves of (optimizer step, loss), one line per training run."""
     if not any(curves.values()):
         raise ValueError("there is no point to draw: add one first")
     import matplotlib.pyplot as plt
@@ -233,7 +233,7 @@ def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
     for name, curve in curves.items():
         axes.plot(*zip(*curve, strict=True), marker="o", label=name)
-    axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
+    axes.set(xlabel="optimizer step", ylabel=label)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     plt.close(figure)

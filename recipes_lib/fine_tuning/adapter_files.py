@@ -8,7 +8,7 @@ Saves      A fine-tuned model is a file of megabytes; one base in memory serves 
 Costs      4 bytes per adapter parameter on disk. Unmerged adapters slow every layer down: merge them to deploy.
 Use when   An adapter leaves the process that trained it.
 Not when   The model goes to an engine that cannot apply adapters: merge (`merge_lora`, `merge_qlora`), then
-           `model.to(torch.bfloat16).save_pretrained(folder)`.
+           `save_merged`, and `check_merged` in a fresh process.
 In production   `model.save_pretrained(folder)` and `PeftModel.from_pretrained(base, folder)`, which this calls; they
            compare shapes only. vLLM serves adapters with `--enable-lora --lora-modules name=folder`.
 Source     peft documentation, "Checkpoint format".
@@ -16,11 +16,16 @@ Source     peft documentation, "Checkpoint format".
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,13 @@ from recipes_lib.core.budget import tensor_bytes
 from recipes_lib.core.machine import require
 
 BASE_FILE = "base_model.json"
+FRESH_PROCESS = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", local_files_only=True)
+with torch.no_grad():
+    torch.save(model(input_ids=torch.tensor(json.loads(sys.argv[2])), use_cache=False).logits.float(), sys.argv[3])
+"""
 VALUES = 64  # of each weight: another model differs in the first ones already
 
 
@@ -78,7 +90,45 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
         name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
         raise ValueError(f"the adapter in {folder} was trained on another base ({name}): load that one first")
     _check_shapes(model, folder)
-    return peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about peft itself
+        return peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+
+
+def save_merged(model: Any, folder: Path | str, *, tokenizer: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Save a merged model and its tokenizer, the weights in `dtype`. Raises ValueError for adapters that are left,
+    and for a folder that is there already.
+
+    The parameters are cast one by one: `model.to(dtype)` would round the frequencies of the rotary embedding, too.
+    """
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model still has adapters: merge them first (merge_lora, merge_qlora)")
+    if Path(folder).exists():
+        raise ValueError(f"{folder} is there already: name another folder")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
+    """Load a merged model in a fresh process and return how far its logits of `rows` [B, S] are from those of `model`:
+    the norm of the difference over the norm. What was in memory proves nothing about what is in the folder.
+
+    Raises ValueError with the process's error if the folder cannot be loaded.
+    """
+    root, was_training = str(Path(__file__).resolve().parents[2]), model.training
+    with torch.no_grad():
+        expected = model.eval()(input_ids=rows, use_cache=False).logits.float().cpu()
+    model.train(was_training)
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-c", FRESH_PROCESS, str(folder), json.dumps(rows.tolist()), f"{scratch}/logits"]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{folder} does not load in a fresh process: {done.stderr.strip().splitlines()[-1]}")
+        return ((torch.load(f"{scratch}/logits") - expected).norm() / expected.norm()).item()
 
 
 def base_fingerprint(model: Any) -> str:

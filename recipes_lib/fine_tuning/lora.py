@@ -47,6 +47,7 @@ def apply_lora(
     alpha: float = 32,
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "all-linear",
+    **peft_options: Any,
 ) -> Any:
     """Freeze `model` and put a trainable adapter on each target; returns the `PeftModel` that wraps it.
 
@@ -55,11 +56,12 @@ def apply_lora(
     Args:
         rank: r, of each adapter. alpha: the correction is scaled by alpha / r.
         target_modules: "all-linear" (every linear layer of the blocks but routers), or names of layers.
+        peft_options: more fields of peft's `LoraConfig`: use_rslora (scale by alpha / sqrt(r)), use_dora.
     Raises ValueError for rank < 1, alpha <= 0, dropout outside [0, 1), a name that matches no linear layer
     of the blocks, and a model that already has adapters.
     """
-    config = lora_config(model, rank=rank, alpha=alpha, dropout=dropout, target_modules=target_modules)
-    return add_adapters(model, config)
+    options = {"rank": rank, "alpha": alpha, "dropout": dropout, "target_modules": target_modules} | peft_options
+    return add_adapters(model, lora_config(model, **options))
 
 
 def add_adapters(model: Any, config: Any) -> Any:
@@ -70,7 +72,7 @@ def add_adapters(model: Any, config: Any) -> Any:
 
 
 def lora_config(
-    model: Any, *, rank: int, alpha: float, dropout: float, target_modules: str | Sequence[str] = "all-linear"
+    model: Any, *, rank: int, alpha: float, dropout: float, target_modules: Any, **peft_options: Any
 ) -> Any:
     """Check the arguments of `apply_lora` against `model` and make peft's `LoraConfig` of them."""
     if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
@@ -85,6 +87,7 @@ def lora_config(
         target_modules=list(targets),
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
+        **peft_options,
     )
 
 

@@ -28,7 +28,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -99,6 +99,20 @@ def state_bytes(model: Any, *, embedding_bits: int = 32) -> int:
             full = n < SMALLEST or group["optim_bits"] == 32
             total += 8 * n if full else 2 * n + 8 * -(-n // BLOCK)
     return total
+
+
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all states that `optimizer` holds now, each storage once; torchao's are tensors made of tensors."""
+
+    def parts(value: Any) -> Iterator[torch.Tensor]:
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from parts(getattr(value, name))
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+    tensors = [t for state in optimizer.state.values() for value in state.values() for t in parts(value)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def estimate_eight_bit_adam(budget: Budget, model: Any, *, embedding_bits: int = 32) -> Budget:

@@ -1,22 +1,21 @@
+import copy
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
+    check_merged,
     estimate_adapter_bytes,
     load_adapter,
     save_adapter,
+    save_merged,
 )
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
 
-ROOT = Path(__file__).resolve().parents[2]
 IDS = torch.arange(1, 20)[None]
 
 
@@ -50,15 +49,6 @@ def test_saved_adapters_on_a_fresh_base_give_the_same_logits(shape, tmp_path):
     assert 0 <= size - estimate_adapter_bytes(model) < 20_000
 
 
-FRESH_PROCESS = """
-import sys, torch
-from recipes_lib.core.model import load_model
-model = load_model(sys.argv[1], device="cpu", dtype=torch.bfloat16).eval()
-with torch.no_grad():
-    torch.save(model(input_ids=torch.arange(1, 20)[None], use_cache=False).logits.float(), sys.argv[2])
-"""
-
-
 @pytest.mark.parametrize("adapt", [apply_lora, apply_qlora])
 def test_merged_into_16_bits_and_loaded_in_a_fresh_process(adapt, tmp_path):
     model = adapted(base(), adapt)
@@ -69,15 +59,15 @@ def test_merged_into_16_bits_and_loaded_in_a_fresh_process(adapt, tmp_path):
     expected = logits(model)
     merged = (merge_qlora if adapt is apply_qlora else merge_lora)(model)
     assert (logits(merged) - expected).abs().max() < 1e-4  # the merge itself is exact up to rounding
-    merged.to(torch.bfloat16).save_pretrained(tmp_path / "merged")
-    subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path / "merged"), str(tmp_path / "logits.pt")],
-        cwd=ROOT,
-        check=True,
-    )
-    loaded = torch.load(tmp_path / "logits.pt")
-    assert torch.equal(loaded, logits(load_model(str(tmp_path / "merged"), device="cpu", dtype=torch.bfloat16)))
-    assert (loaded - expected).norm() < 0.03 * expected.norm()  # bf16 keeps two to three digits
+    full, folder = copy.deepcopy(merged), tmp_path / "merged"
+    save_merged(merged, folder, tokenizer=load_tokenizer())
+    assert 0 < check_merged(folder, full, IDS) < 0.03  # bf16 keeps two to three digits
+    again = load_model(str(folder), device="cpu", dtype=torch.bfloat16)
+    assert check_merged(folder, again, IDS) == 0 and again.training
+    assert check_merged(folder, base(seed=3), IDS) > 0.5
+    assert torch.equal(logits(merged), logits(again)), "the rotary frequencies keep fp32"
+    with pytest.raises(ValueError, match="is there already"):
+        save_merged(merged, folder, tokenizer=load_tokenizer())
 
 
 def test_fingerprint_is_of_the_model_not_of_its_dtype():
@@ -127,6 +117,10 @@ def test_training_goes_on_from_a_loaded_adapter(tmp_path):
 
 
 def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match="does not load in a fresh process"):
+        check_merged(tmp_path, base(), IDS)
+    with pytest.raises(ValueError, match="still has adapters"):
+        save_merged(adapted(base()), tmp_path / "m", tokenizer=None)
     with pytest.raises(ValueError, match="holds no adapter"):
         load_adapter(base(), tmp_path)
     with pytest.raises(ValueError, match="has no adapters to save"):

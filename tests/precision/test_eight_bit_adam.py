@@ -9,6 +9,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.precision.eight_bit_adam import (
     eight_bit_adamw,
     estimate_eight_bit_adam,
+    held_bytes,
     state_bytes,
 )
 from tests.conftest import make_batch
@@ -28,12 +29,6 @@ def train(model, optimizer, batch, steps):
     return losses
 
 
-def measured_state_bytes(optimizer):
-    tensors = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def assert_memorises_like_adamw(model, optimizer, batch, lr):
     reference = copy.deepcopy(model)
     adamw = torch.optim.AdamW(reference.parameters(), lr=lr)
@@ -51,6 +46,7 @@ def test_torchao_does_the_same(llama, batch):
     with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the test
         optimizer = eight_bit_adamw(llama, lr=5e-3, library="torchao", embedding_bits=8)
         assert_memorises_like_adamw(llama, optimizer, batch, 5e-3)
+    assert held_bytes(optimizer) == pytest.approx(state_bytes(llama, embedding_bits=8), rel=0.2)  # a code table each
     codes = [s["exp_avg"].codes for s in optimizer.state.values() if hasattr(s["exp_avg"], "codes")]
     assert codes and all(code.dtype is torch.uint8 for code in codes)
 
@@ -74,7 +70,7 @@ def test_state_bytes_and_where_they_are(shape, embedding_bits, batch):
     optimizer = eight_bit_adamw(model, lr=1e-3, embedding_bits=embedding_bits)
     train(model, optimizer, batch, 1)
     expected = state_bytes(model, embedding_bits=embedding_bits)
-    assert measured_state_bytes(optimizer) == pytest.approx(expected, rel=0.02)
+    assert held_bytes(optimizer) == pytest.approx(expected, rel=0.02)
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     for p in model.parameters():
         exact = p.numel() < 4096 or (embedding_bits == 32 and any(p is table for table in tables))
@@ -151,4 +147,4 @@ def test_memorises_a_batch_on_gpu(paged):
     batch = {name: tensor.cuda() for name, tensor in make_batch(vocab=49152).items()}
     optimizer = eight_bit_adamw(model, lr=1e-3, paged=paged)
     assert_memorises_like_adamw(model, optimizer, batch, 1e-3)
-    assert measured_state_bytes(optimizer) == pytest.approx(state_bytes(model), rel=0.02)
+    assert held_bytes(optimizer) == pytest.approx(state_bytes(model), rel=0.02)
