@@ -149,14 +149,13 @@ def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
     return sum(len(batch) * max(batch) for batch in batches)
 
 
-def estimate_sequence_packing(lengths: Sequence[int], *, length: int, batch_size: int) -> float:
-    """How many times more text per processed token packing gives, against batches of `batch_size` padded rows.
-
-    That is the speed-up as far as time is proportional to the tokens processed.
-    """
-    packs = best_fit(lengths, length=length)
-    longest = max(sum(lengths[i] for i in members) for members in packs)
-    return padded_tokens(lengths, batch_size=batch_size) / (len(packs) * longest)
+def estimate_sequence_packing(
+    lengths: Sequence[int], *, length: int, batch_size: int, packs_per_batch: int = 1
+) -> float:
+    """How many times fewer tokens are processed than in batches of `batch_size` padded rows: the speed-up as far as
+    time is proportional to tokens. `packs_per_batch` packed rows are padded to the longest of them."""
+    packs = [sum(lengths[i] for i in members) for members in best_fit(lengths, length=length)]
+    return padded_tokens(lengths, batch_size=batch_size) / padded_tokens(packs, batch_size=packs_per_batch)
 
 
 def estimate_packed_attention(
