@@ -173,6 +173,11 @@ def adapt(model: Any, *, run: Settings) -> Any:
     return apply_activation_checkpointing(model) if run.gradient_checkpointing else model
 
 
+def loading_share(steps: Sequence[Step]) -> float:
+    """The part of the time that went into making batches."""
+    return sum(step.loading for step in steps) / sum(step.seconds for step in steps)
+
+
 def few_steps(
     model: Any, optimizer: torch.optim.Optimizer, batch: Batch, *, autocast: Any = contextlib.nullcontext
 ) -> tuple[list[float], float, float]:
