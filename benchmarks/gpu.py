@@ -1,7 +1,8 @@
 """Measure the recipes on this machine, in under ten minutes on one large GPU.
 
-python -m benchmarks.gpu                       every part, in the order below
+python -m benchmarks.gpu                       every part but the last, in the order below
 python -m benchmarks.gpu --parts limits ladder
+python -m benchmarks.gpu --parts finetune      a call of its own: up to five minutes more
 python -m benchmarks.gpu --tier cpu --fast     the same code in small sizes, without a GPU
 
 Each part runs in a process of its own under a time limit, and its numbers are kept as soon as it ends:
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.finetune import Sizes, compare_updates, compare_ways
 from benchmarks.record import RESULTS, keep, keep_ladder
 from benchmarks.versus import compare, pairs
 from recipes_lib.bench import LR, Bench, techniques
@@ -123,16 +125,43 @@ def versus() -> dict[str, Any]:
     return {}
 
 
-# shape, layers, batch, sequence of the full fine-tuning parts; shape, layers, rows, tokens of QLoRA
-SIZES: dict[str, tuple[tuple, tuple]] = {
-    "fast": (("tiny-llama", 4, 8, 64), ("tiny-llama", 4, 4, 32)),
-    "cpu": (("smollm2-135m", 30, 4, 64), ("smollm2-135m", None, 4, 64)),
-    "gpu16": (("llama-3.2-1b", 6, 8, 256), ("llama-3.2-3b", None, 8, 512)),
-    "gpu24": (("llama-3.2-1b", 12, 8, 256), ("llama-3.1-8b", None, 8, 1024)),
-    "gpu80": (("llama-3.2-3b", 28, 8, 256), ("qwen2.5-32b", None, 8, 1024)),
+def finetune() -> dict[str, Any]:
+    """QLoRA of an 8B shape by our loop and by the Trainer, with and without Liger; AdamW's update in 8 bits."""
+    content: dict[str, Any] = {}
+    for content in compare_ways(SIZES["fast" if fast() else machine().tier][2]):
+        keep("finetune", content, folder=out_dir())
+    for updates in compare_updates(full_bench()):
+        keep("finetune", content | updates, folder=out_dir())
+    return {}
+
+
+# shape, layers, batch, sequence of the full fine-tuning parts; shape, layers, rows, tokens of QLoRA; those of finetune
+SIZES: dict[str, tuple[tuple, tuple, Sizes]] = {
+    "fast": (("tiny-llama", 4, 8, 64), ("tiny-llama", 4, 4, 32), Sizes("tiny-llama", 2, 3, 128, 2, 3, True)),
+    "cpu": (
+        ("smollm2-135m", 30, 4, 64),
+        ("smollm2-135m", None, 4, 64),
+        Sizes("smollm2-135m", 4, 6, 256, 4, 4, False),
+    ),
+    "gpu16": (
+        ("llama-3.2-1b", 6, 8, 256),
+        ("llama-3.2-3b", None, 8, 512),
+        Sizes("llama-3.2-3b", None, 6, 512, 4, 6, True),
+    ),
+    "gpu24": (
+        ("llama-3.2-1b", 12, 8, 256),
+        ("llama-3.1-8b", None, 8, 1024),
+        Sizes("llama-3.1-8b", None, 8, 512, 6, 6, True),
+    ),
+    "gpu80": (
+        ("llama-3.2-3b", 28, 8, 256),
+        ("qwen2.5-32b", None, 8, 1024),
+        Sizes("llama-3.1-8b", None, 12, 512, 8, 6, False),
+    ),
 }
-PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora)}
-SECONDS = {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110}  # under ten minutes
+PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora, finetune)}
+SECONDS = {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110, "finetune": 300}
+DEFAULT = [name for name in PARTS if name != "finetune"]  # under ten minutes; finetune takes a call of its own
 
 
 def out_dir() -> Path:
@@ -142,7 +171,7 @@ def out_dir() -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--tier", choices=TIERS, help="run as another kind of machine")
     parser.add_argument("--fast", action="store_true", help="small sizes; the numbers go to runs/results")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one part, in this process

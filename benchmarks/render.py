@@ -21,12 +21,30 @@ from benchmarks.record import RESULTS
 from recipes_lib.core.ladder import chart, percent
 
 ROOT = Path(__file__).resolve().parents[1]
-LADDERS = {"01": "01_large_models_limited_hardware"}
+LADDERS = {"01": "01_large_models_limited_hardware", "05": "05_fine_tuning_pretrained_models"}
+NOTES = {
+    "01": "Time is relative to the baseline's step; rows with + keep checkpointing on.",
+    "05": "Time is per token, relative to full fine-tuning; the last row packs its rows.",
+}
 NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20
 FACTS = {  # what a notebook notes beside the rows of its ladder
     "mean of means": lambda facts: f"gradient off by {facts['naive_error']:.0%}",
     "dynamic batch": lambda facts: "{} micro-batches expected, {} found".format(*facts["micro_batches"]),
+    "answers only": lambda facts: f"{facts['targets']:.0%} of the tokens carry loss",
+    "held-out loss": lambda facts: "{difference:+.2f} nats per token, {low:+.2f} to {high:+.2f}".format(
+        **facts["verdict"]
+    ),
+    "8-bit states": lambda facts: ", ".join(f"{k} {v:.2f} bytes" for k, v in facts["state_bytes"].items()),
+    "pure bf16": lambda facts: (
+        "weights that move: "
+        + ", ".join(f"{name} {facts['changed'][name]:.0%}" for name in ("nearest", "stochastic", "master"))
+    ),
+    "packing": lambda facts: f"{facts['useful']['packed'] / facts['useful']['padded']:.2f}× useful tokens/s",
+    "merge": lambda facts: f"logits off by {facts['merge_error']:.1e} in a fresh process",
+    "resume": lambda facts: f"losses {'identical' if facts['exact'] else 'differ'} after SIGKILL",
+    "Trainer": lambda facts: beside(facts["production"], "Trainer"),
+    "SFTTrainer": lambda facts: beside(facts["production"], "SFTTrainer"),
 }
 
 
@@ -54,40 +72,65 @@ def machine_line(run: dict[str, Any]) -> str:
 def block(key: str, *, folder: Path = RESULTS) -> str:
     """The markdown of one block. Raises KeyError for an unknown key."""
     kind, which = key.rsplit("-", 1)
-    if kind == "versus":
-        return versus(newest("versus", {"cpu": "cpu", "gpu": "cuda"}[which], folder=folder))
+    if kind in ("versus", "finetune"):
+        run = newest(kind, {"cpu": "cpu", "gpu": "cuda"}[which], folder=folder)
+        return versus(run) if kind == "versus" else finetune(run)
     run = newest(LADDERS[which], "cuda" if kind == "gpu" else "cpu", folder=folder)
     if kind == "table":
-        return table(run, newest(LADDERS[which], "cpu", bf16=run and not run["native_bf16"], folder=folder))
-    return {"headline": headline, "gpu": table}[kind](run)
-
-
-def headline(run: dict[str, Any] | None) -> str:
-    """What the notebook shows, in one sentence."""
+        other = newest(LADDERS[which], "cpu", bf16=run and not run["native_bf16"], folder=folder)
+        return table(run, other, note=NOTES[which])
+    if kind == "gpu":
+        return table(run, note=NOTES[which])
     if run is None:
         return "*No run is recorded yet.*"
-    first, last = run["rows"][0], run["rows"][-1]
+    sentence = {"01": less_memory, "05": better_model}[which](run)
+    return f"> {sentence} {prediction(run)}\n>\n> Measured on {machine_line(run)}."
+
+
+def prediction(run: dict[str, Any]) -> str:
     errors = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1) for row in run["rows"]]
+    return f"Every row was predicted first; the arithmetic is off by {max(errors):.1%} at most."
+
+
+def less_memory(run: dict[str, Any]) -> str:
+    """Notebook 01 in one sentence."""
+    first, last = run["rows"][0], run["rows"][-1]
     lora, combined = (curve for curve in run["facts"]["held_out_loss"].values())
     return (
-        f"> **{first['peak_bytes'] / MIB:,.0f} MiB → {last['peak_bytes'] / MIB:,.0f} MiB:** fine-tuning a real "
+        f"**{first['peak_bytes'] / MIB:,.0f} MiB → {last['peak_bytes'] / MIB:,.0f} MiB:** fine-tuning a real "
         f"pretrained model at the same effective batch with "
         f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory of tensors**, held-out loss "
         f"{combined[0][1]:.2f} → {combined[-1][1]:.2f} in {combined[-1][0]} steps (plain LoRA: {lora[0][1]:.2f} → "
-        f"{lora[-1][1]:.2f}). Every row was predicted first; the arithmetic is off by {max(errors):.1%} at most.\n"
-        f">\n> Measured on {machine_line(run)}."
+        f"{lora[-1][1]:.2f})."
     )
 
 
-def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> str:
+def better_model(run: dict[str, Any]) -> str:
+    """Notebook 05 in one sentence."""
+    first, last, facts = run["rows"][0], run["rows"][-1], run["facts"]
+    verdict = "{difference:+.2f} nats per token, 95 % interval {low:+.2f} to {high:+.2f}".format(**facts["verdict"])
+    return (
+        f"**Held-out loss {facts['before']:.2f} → {last['loss']:.2f}** ({verdict}) with "
+        f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory** than full fine-tuning. The same "
+        f"settings beside `transformers.Trainer`: the same losses, {beside(facts['production'], 'Trainer')}."
+    )
+
+
+def beside(production: dict[str, Any], library: str) -> str:
+    """Our loop against a library at the same settings."""
+    ours, theirs = production["ours"], production[library]
+    return f"{theirs['time_ratio']:.2f}× its time, {ours['peak_bytes'] / theirs['peak_bytes']:.2f}× its peak"
+
+
+def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, note: str) -> str:
     """The ladder as a markdown table, with a column for the time on the `other` kind of machine."""
     if run is None:
         return NONE_YET
     first = run["rows"][0]
     lines = ["| step | predicted | measured | to the baseline | time |", "|---|--:|--:|--:|--:|"]
-    notes = [f"{machine_line(run)}. Time is relative to the baseline's step; rows with + keep checkpointing on."]
+    notes = [f"{machine_line(run)}. {note}"]
     if other and other is not run and other["native_bf16"] != run["native_bf16"]:
-        theirs = {row["name"]: row["seconds"] / other["rows"][0]["seconds"] for row in other["rows"]}
+        theirs = {row["name"]: time_ratio(row, other["rows"][0]) for row in other["rows"]}
         lines = [f"{lines[0]} time, {'no ' * (not other['native_bf16'])}native bf16 |", f"{lines[1]}--:|"]
         notes.append(f"Last column: the time on {machine_line(other)}.")
     else:
@@ -96,7 +139,7 @@ def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> st
         last = f" {theirs[row['name']]:.2f}× |" if row["name"] in theirs else ""
         lines.append(
             f"| {row['name']} | {row['predicted_bytes'] / MIB:,.0f} MiB | {row['peak_bytes'] / MIB:,.0f} MiB | "
-            f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {row['seconds'] / first['seconds']:.2f}× |{last}"
+            f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {time_ratio(row, first):.2f}× |{last}"
         )
     return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
 
@@ -113,12 +156,48 @@ def versus(run: dict[str, Any] | None) -> str:
     return "\n".join([*lines, "", f"*{machine_line(run)}. {note} {limits(run)}*"])
 
 
+def finetune(run: dict[str, Any] | None) -> str:
+    """QLoRA by our loop beside the Trainer, as a markdown table."""
+    if run is None:
+        return NONE_YET.replace("make gpu", 'make gpu ARGS="--parts finetune"')  # no default part: it takes minutes
+    base = run["ways"]["Trainer"].get("tokens_per_second")
+    lines = ["| way | useful tokens/s | to the Trainer | peak GiB |", "|---|--:|--:|--:|"]
+    for name, row in run["ways"].items():
+        if "failed" in row:
+            why = "not installed" if row["failed"].startswith("ImportError") else "failed"
+            lines.append(f"| {name} | {why} | | |")
+        else:
+            ratio = f"{row['tokens_per_second'] / base:.2f}×" if base else ""
+            lines.append(f"| {name} | {row['tokens_per_second']:,.0f} | {ratio} | {row['peak_bytes'] / 2**30:.2f} |")
+    notes = [
+        f"{machine_line(run)}. {run['shape']}, {run['layers'] or 'all'} layers, gradient checkpointing "
+        f"{'on' if run['gradient_checkpointing'] else 'off'}. A padded step has {run['documents']} pairs of at "
+        f"most {run['max_tokens']} tokens ({run['useful_share']['padded']:.0%} is text); packed, a step has "
+        f"{run['packs']} rows of {run['max_tokens']} tokens."
+    ]
+    if any("flex" in name for name in run["ways"]):
+        notes.append("With flex attention it is one row as long as those.")
+    updates = [
+        f"{kind} {row['seconds'] * 1000:,.1f} ms and {row['bytes_per_parameter']:.1f} bytes per parameter"
+        for kind, row in run.get("updates", {}).items()
+        if "failed" not in row
+    ]
+    if updates:
+        notes.append(f"AdamW's update of {run['parameters']:,} parameters: {'; '.join(updates)}.")
+    return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
+
+
 def limits(run: dict[str, Any]) -> str:
     """What the machine can do at best, beside which a ratio is read."""
     if "limits" not in run["parts"]:
         return ""
     most = run["parts"]["limits"]
     return f"This machine: {most['bf16_tflops']:,.1f} TFLOP/s in bf16, {most['copy_gb_per_s']:,.0f} GB/s in copies."
+
+
+def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> float:
+    """Time per token against the first row, whose batch may have another number of them."""
+    return first["tokens_per_second"] / row["tokens_per_second"]
 
 
 def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
@@ -132,8 +211,8 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
             shown.append(f"{where}: {FACTS[name](run['facts'])}")
         elif name in rows:
             first, row = run["rows"][0], rows[name]
-            memory, time = row["peak_bytes"] / first["peak_bytes"] - 1, row["seconds"] / first["seconds"]
-            shown.append(f"{where}: {percent(memory)} peak, {time:.2f}× time")
+            memory = row["peak_bytes"] / first["peak_bytes"] - 1
+            shown.append(f"{where}: {percent(memory)} peak, {time_ratio(row, first):.2f}× time")
     return "; ".join(shown) or "not measured on this kind of machine yet"
 
 

@@ -6,8 +6,8 @@ memory          activations, gradients and optimizer states that no longer fit
 precision       fewer bits per number: mixed precision, pure bf16, 8-bit optimizer states
 training        the loop: accumulation, packing, dynamic batch size, exact resume, tracking
 bench           measure one technique beside the plain step
-finetune        fine-tune a pretrained model: the techniques put together, as a loop and as a command
-export          the same run as settings of Axolotl, accelerate, the Trainer and TRL
+finetune        fine-tune a pretrained model: the techniques put together in one loop; finetune_command runs it
 production      the same run through the Trainer and TRL
+export          the same run as settings of Axolotl, accelerate, the Trainer and TRL
 __main__        the command line: python -m recipes_lib list | bench | doctor | finetune
 """

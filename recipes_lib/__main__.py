@@ -61,14 +61,15 @@ def doctor(options: argparse.Namespace) -> None:
 def finetune(options: argparse.Namespace) -> None:
     """Fine-tune a pretrained model on pairs and leave the adapter, its log and the production files in a folder."""
     from recipes_lib import export
-    from recipes_lib.finetune import finetune
+    from recipes_lib.finetune_command import finetune
 
     fields = {field.name for field in dataclasses.fields(export.Settings)}
     settings = {name: value for name, value in vars(options).items() if name in fields}
     low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine().compute_dtype]
     settings |= {"precision": options.precision or low, "warmup_steps": min(options.warmup_steps, options.steps - 1)}
     print(machine())
-    finetune(export.Settings(**settings), held_out_file=options.held_out, resume=options.resume)
+    how = {"held_out_file": options.held_out, "limit": options.limit, "resume": options.resume}
+    finetune(export.Settings(**settings), **how)
 
 
 def add_finetune(command: argparse.ArgumentParser) -> None:
@@ -76,6 +77,7 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     add("--model", dest="base_model", default="smollm2", help="hub id or folder")
     add("--data", dest="data_file", default="", help=".jsonl with prompt and completion, or messages; default: stdlib")
     add("--held-out", help=".jsonl of held-out pairs; default: every tenth pair of --data")
+    add("--limit", type=int, help="use the first pairs only, to try a run")
     add("--output", dest="output_dir", required=True, help="folder for adapter, checkpoint, log and configurations")
     add("--resume", action="store_true", help="go on from the checkpoint in --output")
     add("--method", choices=("lora", "qlora", "full"), default="lora")

@@ -87,6 +87,17 @@ def side_by_side(
     return found
 
 
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """What `side_by_side` found, a line each: useful tokens per second, peak, and the loss of every step."""
+    lines = []
+    for name, facts in found.items():
+        ratio = f" (ours takes {facts['time_ratio']:.2f}× its time)" if "time_ratio" in facts else ""
+        losses = " ".join(f"{loss:.4f}" for loss in facts["losses"])
+        peak = f"peak {facts['peak_bytes'] / 2**20:,.0f} MiB"
+        lines.append(f"{name:<11}{facts['tokens_per_second']:,.0f} tokens/s{ratio}, {peak}, losses {losses}")
+    return "\n".join(lines)
+
+
 def _facts(steps: Sequence[Step]) -> dict[str, Any]:
     speed = statistics.median(step.tokens / step.seconds for step in steps[1:])
     return {"losses": [step.loss for step in steps], "tokens_per_second": speed}
@@ -134,7 +145,8 @@ def _train(
 def _options() -> dict[str, Any]:
     """Our rows come in the order of training, with columns of their own, and the losses are shown by who calls."""
     options = {"train_sampling_strategy": "sequential", "remove_unused_columns": False, "disable_tqdm": True}
-    return options | {"dataloader_pin_memory": machine().device == "cuda"}  # it warns on a CPU
+    cuda = machine().device == "cuda"
+    return options | {"dataloader_pin_memory": cuda, "use_cpu": not cuda}  # pinning warns on a CPU
 
 
 def _fields(run: Settings) -> dict[str, Any]:

@@ -17,13 +17,15 @@ from recipes_lib.core.machine import provenance
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def row(name, *, predicted, peak, seconds, tokens=100, loss=None):
+    sizes = {"predicted_bytes": predicted * 2**20, "peak_bytes": int(peak * 2**20)}
+    return {"name": name, **sizes, "seconds": seconds, "tokens_per_second": tokens / seconds, "loss": loss}
+
+
 def results(folder, rows=2):
     facts = provenance() | {"fast": False, "name": "Test CPU @ 2.50GHz", "date": "2026-01-02"}
     names = ["baseline", "+ QLoRA"][:rows]
-    rows = [
-        {"name": n, "predicted_bytes": (4 - i) * 2**20, "peak_bytes": 2**22 // (i + 1), "seconds": 1.0 + i}
-        for i, n in enumerate(names)
-    ]
+    rows = [row(n, predicted=4 - i, peak=4 / (i + 1), seconds=1.0 + i) for i, n in enumerate(names)]
     curves = {"LoRA, fp32": [[0, 4.0], [24, 2.0]], "everything combined": [[0, 4.5], [24, 2.25]]}
     content = {"rows": rows, "facts": {"held_out_loss": curves, "micro_batches": [2, 4]}}
     return record.keep(render.LADDERS["01"], content, facts=facts, folder=folder)
@@ -55,6 +57,23 @@ def test_numbers_are_rendered_between_the_markers(tmp_path):
     assert "CPU: 2 micro-batches expected, 4 found" in fact
     assert render.render(new, folder=tmp_path) == new
     assert render.NONE_YET in render.render("<!-- numbers:gpu-01 -->\n<!-- end -->", folder=tmp_path)
+
+
+def test_notebook_05_in_numbers(tmp_path):
+    rows = [row("full fine-tuning", predicted=4, peak=4, seconds=1.0, loss=2.5)]
+    rows.append(row("everything combined", predicted=1.1, peak=1, seconds=1.0, tokens=400, loss=2.0))
+    libraries = {"ours": {"peak_bytes": 50}, "Trainer": {"peak_bytes": 100, "time_ratio": 0.75}}
+    facts = {"before": 3.0, "verdict": {"difference": -1.0, "low": -1.2, "high": -0.8}, "production": libraries}
+    facts |= {"useful": {"packed": 30.0, "padded": 20.0}, "changed": {"nearest": 0.1, "stochastic": 1, "master": 0.5}}
+    machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
+    record.keep(render.LADDERS["05"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
+    headline = render.block("headline-05", folder=tmp_path)
+    assert "**Held-out loss 3.00 → 2.00** (-1.00 nats per token, 95 % interval -1.20 to -0.80)" in headline
+    assert "75% less peak memory" in headline and "0.75× its time, 0.50× its peak" in headline
+    assert "off by 10.0% at most" in headline
+    assert render.cell("05", "everything combined", folder=tmp_path) == "CPU: -75% peak, 0.25× time"  # per token
+    assert render.cell("05", "packing", folder=tmp_path) == "CPU: 1.50× useful tokens/s"
+    assert "nearest 10%, stochastic 100%, master 50%" in render.cell("05", "pure bf16", folder=tmp_path)
 
 
 def test_source_lines_keep_their_comment_prefix(tmp_path):

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import re
 
 import pytest
 import torch
 
 from recipes_lib.core.data import IGNORED, load_instructions
 from recipes_lib.core.machine import seed_everything
-from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.model import decoder_blocks, load_tokenizer, model_of_shape
 from recipes_lib.export import Settings
-from recipes_lib.finetune import CHECKPOINT, adapt, run_command, training_steps
-from recipes_lib.production import hf_trainer, trl_sft
+from recipes_lib.finetune import (
+    CHECKPOINT,
+    Step,
+    adapt,
+    few_steps,
+    loading_share,
+    micro_batches,
+    prepare,
+    training_steps,
+)
+from recipes_lib.precision.mixed_precision import mixed_precision
+from recipes_lib.production import hf_trainer, side_by_side, trl_sft
 from recipes_lib.training.sequence_packing import pack_sequences
 
 RUN = Settings(
@@ -42,10 +52,10 @@ def change(**values):
     return dataclasses.replace(RUN, **values)
 
 
-def make_rows(count=12, vocab=128):
+def make_rows(count=12, vocab=128, shortest=5, longest=39):
     generator = torch.Generator().manual_seed(1)
     rows = []
-    for n in torch.randint(5, 40, (count,), generator=generator).tolist():
+    for n in torch.randint(shortest, longest + 1, (count,), generator=generator).tolist():
         ids = torch.randint(1, vocab, (n,), generator=generator).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (n // 2) + ids[n // 2 :]})
     return rows
@@ -122,14 +132,31 @@ def test_packed_rows_give_the_loss_of_the_padded_ones():
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_bnb_8bit"])
 def test_a_run_that_stops_goes_on_with_the_identical_losses(tmp_path, optimizer):
+    """A step is logged before it is kept, so the last one that was seen is done again."""
     run, rows = change(optimizer=optimizer, save_steps=1, method="lora", dropout=0.1), make_rows()
     options = {"run": run, "pad_token_id": 0}
     whole = losses(training_steps(fresh(**vars(run)), rows, **options))
     first = training_steps(fresh(**vars(run)), rows, **options, folder=tmp_path)
     begun = [next(first).loss for _ in range(3)]
     first.close()
-    rest = losses(training_steps(fresh(**vars(run)), rows, **options, folder=tmp_path, resume=True))
-    assert begun + rest == whole
+    rest = list(training_steps(fresh(**vars(run)), rows, **options, folder=tmp_path, resume=True))
+    assert rest[0].number == 2 and begun == whole[:3]
+    assert begun[:2] + losses(rest) == whole
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "taken", "kept"), [(1, 1, None), (1, 4, 3), (2, 4, 2), (2, 5, 4), (None, 5, None)]
+)
+def test_checkpoint_of_a_step_comes_after_it_was_taken(tmp_path, save_steps, taken, kept):
+    def saved():
+        return torch.load(tmp_path / CHECKPOINT)["step"] if (tmp_path / CHECKPOINT).exists() else None
+
+    steps = training_steps(fresh(), make_rows(), run=change(save_steps=save_steps), pad_token_id=0, folder=tmp_path)
+    for _ in range(taken):
+        next(steps)
+    assert saved() == kept
+    list(steps)
+    assert saved() == RUN.steps
 
 
 def test_bad_input_is_refused_before_any_compute(tmp_path):
@@ -149,7 +176,8 @@ def test_bad_input_is_refused_before_any_compute(tmp_path):
         masked = [row | {"labels": [IGNORED] * len(row["labels"])} if i == 3 else row for i, row in enumerate(rows)]
         start(masked)
     run = change(save_steps=1)
-    next(training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path))
+    begun = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path)
+    next(begun), next(begun)  # the second step keeps the first
     kept = (tmp_path / CHECKPOINT).read_bytes()
     with pytest.raises(ValueError, match="resume it, or choose another folder"):
         start(rows, folder=tmp_path)
@@ -161,77 +189,97 @@ def test_bad_input_is_refused_before_any_compute(tmp_path):
     assert (tmp_path / CHECKPOINT).read_bytes() == kept
 
 
-# --- the command ----------------------------------------------------------------------------------
+# --- the arithmetic and the clock -----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    """A random model with the real tokenizer, as a folder: a process of its own can load it."""
-    folder = tmp_path_factory.mktemp("model")
-    seed_everything(0)
-    model = model_of_shape("smollm2-135m", layers=1, device="cpu")
-    small = model.config
-    small.hidden_size, small.intermediate_size, small.head_dim = 36, 64, 4
-    type(model)(small).save_pretrained(folder)
-    load_tokenizer().save_pretrained(folder)
-    return folder
+def alive():
+    with PeakMemory() as memory:
+        return memory.current
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    lines = [{"prompt": f"What is {i} plus {i}?", "completion": f"It is {2 * i}, of course."} for i in range(40)]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+PACKED = {"packing": True, "micro_batch_size": 1}
+CHECKPOINTED = {"gradient_checkpointing": True}
+BF16 = {"precision": "bf16"}
 
 
-def command(small_model, pairs, output, *more, steps=8):
-    return ["--model", str(small_model), "--data", str(pairs), "--output", str(output), "--steps", str(steps),
-            "--save-steps", "2", "--rows-per-step", "2", "--seq-len", "64", "--precision", "fp32", *more]  # fmt: skip
-
-
-def test_command_is_killed_and_resumed_with_the_identical_losses(small_model, pairs, tmp_path):
-    """SIGKILL between two steps; the log shows each step once; the folder holds all that was promised."""
-    expected = run_command(*command(small_model, pairs, tmp_path / "whole"))
-    assert sorted(expected) == list(range(8))
-    killed = tmp_path / "killed"
-    before = run_command(*command(small_model, pairs, killed), kill_at=4)
-    assert 4 in before and 7 not in before
-    after = run_command(*command(small_model, pairs, killed, "--resume"))
-    assert before | after == expected and min(after) >= 4
-    assert all(before[step] == after[step] for step in before.keys() & after.keys())
-
-    from recipes_lib.training.tracking import read_back
-
-    log = read_back(killed / "log", backend="tensorboard")
-    assert [step for step, _ in log["loss"]] == list(range(8))
-    assert [f"{loss:.4f}" for _, loss in log["loss"]] == [f"{float(expected[s]):.4f}" for s in range(8)]
-    assert {"loss", "tokens_per_second", "peak_bytes", "gradient_norm", "learning_rate"} <= log.keys()
-    files = {path.name for path in killed.iterdir()}
-    assert {"adapter", "axolotl.yml", "accelerate.yml", "train.jsonl", "checkpoint.pt", "log"} <= files
-    same = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert same[0] == same[1]
-
-    with pytest.raises(RuntimeError, match="is there already, a finished run"):
-        run_command(*command(small_model, pairs, killed))
-    assert run_command(*command(small_model, pairs, tmp_path / "new", "--resume", steps=2)), "nothing there: it begins"
+def off(shape, why, **options):
+    return pytest.param(shape, options, marks=pytest.mark.xfail(strict=True, reason=f"the estimate leaves out {why}"))
 
 
 @pytest.mark.parametrize(
-    ("lines", "error"),
+    ("shape", "options"),
     [
-        ([], "(no rows)"),
-        ([{"prompt": "a", "completion": "b " * 200}] * 30, "longer than seq_len=64"),
-        ([{"text": "a"}], "`prompt` and `completion` are needed"),
-        ([{"prompt": "a", "completion": "b"}] * 5, "held-out rows"),
+        ("tiny-llama", {}),
+        ("tiny-qwen3", {"optimizer": "adamw_bnb_8bit"}),
+        ("tiny-gemma2", BF16),
+        ("tiny-gpt2", CHECKPOINTED),
+        ("tiny-mistral", PACKED | BF16 | CHECKPOINTED),
+        ("tiny-qwen2", {"method": "lora"}),
+        ("tiny-qwen3", {"method": "lora", "micro_batch_size": 4} | BF16),
+        ("tiny-llama", {"method": "lora"} | PACKED),
+        ("tiny-gemma2", {"method": "lora"} | CHECKPOINTED),
+        ("tiny-gpt2", {"method": "lora", "optimizer": "adamw_bnb_8bit"}),
+        ("tiny-mistral", {"method": "qlora"}),
+        ("tiny-qwen2", {"method": "qlora"} | PACKED | CHECKPOINTED),
+        off("tiny-llama", "that these are few", method="lora", target_modules=["q_proj", "v_proj"]),
+        off("tiny-llama", "what dropout keeps", method="lora", dropout=0.1),
+        off("tiny-llama", "that autocast casts for the adapters", method="lora", dtype=torch.bfloat16, **BF16),
+        off("tiny-llama", "that 4-bit layers return the fp32 of their input", method="qlora", **BF16),
+        off("tiny-gemma2", "the gradients of the scores", method="lora", seq_len=320, **CHECKPOINTED),
     ],
+    ids=str,
 )
-def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(RuntimeError, match=f"error: .*{re.escape(error)}"):
-        run_command(*command(small_model, path, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+def test_peak_of_a_step_is_as_predicted(shape, options):
+    options = {"dtype": torch.float32, "seq_len": 160, "rows_per_step": 4} | options
+    dtype = options.pop("dtype")
+    before, run = alive(), change(**options)
+    longest = run.seq_len // 2 if run.packing else run.seq_len
+    rows = make_rows(24, shortest=20, longest=longest)
+    rows = pack_sequences(rows, length=run.seq_len) if run.packing else rows
+    base = model_of_shape(shape, layers=2, dtype=dtype, device="cpu")
+    model, plan = prepare(base, rows, run=run, pad_token_id=0, number=1)
+    steps = training_steps(model, rows, run=run, pad_token_id=0)
+    next(steps)  # makes the states
+    measured = measure(lambda: next(steps), warmup=0, repeats=0).peak_bytes - before
+    assert plan.peak == pytest.approx(measured, rel=0.1)
+
+
+def test_few_steps_are_those_of_the_optimizer():
+    """It holds a third of the weights: the losses of a plain loop, and the share of the last block that changed."""
+    (batch,) = micro_batches(make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu")
+    model, plain, expected = fresh(), fresh(), []
+
+    def sgd(model):
+        names = [name for name, _ in model.named_parameters() if "q_proj" in name or "gate_proj" in name]
+        return torch.optim.SGD([model.get_parameter(name) for name in names], lr=0.1)
+
+    optimizer = sgd(plain)
+    for _ in range(3):
+        loss = plain(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    found, seconds, changed = few_steps(model, sgd(model), batch)
+    assert found == pytest.approx(expected, rel=1e-5) and expected[2] < expected[0] and seconds > 0
+    of_all = (64 * 64 + 64 * 160) / sum(p.numel() for p in decoder_blocks(model)[-1].parameters())
+    assert changed == pytest.approx(of_all, rel=1e-2)
+
+
+def test_few_steps_pass_the_autocast_on():
+    (batch,) = micro_batches(make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu")
+    found = []
+    for autocast in (contextlib.nullcontext, mixed_precision(dtype=torch.bfloat16, device="cpu").autocast):
+        model = fresh()
+        found.append(few_steps(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, autocast=autocast))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-2) and found[0][0] != found[1][0]
+    assert found[0][2] == found[1][2] == 0, "nothing changes at learning rate 0"
+
+
+def test_loading_share_is_of_all_seconds():
+    rest = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0, "tokens": 1}
+    steps = [Step(0, seconds=1.0, loading=0.5, **rest), Step(1, seconds=3.0, loading=0.1, **rest)]
+    assert loading_share(steps) == pytest.approx(0.6 / 4)
 
 
 # --- beside the libraries -------------------------------------------------------------------------
@@ -266,3 +314,15 @@ def test_trl_trains_the_same(tmp_path):
     ours = losses(training_steps(small(), rows, run=run, pad_token_id=tokenizer.pad_token_id))
     theirs = losses(trl_sft(small(), rows, run=run, tokenizer=tokenizer))
     assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_side_by_side_trains_the_same_three_times(tmp_path):
+    run = change(output_dir=str(tmp_path), method="lora", steps=3, warmup_steps=1)
+    found = side_by_side(lambda: fresh(method="lora"), make_rows(), run=run, tokenizer=load_tokenizer())
+    assert list(found) == ["ours", "Trainer", "SFTTrainer"]
+    for name, facts in found.items():
+        more = set() if name == "ours" else {"time_ratio"}
+        assert facts.keys() == {"losses", "tokens_per_second", "peak_bytes"} | more
+        assert facts["losses"] == pytest.approx(found["ours"]["losses"], rel=1e-3) and len(facts["losses"]) == 3
+        assert facts["tokens_per_second"] > 0
+        assert facts["peak_bytes"] >= found["ours"]["peak_bytes"], "the libraries compute every logit"

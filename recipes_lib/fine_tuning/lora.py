@@ -7,7 +7,7 @@ Idea       y = W x + (alpha / r) * B A x        W [out, in] frozen,  A [r, in], 
                x --+------ W ------+--> y       B starts at zero, so the adapted model *is* the base
                    '-- A -- r -- B-'            model until the first step.
 Saves      gradients and states: from 12 bytes per weight to 12 bytes per adapter parameter, of which a
-           layer has r * (in + out). A fine-tuned model is a file of megabytes. Frozen norms save less, too.
+           layer has r * (in + out). A fine-tuned model is a file of megabytes. Frozen norms save less.
 Costs      Activations stay, and so does the backward pass through every block: the step is hardly
            faster. Each adapter keeps its own copy of its input where the dtypes differ (peft trains fp32
            adapters, also on a bf16 base) or where dropout > 0, which is why dropout is 0 here.
@@ -71,9 +71,7 @@ def add_adapters(model: Any, config: Any) -> Any:
         return require("peft").get_peft_model(model, config)
 
 
-def lora_config(
-    model: Any, *, rank: int, alpha: float, dropout: float, target_modules: Any, **peft_options: Any
-) -> Any:
+def lora_config(model: Any, *, rank: int, alpha: float, dropout: float, target_modules: Any, **more: Any) -> Any:
     """Check the arguments of `apply_lora` against `model` and make peft's `LoraConfig` of them."""
     if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
         raise ValueError(f"rank={rank}, alpha={alpha}, dropout={dropout}: give rank >= 1, alpha > 0, 0 <= dropout < 1")
@@ -87,7 +85,7 @@ def lora_config(
         target_modules=list(targets),
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
-        **peft_options,
+        **more,
     )
 
 
@@ -142,13 +140,7 @@ def lora_parameters(model: Any, *, rank: int = 16, target_modules: str | Sequenc
 
 
 def estimate_lora(
-    budget: Budget,
-    model: Any,
-    *,
-    rank: int = 16,
-    batch_size: int,
-    seq_len: int,
-    target_modules: str | Sequence[str] = "all-linear",
+    budget: Budget, model: Any, *, rank: int = 16, batch_size: int, seq_len: int, target_modules: Any = "all-linear"
 ) -> Budget:
     """The budget after `apply_lora` (dropout 0) on `model`, the base as it is now. Estimate it before other recipes."""
     targets = target_linears(model, target_modules=target_modules)

@@ -18,6 +18,7 @@ from recipes_lib.fine_tuning.lora import (
 )
 from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
 
+WITH_BIASES = [*FAMILIES, "tiny-qwen2"]  # Qwen2.5: of Q, K and V
 LINEARS_PER_BLOCK = {"tiny-gpt2": 4}  # 7 in the other families
 
 
@@ -27,8 +28,16 @@ def run(model, batch):
     return out.logits.detach()
 
 
+def adapters_by_name(model):
+    return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+
+
 def adapters(model):
-    return [module for module in model.modules() if hasattr(module, "get_delta_weight")]
+    return list(adapters_by_name(model).values())
+
+
+def trainable(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def train_a_little(model):
@@ -40,9 +49,8 @@ def train_a_little(model):
 
 def plain_reference(model):
     """The same function without adapters: a copy with W + (alpha / r) B A written into its weights."""
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     plain = copy.deepcopy(model).unload().requires_grad_(True)
-    for name, layer in adapted.items():
+    for name, layer in adapters_by_name(model).items():
         weight = plain.get_submodule(name.removeprefix("base_model.model.")).weight
         change = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
         weight.data += (change.T if layer.fan_in_fan_out else change).data
@@ -50,7 +58,7 @@ def plain_reference(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", FAMILIES)
+@pytest.mark.parametrize("shape", WITH_BIASES)
 def test_equals_the_base_exactly_before_training(shape, dtype, batch):
     model = model_of_shape(shape, dtype=dtype, device="cpu")
     expected = run(copy.deepcopy(model), batch)
@@ -86,10 +94,26 @@ def test_parameters_are_predicted_exactly(shape, rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # peft would warn of GPT-2's transposed weights
         model = apply_lora(model, rank=rank, alpha=1)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+    assert trainable(model) == expected
     assert weight_bytes(model) == before + 4 * expected
     assert len(adapters(model)) == 3 * LINEARS_PER_BLOCK.get(shape, 7)
     assert model.get_output_embeddings() is head
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", [shape for shape in WITH_BIASES if shape != "tiny-gpt2"])
+def test_all_linear_layers_of_the_blocks_and_nothing_else(shape, tied):
+    config = model_of_shape(shape, device="cpu").config
+    config.tie_word_embeddings = tied
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    assert (ends[0] is ends[1]) is tied
+    model = apply_lora(model, rank=2)
+    adapted = {name.removeprefix("base_model.model.") for name in adapters_by_name(model)}
+    assert adapted == linears - {"lm_head"} and len(adapted) == 14
+    assert not any(weight.requires_grad for weight in ends)
+    assert model.get_output_embeddings().weight is ends[1]
 
 
 def test_targets_by_name_and_no_router(llama):
@@ -101,7 +125,7 @@ def test_targets_by_name_and_no_router(llama):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("shape", FAMILIES)
+@pytest.mark.parametrize("shape", WITH_BIASES)
 def test_merged_model_computes_the_same(shape, dtype, tolerance, batch):
     model = train_a_little(apply_lora(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, alpha=8))
     expected = run(model, batch)
@@ -208,13 +232,63 @@ def test_adapters_twice_and_merging_none(llama):
             apply_lora(adapted)
 
 
-def test_fused_experts_are_not_skipped_silently(batch):
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_fused_experts_are_not_skipped_silently(batch, family):
+    """The attention is adapted when it is named; the router is not even then."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(vocab_size=128, num_key_value_heads=2, num_local_experts=4, **sizes)
+    sizes |= {"head_dim": 16, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 16, "num_experts": 4} if family == "Qwen3Moe" else {"num_local_experts": 4}
+    config = getattr(transformers, f"{family}Config")(vocab_size=128, num_key_value_heads=2, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="does not reach"):
+    with pytest.raises(ValueError, match=r"does not reach .*mlp\.experts\.gate_up_proj.*name the target_modules"):
         apply_lora(model)
-    run(apply_lora(model, rank=2, target_modules=["q_proj", "o_proj"]), batch)
+    for router in ("gate", "mlp.gate"):
+        with pytest.raises(ValueError, match="each name must match a linear layer"):
+            apply_lora(model, target_modules=["q_proj", router])
+    expected = run(copy.deepcopy(model), batch)
+    model = apply_lora(model, rank=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    torch.testing.assert_close(run(model, batch), expected)
+    assert len(gradients(model)) == 16 and all(".self_attn." in name for name in gradients(model))
+
+
+def test_dora_trains_a_length_for_each_row_and_starts_at_the_base(tiny, batch):
+    rows = sum(getattr(layer, "out_features", None) or layer.nf for layer in target_linears(tiny).values())
+    correction, expected = lora_parameters(tiny, rank=3), run(copy.deepcopy(tiny), batch)
+    model = apply_lora(tiny, rank=3, use_dora=True)
+    assert trainable(model) == correction + rows
+    torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2"])
+def test_dora_is_its_formula(shape, batch):
+    """The direction of W + (alpha / r) B A, row by row, times a length that is trained."""
+    plain = model_of_shape(shape, device="cpu")
+    for name, parameter in plain.named_parameters():
+        if name.endswith("bias"):  # added as it is
+            torch.nn.init.normal_(parameter)
+    model = train_a_little(apply_lora(copy.deepcopy(plain), rank=4, alpha=3, use_dora=True))
+    for name, layer in adapters_by_name(model).items():
+        length = layer.lora_magnitude_vector["default"].weight
+        length.data *= torch.rand_like(length) + 0.5
+        weight = plain.get_submodule(name.removeprefix("base_model.model.")).weight
+        moved = weight + 3 / 4 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        weight.data = (length[:, None] * moved / moved.norm(dim=1, keepdim=True)).data
+    expected = run(plain, batch)
+    torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(run(merge_lora(model), batch), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [2, 9])
+def test_rslora_divides_by_the_root_of_the_rank(llama, batch, rank):
+    plain = copy.deepcopy(llama)
+    model = train_a_little(apply_lora(llama, rank=rank, alpha=3, use_rslora=True))
+    assert trainable(model) == lora_parameters(plain, rank=rank)
+    for name, layer in adapters_by_name(model).items():
+        weight = plain.get_submodule(name.removeprefix("base_model.model.")).weight
+        weight.data += (3 / rank**0.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight).data
+    expected = run(plain, batch)
+    torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(run(merge_lora(model), batch), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_missing_peft_names_the_command(llama, monkeypatch):

@@ -1,10 +1,14 @@
+import itertools
+
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.core.budget import budget_of
+from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
     estimate_gradient_accumulation,
@@ -34,6 +38,26 @@ def test_dividing_by_own_mean_is_the_bug(llama, batch):
         (llama(**{k: v[row : row + 1] for k, v in batch.items()}, use_cache=False).loss / 4).backward()
     with pytest.raises(AssertionError):
         assert_same_gradients(gradients(llama), expected, atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 1), (5, 1), (1, 1, 1, 1, 1, 1)])
+def test_micro_batches_of_any_sizes_and_lengths_equal_the_whole(tiny, sizes):
+    """Each is padded to its own longest row, and only the logits of answers are computed."""
+    rows = []
+    for length in torch.randint(5, 24, (6,)).tolist():
+        ids = torch.randint(1, 128, (length,)).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORED] * (length // 2) + ids[length // 2 :]})
+    expected_loss, expected = full_batch(tiny, collate(rows, pad_token_id=0))
+    rest = iter(rows)
+    micros = [collate(itertools.islice(rest, size), pad_token_id=0) for size in sizes]
+    loss = accumulate_gradients(tiny, micros, loss_sum=completion_only_loss)
+    torch.testing.assert_close(loss, expected_loss, atol=0, rtol=1e-5)
+    assert_same_gradients(gradients(tiny), expected, atol=1e-5)
+
+
+def test_a_sequence_is_split_already(llama, batch):
+    with pytest.raises(ValueError, match="a sequence of micro-batches alone"):
+        accumulate_gradients(llama, [batch], micro_batches=2)
 
 
 def test_bf16_weights(llama):

@@ -1,0 +1,170 @@
+"""The fine-tuning loop as a command, from a file of pairs to an adapter that is proven, saved and reproducible.
+
+    python -m recipes_lib finetune --model smollm2 --data pairs.jsonl --output runs/my-adapter
+    python -m recipes_lib finetune --model smollm2 --data pairs.jsonl --output runs/my-adapter --resume
+
+It refuses bad data before it computes anything, packs short rows, keeps checkpoints from which a killed run goes on
+exactly, logs to a tracker, and compares the held-out loss before and after. The folder then holds the adapter, the
+log and the files with which Axolotl and accelerate repeat the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.core.data import load_instructions, load_pairs, tokenize_pair
+from recipes_lib.core.machine import machine, seed_everything
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.export import Settings, accelerate_config, axolotl_config, write_messages, write_yaml
+from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
+from recipes_lib.fine_tuning.completion_only_loss import check_labels
+from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
+from recipes_lib.fine_tuning.qlora import check_gradient_flow
+from recipes_lib.finetune import Step, adapt, check_run, micro_batches, training_steps
+from recipes_lib.training.sequence_packing import pack_sequences
+from recipes_lib.training.tracking import Tracker, track
+
+
+def finetune(
+    run: Settings, *, held_out_file: str | None = None, limit: int | None = None, resume: bool = False
+) -> None:
+    """The command: read and check the data, train, compare the held-out loss, save, and write the production files.
+
+    Raises ValueError before training for bad data, and for an output folder with another run or with a result.
+    """
+    folder, tokenizer = Path(run.output_dir), load_tokenizer(run.base_model)
+    pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
+    result = folder / ("model" if run.method == "full" else "adapter")
+    if result.exists():
+        raise ValueError(f"{result} is there already, a finished run: choose another folder")
+    print(f"{len(rows)} rows to train on, {len(held_out)} held out")
+    rows = pack_sequences(rows, length=run.seq_len, seed=run.seed) if run.packing else rows
+    check_run(rows, run=run, folder=folder, resume=resume)
+    seed_everything(run.seed)
+    model, feed = load_model(run.base_model), {"pad_token_id": tokenizer.pad_token_id}
+    base, before = base_fingerprint(model), held_out_losses(model, held_out, **feed)
+    model = adapt(model, run=run)
+    if run.method == "qlora":
+        check_gradient_flow(model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0])
+    with PeakMemory() as memory:
+        log_steps(training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run, memory)
+    print("held-out loss:", compare(before, held_out_losses(model, held_out, **feed)))
+    if run.method == "full":
+        model.save_pretrained(result)
+        tokenizer.save_pretrained(result)
+    else:
+        save_adapter(model, result, base=base)
+    write_production(run, pairs)
+    print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+
+
+def load_data(
+    tokenizer: Any, *, run: Settings, held_out_file: str | None = None, limit: int | None = None
+) -> tuple[list, list, list]:
+    """Pairs to train on, their rows, and held-out rows: of `run.data_file`, or of the standard library without one.
+
+    Without a file of held-out pairs, every tenth pair is held out. `limit` takes the first pairs only.
+    Raises ValueError for what `load_instructions`, `check_labels` and `check_run` refuse, and for fewer than two
+    held-out rows.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit}: give 1 or more, or leave it out for all pairs")
+    if run.data_file:
+        pairs = list(itertools.islice(load_pairs(dataset=str(run.data_file)), limit))
+        held_out = pairs[::10]
+        if held_out_file:
+            held_out = list(load_pairs(dataset=held_out_file))
+        else:
+            pairs = [pair for i, pair in enumerate(pairs) if i % 10]
+    else:  # long ones are left out here, and refused above: of these there are enough
+
+        def some(split: str, count: int) -> list[dict[str, str]]:
+            short = (p for p in load_pairs(split=split) if len(tokenize_pair(tokenizer, **p)["labels"]) <= run.seq_len)
+            return list(itertools.islice(short, count))
+
+        pairs, held_out = some("train", limit or 400), some("validation", max(2, (limit or 400) // 8))
+    every = {"max_tokens": sys.maxsize}
+    rows = list(load_instructions(tokenizer, dataset=pairs, **every)) if pairs else []
+    held_out = list(load_instructions(tokenizer, dataset=held_out, **every)) if held_out else []
+    check_run(rows, run=run, folder=None, resume=False)  # before packing hides which row is too long
+    check_labels(rows, tokenizer)
+    if len(held_out) < 2:
+        raise ValueError(f"{len(held_out)} held-out rows: give 20 pairs or more, or a file of held-out ones")
+    return pairs, rows, held_out
+
+
+def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
+    """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there."""
+    tracker: Tracker | None = None
+    for step in steps:
+        if tracker is None and run.report_to != "none":
+            tracker = open_log(run, first_step=step.number)
+        values = {"loss": step.loss, "gradient_norm": step.gradient_norm, "learning_rate": step.learning_rate}
+        values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
+        if tracker:
+            tracker.log(step.number, **values)
+            if (step.number + 1) % (run.save_steps or run.steps) == 0:
+                tracker.flush()  # the checkpoint comes next
+        print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
+    if tracker:
+        tracker.close()
+
+
+def open_log(run: Settings, *, first_step: int) -> Tracker:
+    """The run's log in `<output_dir>/log`, from `first_step` on."""
+    settings = {name: str(value) for name, value in dataclasses.asdict(run).items()}
+    options = {"backend": run.report_to, "settings": settings}
+    return track(Path(run.output_dir) / "log", resume_step=first_step or None, **options)
+
+
+def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
+    """The data and the configurations with which Axolotl and accelerate repeat the run."""
+    folder = Path(run.output_dir)
+    if "prompt" in pairs[0]:
+        run = dataclasses.replace(run, data_file=folder / "train.jsonl")
+        write_messages(pairs, run.data_file, overwrite=True)
+    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    settings["output_dir"] = folder / "axolotl"
+    launch = {"precision": run.precision, "processes": run.processes, "cpu": machine().device == "cpu"}
+    for name, make in (
+        ("axolotl", lambda: axolotl_config(**settings)),
+        ("accelerate", lambda: accelerate_config(**launch)),
+    ):
+        try:
+            write_yaml(make(), folder / f"{name}.yml", overwrite=True)
+        except ValueError as error:
+            print(f"no {name}.yml, which cannot say this run: {error}")
+
+
+def run_command(*options: str, kill_at: int | None = None) -> dict[int, str]:
+    """`python -m recipes_lib finetune` in a process of its own; returns step -> loss, as it printed them.
+
+    Args:
+        kill_at: send SIGKILL as soon as this step is printed, as an operating system does that runs out of memory.
+    Raises RuntimeError with its last line if the command fails.
+    """
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    line = [sys.executable, "-m", "recipes_lib", "finetune", *options]
+    losses: dict[int, str] = {}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        for text in process.stdout:
+            if match := re.match(r"step (\d+): loss ([\d.]+)", text):
+                losses[int(match[1])] = match[2]
+                if int(match[1]) == kill_at:
+                    process.kill()
+        if process.wait() != (0 if kill_at is None else -signal.SIGKILL):
+            errors.seek(0)
+            raise RuntimeError(errors.read().strip().splitlines()[-1])
+    return losses

@@ -1,0 +1,174 @@
+"""QLoRA beside the Trainer: the part runs on a CPU, every way trains the same, and a failure costs only its row."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import masking_utils
+from transformers.models.llama import modeling_llama
+
+from benchmarks import finetune, gpu, record, render
+from benchmarks.finetune import Sizes, Way, our_loop
+from recipes_lib.core.data import IGNORED
+from recipes_lib.core.machine import provenance
+from recipes_lib.finetune import micro_batches
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = Sizes("tiny-llama", 2, documents=3, max_tokens=60, packs=2, steps=2, gradient_checkpointing=False)
+
+
+@pytest.fixture
+def short_pairs(monkeypatch):
+    """Made-up pairs of unequal length: parsing the standard library takes longer than these tests."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for n in torch.randint(8, 60, (24,), generator=generator).tolist():
+        ids = torch.randint(1, 128, (n,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORED] * (n // 2) + ids[n // 2 :]})
+    monkeypatch.setattr(finetune, "load_tokenizer", lambda: None)
+    monkeypatch.setattr(finetune, "load_instructions", lambda *_, **__: rows)
+
+
+def rows_of(monkeypatch, sizes=SIZES, **ways):
+    """What `compare_ways` finds when these are the ways."""
+    monkeypatch.setattr(finetune, "ways", lambda sizes: ways)
+    *_, last = finetune.compare_ways(sizes)
+    return last["ways"]
+
+
+def test_the_part_on_cpu_sizes(tmp_path):
+    """The command that a GPU machine runs, with the same code on small shapes."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tier", "cpu", "--fast", "--parts", "finetune"]
+    environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (tmp_path / "results").glob("*.json")
+    part = json.loads(file.read_text())["parts"]["finetune"]
+    found = part["ways"]
+    assert set(found) == {"Trainer", "ours", "Trainer, packed rows", "Trainer + Liger", "Trainer + Liger, packed rows"}
+    assert found["ours"]["losses"] == pytest.approx(found["Trainer, packed rows"]["losses"], abs=1e-4)
+    for name, row in found.items():
+        if "Liger" not in name:
+            assert row["tokens_per_second"] > 0 and row["peak_bytes"] > 2**20 and row["before_bytes"] < 2**16, name
+    assert part["useful_share"]["padded"] < part["useful_share"]["packed"] <= 1
+    states = {name: row["bytes_per_parameter"] for name, row in part["updates"].items()}
+    assert states["fp32, fused"] == pytest.approx(8, abs=0.01) and states["8 bits, bitsandbytes"] < 3
+
+
+def test_all_default_parts_take_less_than_ten_minutes():
+    assert sum(gpu.SECONDS[name] for name in gpu.DEFAULT) < 600
+    assert set(gpu.PARTS) - set(gpu.DEFAULT) == {"finetune"} and gpu.SECONDS["finetune"] <= 300
+
+
+def test_a_way_that_fails_costs_only_its_row(short_pairs, monkeypatch):
+    seen = []
+
+    class Other(modeling_llama.LlamaRMSNorm):
+        """What Liger does: it replaces a class of transformers."""
+
+    def replace(model, batch):
+        monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Other)
+
+    def fail(model, rows, **_):
+        raise RuntimeError("out of luck")
+
+    def watch(model, rows, **options):
+        seen.append(type(model.get_base_model().model.norm))
+        return our_loop(model, rows, **options)
+
+    found = rows_of(
+        monkeypatch,
+        first=Way(our_loop, "packed"),
+        missing=Way(our_loop, "packed", (finetune.liger,)),
+        failing=Way(fail, "packed", (replace,)),
+        last=Way(watch, "packed"),
+    )
+    assert found["failing"] == {"failed": "RuntimeError: out of luck"}
+    installed = importlib.util.find_spec("liger_kernel")
+    assert installed or found["missing"]["failed"].startswith("ImportError: this recipe needs liger_kernel")
+    assert seen[0] is not Other, "the patched class stayed"
+    assert found["last"]["before_bytes"] <= found["first"]["before_bytes"] + 2**16, "the failing way's model stayed"
+    assert found["last"]["losses"] == found["first"]["losses"]
+
+
+def test_a_way_that_trains_something_else_is_refused(short_pairs, monkeypatch):
+    def disturb(model, batch):
+        model.get_base_model().lm_head.weight.data.mul_(3)
+
+    found = rows_of(
+        monkeypatch,
+        ours=Way(our_loop, "packed"),
+        other=Way(our_loop, "packed", (disturb,)),
+        padded=Way(our_loop, "padded", (disturb,)),  # the first of its layout has nothing to agree with
+    )
+    assert "does not train as others do" in found["other"]["failed"]
+    assert found["other"]["losses"] != found["ours"]["losses"], "its numbers are kept beside the reason"
+    assert "failed" not in found["ours"] and "failed" not in found["padded"]
+
+
+def test_flex_attention_keeps_documents_apart(short_pairs, monkeypatch):
+    rows, run = finetune.layouts(SIZES)["one row"]
+    batch = micro_batches(rows[:1], run=run, pad_token_id=0, device="cpu")[0]
+    model = finetune.adapt(finetune.model_of_shape("tiny-llama", device="cpu"), run=run)
+    with torch.compiler.set_stance("force_eager"):  # the mask is the same, compiled or not
+        finetune.flex_attention(model, batch)
+        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+        with pytest.raises(RuntimeError, match="a document sees its neighbour"):
+            finetune.flex_attention(model, batch)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_the_same_in_one_graph_each(short_pairs, monkeypatch):
+    """`fullgraph` makes a graph break an error; tracing alone shows it."""
+    compile_module, options = torch.nn.Module.compile, {"backend": "eager", "fullgraph": True}
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: compile_module(self, **options, **given))
+    rows, run = finetune.layouts(SIZES)["packed"]
+    losses = []
+    for change in (lambda model, batch: None, finetune.compiled_blocks):
+        finetune.seed_everything(0)
+        model = finetune.adapt(finetune.model_of_shape("tiny-llama", device="cpu"), run=run)
+        change(model, None)
+        losses.append([step.loss for step in our_loop(model, rows, run=run, pad_token_id=0)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_every_way_runs_on_a_gpu():
+    *_, last = finetune.compare_ways(Sizes("llama-3.2-1b", 2, 4, 128, 3, 3, False))
+    failed = {name: row["failed"] for name, row in last["ways"].items() if "failed" in row}
+    assert all("Liger" in name and error.startswith("ImportError") for name, error in failed.items()), failed
+    assert all(row["before_bytes"] < 2**26 for name, row in last["ways"].items() if name not in failed)
+    *_, last = finetune.compare_updates(gpu.Bench("llama-3.2-1b", 2, 64, micro_batches=2, layers=2))
+    assert not [name for name, row in last["updates"].items() if "failed" in row], last
+
+
+def test_the_table_of_a_recorded_run(tmp_path):
+    row = {"tokens_per_second": 12_000.4, "peak_bytes": 40 * 2**30, "losses": [12.0], "before_bytes": 0}
+    ways = {
+        "Trainer": row | {"tokens_per_second": 5_000.0},
+        "ours": row,
+        "Trainer + Liger": {"failed": "ImportError: this recipe needs liger_kernel"},
+        "ours, compiled blocks": {"failed": "OutOfMemoryError: too large"},
+    }
+    sizes = {"shape": "llama-3.1-8b", "layers": None, "documents": 12, "max_tokens": 512, "packs": 8, "steps": 8}
+    content = sizes | {"gradient_checkpointing": False, "useful_share": {"padded": 0.42}, "ways": ways}
+    content |= {"parameters": 10**9, "updates": {"fp32": {"seconds": 0.01, "bytes_per_parameter": 8.0}}}
+    facts = provenance() | {"fast": False, "device": "cuda", "name": "Test GPU", "date": "2026-01-02"}
+    record.keep("finetune", content, facts=facts, folder=tmp_path)
+    text = render.render("<!-- numbers:finetune-gpu -->\nstale\n<!-- end -->", folder=tmp_path)
+    assert "| ours | 12,000 | 2.40× | 40.00 |" in text and "| Trainer | 5,000 | 1.00× | 40.00 |" in text
+    assert "| Trainer + Liger | not installed | | |" in text and "| ours, compiled blocks | failed | | |" in text
+    assert "Test GPU" in text and "42% is text" in text and "fp32 10.0 ms and 8.0 bytes per parameter" in text
+    none = render.render("<!-- numbers:finetune-cpu -->\n<!-- end -->", folder=tmp_path)
+    assert "No such run is recorded yet" in none and "--parts finetune" in none
+    del content["updates"], ways["Trainer"]["tokens_per_second"]  # cut off by the time limit, and a failed Trainer
+    ways["Trainer"]["failed"] = "OutOfMemoryError: too large"
+    record.keep("finetune", content, facts=facts, folder=tmp_path)
+    assert "| ours | 12,000 |  | 40.00 |" in render.block("finetune-gpu", folder=tmp_path)
