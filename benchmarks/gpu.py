@@ -1,9 +1,9 @@
 """Measure the recipes on this machine, in under ten minutes on one large GPU.
 
-python -m benchmarks.gpu                       every part but the last, in the order below
+python -m benchmarks.gpu                                every part but the last two, in the order below
 python -m benchmarks.gpu --parts limits ladder
-python -m benchmarks.gpu --parts finetune      a call of its own: up to five minutes more
-python -m benchmarks.gpu --tier cpu --fast     the same code in small sizes, without a GPU
+python -m benchmarks.gpu --parts finetune notebook_05   a call of its own: under ten minutes more
+python -m benchmarks.gpu --tier cpu --fast              the same code in small sizes, without a GPU
 
 Each part runs in a process of its own under a time limit, and its numbers are kept as soon as it ends:
 a part that fails or takes too long costs only itself.
@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.finetune import Sizes, compare_updates, compare_ways
 from benchmarks.record import RESULTS, keep, keep_ladder
+from benchmarks.render import LADDERS
 from benchmarks.versus import compare, pairs
 from recipes_lib.bench import LR, Bench, techniques
 from recipes_lib.core.ladder import Ladder
@@ -31,7 +32,6 @@ from recipes_lib.core.machine import GIB, TIERS, fast, machine, provenance, runs
 from recipes_lib.core.measure import PeakMemory, measure
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOK = "01_large_models_limited_hardware"
 
 
 def limits() -> dict[str, Any]:
@@ -45,11 +45,16 @@ def limits() -> dict[str, Any]:
     return {"bf16_tflops": 2 * n**3 / product / 1e12, "copy_gb_per_s": 2 * source.numel() / copy / 1e9}
 
 
-def notebook() -> dict[str, Any]:
+def notebook(name: str = LADDERS["01"]) -> dict[str, Any]:
     """Notebook 01 in the sizes of this tier; its source is a plain script."""
-    runpy.run_path(str(ROOT / "notebooks" / "source" / f"{NOTEBOOK}.py"), run_name="__main__")
-    keep_ladder(runs_dir() / f"{NOTEBOOK}.json", folder=out_dir())
+    runpy.run_path(str(ROOT / "notebooks" / "source" / f"{name}.py"), run_name="__main__")
+    keep_ladder(runs_dir() / f"{name}.json", folder=out_dir())
     return {}
+
+
+def notebook_05() -> dict[str, Any]:
+    """Notebook 05, likewise."""
+    return notebook(LADDERS["05"])
 
 
 def full_bench(*, at_once: int = 1) -> Bench:
@@ -159,9 +164,10 @@ SIZES: dict[str, tuple[tuple, tuple, Sizes]] = {
         Sizes("llama-3.1-8b", None, 12, 512, 8, 6, False),
     ),
 }
-PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora, finetune)}
-SECONDS = {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110, "finetune": 300}
-DEFAULT = [name for name in PARTS if name != "finetune"]  # under ten minutes; finetune takes a call of its own
+PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora, finetune, notebook_05)}
+SECONDS = {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110}  # under ten minutes together
+DEFAULT = list(SECONDS)
+SECONDS |= {"finetune": 300, "notebook_05": 280}  # these two likewise
 
 
 def out_dir() -> Path:

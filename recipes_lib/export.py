@@ -160,17 +160,22 @@ def accelerate_config(*, precision: str, processes: int = 1, fsdp: bool = False,
     return config
 
 
-def write_messages(pairs: Iterable[dict[str, str]], path: str | Path, *, overwrite: bool = False) -> int:
-    """Write pairs with `prompt` and `completion` as JSON Lines and return their number.
+def write_messages(pairs: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:
+    """Write pairs (`prompt` and `completion`) and conversations (`messages`) as JSON Lines; returns their number.
 
-    Axolotl reads the column `messages`; TRL reads `prompt` and `completion`, since it would train on the whole of
-    `messages`. ValueError for no pair, an empty completion, and a file that exists.
+    Axolotl reads the column `messages`; TRL reads `prompt` and `completion` (a conversation's last answer), since it
+    would train on the whole of `messages`. ValueError for no pair, an empty answer, and a file that exists.
     """
     lines = []
     for pair in pairs:
-        _check(bool(pair["completion"].strip()), f"pair {len(lines)}: the completion is empty")
-        chat = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["completion"]}]
-        lines.append(json.dumps({"messages": chat, "prompt": chat[:1], "completion": chat[1:]}) + "\n")
+        chat = pair.get("messages")
+        if not chat:
+            chat = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["completion"]}]
+        last = max((i for i, message in enumerate(chat) if message["role"] == "assistant"), default=0)
+        answered = chat[last]["role"] == "assistant" and bool(chat[last]["content"].strip())
+        _check(answered, f"pair {len(lines)}: the completion is empty")
+        row = {"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}
+        lines.append(json.dumps(row) + "\n")
     _check(bool(lines), "there is no pair to write")
     _write("".join(lines), Path(path), overwrite)
     return len(lines)

@@ -194,7 +194,8 @@ def estimate_adapters(model: Any, micros: Sequence[Batch], *, run: Settings) -> 
         sizes = _sizes(micro, times=len(micros) if number else 1)
         plan = budget_of(model, **sizes)
         if run.method != "full":
-            plan = (estimate_qlora if run.method == "qlora" else estimate_lora)(plan, model, rank=run.rank, **sizes)
+            sizes |= {"rank": run.rank, "target_modules": run.target_modules or "all-linear"}
+            plan = (estimate_qlora if run.method == "qlora" else estimate_lora)(plan, model, **sizes)
         plans.append(plan)
     return plans
 
@@ -225,7 +226,10 @@ def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batc
 def prepare(
     model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
 ) -> tuple[Any, Budget]:
-    """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states)."""
+    """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states).
+
+    The arithmetic leaves out what dropout keeps, and the copies that autocast makes of 16-bit and 4-bit bases.
+    """
     chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
     micros = micro_batches([rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device))
     plans = estimate_adapters(model, micros, run=run)

@@ -131,9 +131,8 @@ def open_log(run: Settings, *, first_step: int) -> Tracker:
 def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
     """The data and the configurations with which Axolotl and accelerate repeat the run."""
     folder = Path(run.output_dir)
-    if "prompt" in pairs[0]:
-        run = dataclasses.replace(run, data_file=folder / "train.jsonl")
-        write_messages(pairs, run.data_file, overwrite=True)
+    run = dataclasses.replace(run, data_file=folder / "train.jsonl")
+    write_messages(pairs, run.data_file, overwrite=True)
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
     settings["output_dir"] = folder / "axolotl"
     launch = {"precision": run.precision, "processes": run.processes, "cpu": machine().device == "cpu"}

@@ -62,9 +62,9 @@ def test_the_part_on_cpu_sizes(tmp_path):
     assert states["fp32, fused"] == pytest.approx(8, abs=0.01) and states["8 bits, bitsandbytes"] < 3
 
 
-def test_all_default_parts_take_less_than_ten_minutes():
+def test_the_default_parts_and_the_others_take_less_than_ten_minutes_each():
     assert sum(gpu.SECONDS[name] for name in gpu.DEFAULT) < 600
-    assert set(gpu.PARTS) - set(gpu.DEFAULT) == {"finetune"} and gpu.SECONDS["finetune"] <= 300
+    assert sum(gpu.SECONDS[name] for name in gpu.PARTS.keys() - gpu.DEFAULT) < 600
 
 
 def test_a_way_that_fails_costs_only_its_row(short_pairs, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -9,7 +10,8 @@ import pytest
 
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.finetune_command import run_command
+from recipes_lib.finetune_command import run_command, write_production
+from tests.test_finetune import RUN
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +82,20 @@ def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
     with pytest.raises(RuntimeError, match=f"error: .*{re.escape(error)}"):
         run_command(*command(small_model, path, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+PAIR = {"prompt": "a", "completion": "b"}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+NOT_YET = pytest.mark.xfail(strict=True, reason="conversations are left in a file that has held-out rows too")
+
+
+@pytest.mark.parametrize(
+    "rows", [[PAIR, PAIR], *(pytest.param(r, marks=NOT_YET) for r in ([PAIR, CHAT], [CHAT, PAIR], [CHAT, CHAT]))]
+)
+def test_production_files_name_the_rows_that_were_trained_on(tmp_path, rows):
+    write_production(dataclasses.replace(RUN, output_dir=str(tmp_path), data_file="mine.jsonl", method="lora"), rows)
+    assert f"path: {tmp_path}/train.jsonl" in (tmp_path / "axolotl.yml").read_text()
+    written = [json.loads(line)["messages"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert written == [CHAT["messages"]] * 2

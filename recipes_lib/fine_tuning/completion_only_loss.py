@@ -35,6 +35,8 @@ import torch
 from recipes_lib.core.budget import Budget, loss_bytes
 from recipes_lib.core.data import IGNORED
 
+ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")  # of an answer; a base model's text may end otherwise
+
 
 def completion_only_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The *sum* of the cross-entropy over the targets of `batch`, in nats; divide by their number for the mean.
@@ -67,7 +69,7 @@ def check_labels(rows: Iterable[dict[str, list[int]]], tokenizer: Any) -> float:
     token is the end mark: such a model never stops).
     Raises ValueError with the number of the row, its problem and an excerpt of what would be learnt.
     """
-    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end_of_turn>")} - {None, tokenizer.unk_token_id}
+    ends = {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, ENDS)} - {None, tokenizer.unk_token_id}
     markers = set(tokenizer.all_special_ids) - ends
     tokens = targets = number = 0
     for number, row in enumerate(rows, 1):
