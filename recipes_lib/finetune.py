@@ -23,7 +23,6 @@ import torch
 from recipes_lib.core.budget import Budget, budget_of
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.machine import machine, synchronize
-from recipes_lib.core.measure import measure
 from recipes_lib.core.model import decoder_blocks
 from recipes_lib.export import Settings
 from recipes_lib.fine_tuning.completion_only_loss import (
@@ -180,8 +179,12 @@ def few_steps(
 
     watched = list(decoder_blocks(model)[-1].parameters())
     old = [parameter.detach().clone() for parameter in watched]
-    losses = [step()]
-    seconds = measure(lambda: losses.append(step()), warmup=0, repeats=1).seconds
+    losses = [step(), step()]
+    synchronize()
+    start = time.perf_counter()
+    losses.append(step())
+    synchronize()
+    seconds = time.perf_counter() - start
     changed = sum((a != b).sum().item() for a, b in zip(old, watched, strict=True))
     return losses, seconds, changed / sum(parameter.numel() for parameter in old)
 

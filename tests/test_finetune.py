@@ -222,7 +222,7 @@ def off(shape, why, **options):
         ("smollm2-135m", {"method": "lora", "micro_batch_size": 1}),  # the logits do
         ("tiny-mistral", {"method": "qlora"}),
         ("tiny-qwen2", {"method": "qlora"} | PACKED | CHECKPOINTED),
-        off("tiny-llama", "that these are few", method="lora", target_modules=["q_proj", "v_proj"]),
+        ("tiny-llama", {"method": "lora", "target_modules": ["q_proj", "v_proj"]}),
         off("tiny-llama", "what dropout keeps", method="lora", dropout=0.1),
         off("tiny-llama", "that autocast casts for the adapters", method="lora", dtype=torch.bfloat16, **BF16),
         off("tiny-llama", "that 4-bit layers return the fp32 of their input", method="qlora", **BF16),

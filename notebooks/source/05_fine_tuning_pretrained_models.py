@@ -156,7 +156,7 @@ print("held-out loss {:.2f} (95 % interval {:.2f} to {:.2f}), perplexity of plai
 show(finetune.training_steps)
 run = Settings(
     base_model=NAME, data_file="", output_dir=folder, method="full", learning_rate=1e-4, precision="fp32", seq_len=S,
-    steps=3 if fast() else 8, warmup_steps=2, rows_per_step=2 if fast() else 8, micro_batch_size=2 if fast() else 4,
+    steps=3 if fast() else 6, warmup_steps=1, rows_per_step=2 if fast() else 8, micro_batch_size=2 if fast() else 4,
 )  # fmt: skip
 
 # %% [markdown]
@@ -205,7 +205,7 @@ from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 
 variants = {"DoRA": {"use_dora": True}, "rsLoRA 64": {"rank": 64, "use_rslora": True}, "rank 64": {"rank": 64}}
 variants |= {"rank 4": {"rank": 4}, "alpha 8": {"alpha": 8}, "Q and V": {"target_modules": ["q_proj", "v_proj"]}}
-short = replace(lora, steps=3 if fast() else 4, rows_per_step=run.micro_batch_size)
+short = replace(lora, steps=3, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 1 if fast() else None]:
     model = apply_lora(fresh(), **options)
     *_, last = finetune.training_steps(model, train, run=short, **pad)
@@ -309,7 +309,7 @@ print(f"expected: {less:.2f}× fewer tokens than padded")
 for name, (ordered, how) in arranged.items():
     batches = finetune.micro_batches(ordered, run=how, device=here.device, **pad)
     work = lambda: accumulate_gradients(model, batches, loss_sum=completion_only_loss)  # noqa: E731
-    useful[name] = measure(work, tokens=sum(lengths), warmup=0, repeats=1 if fast() else 2).tokens_per_second
+    useful[name] = measure(work, tokens=sum(lengths), warmup=0, repeats=1).tokens_per_second
     padding = 1 - sum(lengths) / sum(batch["input_ids"].numel() for batch in batches)
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
@@ -353,9 +353,9 @@ print(f"adapter of {size / 2**20:.0f} MiB; merged into 16 bits, in a fresh proce
 # `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here it is killed in the middle by SIGKILL, and started again with `--resume`.
 
 # %%
-options = ["--limit=30", "--steps=5", "--save-steps=1", "--rows-per-step=1", "--seq-len=128", "--output"]
+options = ["--limit=16", "--steps=4", "--save-steps=1", "--rows-per-step=1", "--seq-len=128", "--output"]
 straight = run_command(*options, str(folder / "straight"))
-killed = run_command(*options, str(folder / "run"), kill_at=2)
+killed = run_command(*options, str(folder / "run"), kill_at=1)
 resumed = run_command(*options, str(folder / "run"), "--resume")
 log = read_back(folder / "run" / "log", backend="tensorboard")
 print(f"not killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged: {', '.join(log)}")
@@ -369,7 +369,7 @@ print(f"not killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged
 
 # %%
 show(production.hf_trainer)
-equal, model = replace(short, steps=3 if fast() else 4), None
+equal, model = replace(short, steps=3 if fast() else 5), None
 found = production.side_by_side(lambda: finetune.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer)
 print(production.table(found))
 print((folder / "run" / "axolotl.yml").read_text().replace(str(folder), "my-runs"))

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.machine import require
@@ -135,12 +136,14 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
 
 def _torchao_class() -> type[torch.optim.Optimizer]:
     class AdamW8bit(require("torchao.optim").AdamW8bit):
-        """Runs without a C++ compiler too, which torch.compile needs on a CPU: slowly, operator by operator."""
+        """Runs operator by operator, slowly, where torch.compile cannot: on a CPU without a C++ compiler, and under a
+        mode that looks at every operator, as `PeakMemory` does on a CPU."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             on_cpu = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
             compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-            stance = torch.compiler.set_stance("force_eager") if on_cpu and not compiler else contextlib.nullcontext()
+            eager = (on_cpu and not compiler) or _get_current_dispatch_mode() is not None
+            stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
             with stance, warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of torch.compile's cache, about torchao's tensors
                 return super().step(closure)

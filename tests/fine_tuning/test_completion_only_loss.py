@@ -124,7 +124,6 @@ def test_check_labels_refuses_what_trains_silently(tokenizer, problem, match):
         check_labels([good, row], tokenizer)
 
 
-@pytest.mark.xfail(strict=True, reason="every special token but the end of text counts as a part of the template")
 def test_check_labels_accepts_base_models_whose_text_ends_otherwise_than_an_answer():
     """Base models of Qwen: answers end with <|im_end|>, a special token, and a text ends with another one."""
     tokenizer = load_tokenizer()

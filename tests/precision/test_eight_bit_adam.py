@@ -57,6 +57,12 @@ def test_torchao_without_a_compiler(llama, batch, monkeypatch):
     train(llama, eight_bit_adamw(llama, lr=1e-3, library="torchao", embedding_bits=8), batch, 1)
 
 
+def test_torchao_under_the_memory_account(llama, batch):
+    """torch.compile refuses a mode that looks at every operator."""
+    with PeakMemory():
+        train(llama, eight_bit_adamw(llama, lr=1e-3, library="torchao", embedding_bits=8), batch, 1)
+
+
 def test_bf16_and_eight_bit_embeddings(llama, batch):
     model = llama.bfloat16()
     optimizer = eight_bit_adamw(model, lr=5e-3, embedding_bits=8)
