@@ -94,7 +94,7 @@ print(here)
 # Everything below either makes the useful tokens cheaper, or makes sure that they, and nothing else, are learnt. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
 
 # %%
-S, limit, some = (64, 60, 12) if fast() else (160, 300, 40)
+S, limit, some = (64, 60, 12) if fast() else (160, 300, 32)
 train = list(load_instructions(tokenizer, max_tokens=S, limit=limit))
 held_out = list(load_instructions(tokenizer, split="validation", max_tokens=96, limit=some))
 pad = {"pad_token_id": tokenizer.pad_token_id}
@@ -156,7 +156,7 @@ print("held-out loss {:.2f} (95 % interval {:.2f} to {:.2f}), perplexity of plai
 show(finetune.training_steps)
 run = Settings(
     base_model=NAME, data_file="", output_dir=folder, method="full", learning_rate=1e-4, precision="fp32", seq_len=S,
-    steps=3 if fast() else 6, warmup_steps=1, rows_per_step=2 if fast() else 8, micro_batch_size=2 if fast() else 4,
+    steps=3 if fast() else 5, warmup_steps=1, rows_per_step=2 if fast() else 8, micro_batch_size=2 if fast() else 4,
 )  # fmt: skip
 
 # %% [markdown]
@@ -209,7 +209,7 @@ short = replace(lora, steps=3, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 1 if fast() else None]:
     model = apply_lora(fresh(), **options)
     *_, last = finetune.training_steps(model, train, run=short, **pad)
-    held = held_out_losses(model, held_out[:20], **pad).mean
+    held = held_out_losses(model, held_out[:12], **pad).mean
     size = model.num_parameters(only_trainable=True)
     print(f"{name:<10}{size:>11,} trainable, {last.seconds:.1f} s, held-out loss {held:.2f}")
 
@@ -230,10 +230,10 @@ kinds["torchao"] = partial(eight_bit_adamw, library="torchao", embedding_bits=8)
 kinds |= {"paged": partial(eight_bit_adamw, paged=True)} if here.device == "cuda" else {}
 for name, make in kinds.items():
     model = fresh().requires_grad_(False)
-    trained = list(decoder_blocks(model)[-4:].requires_grad_(True).parameters())
-    optimizer = make(trained, lr=1e-4)
+    trained = decoder_blocks(model)[-4:].requires_grad_(True)
+    optimizer = make(trained.parameters(), lr=1e-4)
     losses, seconds, _ = finetune.few_steps(model, optimizer, batch)
-    state_bytes[name] = held_bytes(optimizer) / sum(p.numel() for p in trained)
+    state_bytes[name] = held_bytes(optimizer) / sum(p.numel() for p in trained.parameters())
     cost = f"{state_bytes[name]:.2f} bytes per parameter, {seconds:.2f} s"
     print(f"{name:<13}{cost}, losses", *(f"{x:.4f}" for x in losses))
 
@@ -248,15 +248,16 @@ for name, make in kinds.items():
 from recipes_lib.precision.mixed_precision import mixed_precision
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 
-if not here.native_bf16:  # 16-bit products are emulated, several times slower: 24 tokens have to do
+if not here.native_bf16:  # 16-bit products are emulated, slowly: 24 tokens and the last blocks have to do
     batch = {name: ids[:, -24:] for name, ids in collate(train[:1], device=here.device, **pad).items()}
 adamw, changed, seconds = partial(torch.optim.AdamW, fused=True), {}, {}
 modes = {"fp32": (torch.float32, adamw, {})}
 modes["bf16 autocast"] = (torch.float32, adamw, {"autocast": mixed_precision(dtype=torch.bfloat16).autocast})
 modes |= {r: (torch.bfloat16, partial(bf16_adamw, rounding=r), {}) for r in ("nearest", "stochastic", "master")}
 for name, (dtype, make, options) in modes.items():
-    model = fresh(dtype)
-    optimizer = make(model.parameters(), lr=1e-5)
+    model = fresh(dtype).requires_grad_(False)
+    trained = (model if here.native_bf16 else decoder_blocks(model)[-4:]).requires_grad_(True)
+    optimizer = make(trained.parameters(), lr=1e-5)
     losses, seconds[name], changed[name] = finetune.few_steps(model, optimizer, batch, **options)
     print(f"{name:<14}{seconds[name]:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, {changed[name]:.1%} changed")
 
@@ -299,8 +300,8 @@ print(f"three documents: alone {alone.mean:.4f}, packed {together:.4f}, packed w
 # Then the speed, in *useful* tokens: padded as the data come, grouped by length, and packed.
 
 # %%
-combined = replace(lora, packing=True, seq_len=5 * S, rows_per_step=1, micro_batch_size=1)
-rows, useful, model = train[: 8 if fast() else 12], {}, finetune.adapt(model.train(), run=lora)
+combined = replace(lora, packing=True, seq_len=2 * S, rows_per_step=3, micro_batch_size=1)
+rows, useful, model = train[:8], {}, finetune.adapt(model.train(), run=lora)
 lengths = [len(row["labels"]) for row in rows]
 arranged = {"padded": (rows, lora), "by length": (sorted(rows, key=lambda row: len(row["labels"])), lora)}
 arranged["packed"] = (pack_sequences(rows, length=combined.seq_len), combined)
@@ -321,7 +322,7 @@ for name, (ordered, how) in arranged.items():
 # LoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Then the same judge as at the start, on the same rows and prompts.
 
 # %%
-climb("everything combined", combined, pack_sequences(train, length=5 * S, seed=0), here.compute_dtype)
+climb("everything combined", combined, pack_sequences(train, length=2 * S, seed=0), here.compute_dtype)
 now, answers, text = judge(model)
 ladder
 
@@ -452,8 +453,7 @@ assert changed["nearest"] < changed["master"] < changed["stochastic"], "rounding
 assert abs(together / alone.mean - 1) < 1e-4 < 5e-3 < abs(leaking / alone.mean - 1), "packing keeps documents apart"
 assert ladder.facts["exact"] or here.device == "cuda", "resumed exactly (a GPU adds in another order from run to run)"
 assert [*straight] == [step for step, _ in log["loss"]], "each step is in the log once"
-pairs = [pair for facts in found.values() for pair in zip(facts["losses"], found["ours"]["losses"])]
-assert all(abs(a - b) < 0.02 for a, b in pairs), "the libraries train the same"
+assert all(abs(a - b) < 0.02 for facts in found.values() for a, b in zip(facts["losses"], found["ours"]["losses"]))
 assert found["ours"]["peak_bytes"] < min(found["Trainer"]["peak_bytes"], found["SFTTrainer"]["peak_bytes"])
 assert fast() or verdict.high < 0, "it got better, beyond what chance explains"
 print("all checks passed:", verdict)
