@@ -1,12 +1,14 @@
 """LLM Training Recipes: one technique, one file. The import line is the address.
 
-core            what the techniques share: machine, model, data, budget, measure, ladder
+core            what the techniques share: machine, model, corpus, data, budget, measure, ladder
+architecture    inside the model: rotary positions
 fine_tuning     adapt a pretrained model: LoRA, QLoRA, loss on answers only, evaluation, adapter files
 memory          activations, gradients and optimizer states that no longer fit
 precision       fewer bits per number: mixed precision, pure bf16, 8-bit optimizer states
 training        the loop: accumulation, packing, dynamic batch size, exact resume, tracking
 bench           measure one technique beside the plain step
-finetune        fine-tune a pretrained model: the techniques put together in one loop; finetune_command runs it
+finetune        fine-tune a pretrained model: the techniques put together in one loop, with its arithmetic
+finetune_command  the loop as a command, from pairs to a proven adapter
 production      the same run through the Trainer and TRL
 export          the same run as settings of Axolotl, accelerate, the Trainer and TRL
 __main__        the command line: python -m recipes_lib list | bench | doctor | finetune

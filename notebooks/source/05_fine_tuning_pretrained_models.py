@@ -16,7 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# *No run is recorded yet.*
+# > **Held-out loss 3.74 → 2.80** (-0.94 nats per token, 95 % interval -1.11 to -0.80) with **64% less peak memory** than full fine-tuning. The same settings beside `transformers.Trainer`: the same losses, 0.87× its time, 0.91× its peak. Every row was predicted first; the arithmetic is off by 1.6% at most.
+# >
+# > Measured on AMD EPYC, 2 CPU cores, no native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22.
 # <!-- end -->
 #
 # | | |

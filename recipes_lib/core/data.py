@@ -8,23 +8,18 @@ Lines file or a list of pairs takes the same way.
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
+import json
 import os
-import random
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from recipes_lib.core.corpus import docstring_pairs, modules
+
 IGNORED = -100  # the label that the loss leaves out
-INSTRUCTION = "Write the docstring of this Python function.\n\n"
 SPLITS = ("train", "validation")
-# Not text of the library proper: tests, generated tables, installed packages.
-_SKIP = ("test", "tests", "idle_test", "site-packages", "lib2to3", "encodings", "pydoc_data", "ensurepip", "turtledemo")
 
 
 def load_instructions(
@@ -71,20 +66,15 @@ def load_pairs(
     """The pairs of `load_instructions`, with its errors, as text: `prompt` and `completion`, or `messages`."""
     _check(split)
     if dataset is None:
-        yield from _docstring_pairs(split)
+        yield from docstring_pairs(split)
         return
     if split != "train" and (not isinstance(dataset, str) or os.path.exists(dataset)):
         raise ValueError(
             f"split={split!r}: these pairs have no splits, so give the held-out ones as a data set of theirs"
         )
-    for row in _load(dataset, split) if isinstance(dataset, str) else dataset:
-        if row.get("messages"):
-            yield {"messages": row["messages"]}
-            continue
-        if not {"prompt", "completion"} <= set(row):
-            raise ValueError(f"a row has the columns {sorted(row)}; `prompt` and `completion` are needed: rename them")
-        if str(row["completion"]).strip():
-            yield {"prompt": row["prompt"], "completion": row["completion"]}
+    for row in map(_pair, dataset) if not isinstance(dataset, str) else _read(dataset, split):
+        if "messages" in row or row["completion"].strip():
+            yield row
 
 
 def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> dict[str, list[int]]:
@@ -108,21 +98,34 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
     Raises ValueError for a conversation without an answer, an empty answer, and a template that changes the question
     once it is answered.
     """
+    import jinja2  # which transformers runs templates with
+
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
         raise ValueError("the completion is empty, or there is none: there would be nothing to learn from this chat")
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
     rows, done = [], ""  # the rows, and the text that the last one holds
     for i in answers:
-        question = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-        # The template's line break after the end mark is not learnt: generation stops at the mark.
-        text = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False).rstrip("\n")
+        try:
+            question = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+            # The template's line break after the end mark is not learnt: generation stops at the mark.
+            text = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False).rstrip("\n")
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
         if not text.startswith(question):
             raise ValueError("the chat template rewrites the question once it is answered: the answer cannot be masked")
         if not rows or not question.startswith(done):
             rows.append({"input_ids": [], "labels": []})
             done = ""
-        head = tokenizer(question[len(done) :], add_special_tokens=False)["input_ids"]
-        tail = tokenizer(text[len(question) :], add_special_tokens=False)["input_ids"]
+        # Tokens of the whole, as generation sees them: SentencePiece puts a space before a piece that stands alone.
+        before, asked, answered = rows[-1]["input_ids"], ids_of(question), ids_of(text)
+        if asked[: len(before)] == before and answered[: len(asked)] == asked:
+            head, tail = asked[len(before) :], answered[len(asked) :]
+        else:  # a token reaches over the border
+            head, tail = ids_of(question[len(done) :]), ids_of(text[len(question) :])
         rows[-1]["input_ids"] += head + tail
         rows[-1]["labels"] += [IGNORED] * len(head) + tail
         done = text
@@ -181,7 +184,7 @@ def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -
 def load_text(*, split: str = "train") -> str:
     """The sources of the standard library as one long text, module after module."""
     _check(split)
-    return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in _modules(split))
+    return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in modules(split))
 
 
 def decode_with_mask(row: dict[str, list[int]], tokenizer: Any) -> str:
@@ -195,56 +198,41 @@ def _check(split: str) -> None:
         raise ValueError(f"split={split!r}: choose one of {', '.join(SPLITS)}")
 
 
-def _modules(split: str) -> list[Path]:
-    """Source files of one split. A module or package belongs to one split by the hash of its name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if any(part in _SKIP or part.startswith("test_") for part in parts):
-            continue
-        held_out = hashlib.sha256(parts[0].encode()).digest()[0] % 8 == 0
-        if held_out == (split == "validation"):
-            found.append(path)
-    return found
-
-
-@functools.lru_cache(maxsize=2)
-def _docstring_pairs(split: str) -> tuple[dict[str, str], ...]:
-    """Functions with a docstring: the source without it is the prompt, its first paragraph the completion."""
-    pairs = []
-    for path in _modules(split):
-        source = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            tree = ast.parse(source)
-        except SyntaxError:  # templates and Python 2 left-overs
-            continue
-        lines = source.splitlines()
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef) or len(node.body) < 2:
-                continue
-            completion = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-            if len(completion.split()) < 4:  # "Helper." says nothing about the code
-                continue
-            code = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[node.body[0].end_lineno : node.end_lineno]
-            code = "\n".join(line.removeprefix(" " * node.col_offset) for line in code)
-            pairs.append({"prompt": INSTRUCTION + code, "completion": completion})
-    # Some functions stand in two modules: once is enough, and one that is held out is not trained on.
-    held_out = set() if split == "validation" else {pair["prompt"] for pair in _docstring_pairs("validation")}
-    unique = [pair for prompt, pair in {p["prompt"]: p for p in pairs}.items() if prompt not in held_out]
-    random.Random(0).shuffle(unique)
-    return tuple(unique)
-
-
-def _load(name: str, split: str) -> Any:
+def _read(name: str, split: str) -> Iterator[dict[str, Any]]:
+    """The checked rows of a JSON Lines file or of a data set of the hub."""
+    if os.path.exists(name):
+        lines = [line for line in enumerate(Path(name).read_text(encoding="utf-8").split("\n"), 1) if line[1].strip()]
+        if not lines:
+            raise ValueError(f"{name} is empty (no rows): give lines with `prompt` and `completion`, or `messages`")
+        for number, line in lines:
+            try:
+                yield _pair(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{name}, line {number}: {error}") from error
+        return
     from datasets import load_dataset
 
     try:
-        if os.path.exists(name):
-            return load_dataset("json", data_files=name, split="train")
-        return load_dataset(name, split=split)
+        rows = load_dataset(name, split=split)
     except Exception as error:  # the client raises many types: a missing name, split, network or token
         raise ValueError(
-            f"cannot load split {split!r} of the data set {name!r} ({str(error) or 'no rows'}): give the path of "
-            f"a .jsonl file with `prompt` and `completion`, or a hub id that this machine can reach"
+            f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a .jsonl file with "
+            f"`prompt` and `completion`, or a hub id that this machine can reach"
         ) from error
+    yield from map(_pair, rows)
+
+
+def _pair(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns that count, if they are what they should be."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is {str(row)[:40]!r}: give an object with `prompt` and `completion`, or `messages`")
+    chat = row.get("messages")
+    if chat is None and all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
+        return {"prompt": row["prompt"], "completion": row["completion"]}
+    turns = chat if isinstance(chat, list) and all(isinstance(turn, dict) for turn in chat) else []
+    if not turns or not all(isinstance(turn.get(name), str) for turn in turns for name in ("role", "content")):
+        raise ValueError(
+            f"a row has the columns {sorted(row)}; the texts `prompt` and `completion` are needed (rename them), or "
+            f"`messages`, a list of turns with the texts `role` and `content`"
+        )
+    return {"messages": chat}

@@ -4,10 +4,9 @@ import re
 import pytest
 import torch
 
+from recipes_lib.core.corpus import docstring_pairs, modules
 from recipes_lib.core.data import (
     IGNORED,
-    _docstring_pairs,
-    _modules,
     batches,
     collate,
     decode_with_mask,
@@ -28,10 +27,10 @@ def tokenizer():
 
 
 def test_split_by_module_is_deterministic_and_disjoint():
-    names = {split: {path.parts for path in _modules(split)} for split in ("train", "validation")}
+    names = {split: {path.parts for path in modules(split)} for split in ("train", "validation")}
     assert names["train"] and names["validation"] and not names["train"] & names["validation"]
-    assert _modules("train") == _modules("train")
-    prompts = [{p["prompt"] for p in _docstring_pairs(split)} for split in ("train", "validation")]
+    assert modules("train") == modules("train")
+    prompts = [{p["prompt"] for p in docstring_pairs(split)} for split in ("train", "validation")]
     assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not prompts[0] & prompts[1]
 
 
@@ -191,7 +190,6 @@ def test_system_prompts_that_a_template_refuses_or_drops(tokenizer, monkeypatch,
         tokenize_chat(tokenizer, [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")])
 
 
-@pytest.mark.xfail(strict=True, reason="pieces are tokenized alone: each gets the space of a text's beginning")
 def test_tokens_are_those_of_the_whole_text():
     """SentencePiece puts a space before a text: the answer must not get one that generation will not see."""
     from transformers import LlamaTokenizer
@@ -232,7 +230,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, lines):
         list(load_pairs(dataset=path))
 
 
-@pytest.mark.xfail(strict=True, reason="the reader does not know lines, and fills what a row lacks with None")
 @pytest.mark.parametrize(
     "line",
     [
@@ -254,7 +251,6 @@ def test_a_malformed_row_is_named(tmp_path, line):
         list(load_pairs(dataset=write(tmp_path, PAIR, line, PAIR)))
 
 
-@pytest.mark.xfail(strict=True, reason="the reader makes dates of texts that look like dates")
 def test_texts_stay_texts(tmp_path):
     rows = [{"prompt": "When?", "completion": f"2024-01-0{day}"} for day in (1, 2)]
     assert list(load_pairs(dataset=write(tmp_path, *rows))) == rows
