@@ -66,6 +66,7 @@ def finetune(options: argparse.Namespace) -> None:
     fields = {field.name for field in dataclasses.fields(export.Settings)}
     settings = {name: value for name, value in vars(options).items() if name in fields}
     low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine().compute_dtype]
+    settings["learning_rate"] = options.learning_rate or (1e-4 if options.method == "full" else 1e-3)
     settings |= {"precision": options.precision or low, "warmup_steps": min(options.warmup_steps, options.steps - 1)}
     print(machine())
     how = {"held_out_file": options.held_out, "limit": options.limit, "resume": options.resume}
@@ -83,7 +84,7 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     add("--method", choices=("lora", "qlora", "full"), default="lora")
     add("--rank", type=int, default=16)
     add("--alpha", type=float, default=32)
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, help="default: 1e-3 for adapters, 1e-4 for the full model")
     add("--optimizer", default="adamw_torch_fused", help="adamw_torch_fused, adamw_bnb_8bit, paged_adamw_8bit")
     add("--max-grad-norm", type=float, default=1.0)
     add("--steps", type=int, default=50)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, budget_of
+from recipes_lib.core.budget import Budget, budget_of, projection_widths
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.machine import machine, synchronize
 from recipes_lib.core.model import decoder_blocks
@@ -45,6 +45,7 @@ Row = dict[str, list[int]]
 Batch = dict[str, torch.Tensor]
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINT = "checkpoint.pt"
+FREE = {"base_model", "data_file", "output_dir", "save_steps", "report_to"}  # settings that a resumed run may change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +72,16 @@ def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_
     optimizer, schedule, mp = optimizer_of(model, run=run)
     parts, facts, done = {"schedule": schedule, "precision": mp}, facts_of(run, rows, base), 0
     losses: list[float] = []
-    if resume and (folder / CHECKPOINT).exists():
+    autocast = contextlib.nullcontext if run.precision == "fp32" else mp.autocast
+    if folder and resume and (folder / CHECKPOINT).exists():
         done, losses = load_checkpoint(folder / CHECKPOINT, model=model, optimizer=optimizer, run=facts, parts=parts)
     for number in range(done, run.steps):
         start = time.perf_counter()
         chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
         micros = micro_batches([rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device))
         loading = time.perf_counter() - start
-        loss = accumulate_gradients(
-            model, micros, loss_sum=completion_only_loss, autocast=mp.autocast, backward=mp.backward
-        )
+        options = {"loss_sum": completion_only_loss, "autocast": autocast, "backward": mp.backward}
+        loss = accumulate_gradients(model, micros, **options)
         rate = schedule.get_last_lr()[0]
         if mp.step(optimizer, max_grad_norm=run.max_grad_norm or float("inf")):  # False: fp16 gradients overflowed
             schedule.step()
@@ -91,9 +92,14 @@ def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_
         tokens = sum(len(rows[i]["input_ids"]) for i in chosen)
         yield Step(number, losses[-1], float(mp.gradient_norm), rate, seconds, loading, tokens)
         # Who takes the steps has logged this one by now: after a kill no step is missing in the log.
-        if folder and ((number + 1) % (run.save_steps or run.steps) == 0 or number + 1 == run.steps):
+        if folder and keeps_checkpoint(number, run=run):
             state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts, "history": losses}
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
+
+
+def keeps_checkpoint(number: int, *, run: Settings) -> bool:
+    """Whether a checkpoint follows optimizer step `number`, from 0."""
+    return number + 1 == run.steps or (number + 1) % (run.save_steps or run.steps) == 0
 
 
 def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, Any, MixedPrecision]:
@@ -142,8 +148,7 @@ def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume
 
 def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
     """What a resumed run must share: the settings that change the training, the data, the base model."""
-    free = {"base_model", "data_file", "output_dir", "save_steps", "report_to"}
-    facts = {name: value for name, value in dataclasses.asdict(run).items() if name not in free}
+    facts = {name: value for name, value in dataclasses.asdict(run).items() if name not in FREE}
     content = hashlib.sha256()
     for row in rows:
         content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
@@ -214,10 +219,13 @@ def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batc
         plan = estimate_gradient_accumulation(plan, model, **_sizes(micro, times=k), micro_batches=k)
         if model.dtype is torch.float32:  # a 16-bit base has 16-bit activations already
             plan = estimate_mixed_precision(plan, model, **part, dtype=dtype)
+        if run.method != "full" and run.precision != "fp32":
+            plan = _autocast_adapters(plan, model, run=run, tokens=micro["input_ids"].numel())
         kept = int((micro["labels"][:, 1:] != IGNORED).any(0).sum())
         plan = estimate_completion_only_loss(plan, model, targets=part["batch_size"] * kept)
-        if "position_ids" in micro:
-            plan = estimate_packed_attention(plan, model, **part, dtype=dtype)
+        if "position_ids" in micro and (micro["position_ids"][:, 1:] == 0).any():  # one document needs no mask
+            autocast = dtype if model.dtype is torch.float32 else None
+            plan = estimate_packed_attention(plan, model, **part, dtype=autocast)
         if "8bit" in run.optimizer:
             plan = estimate_eight_bit_adam(plan, model)
         if run.gradient_checkpointing:
@@ -231,13 +239,26 @@ def prepare(
 ) -> tuple[Any, Budget]:
     """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states).
 
-    The arithmetic leaves out what dropout keeps, and the copies that autocast makes of 16-bit and 4-bit bases.
+    The arithmetic leaves out what dropout keeps.
     """
     chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
     micros = micro_batches([rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device))
     plans = estimate_adapters(model, micros, run=run)
     model = adapt(model, run=run)
     return model, estimate_finetune(plans, model, micros, run=run)
+
+
+def _autocast_adapters(plan: Budget, model: Any, *, run: Settings, tokens: int) -> Budget:
+    """What autocast changes in the tensors that an adapted `model` saves."""
+    blocks = len(decoder_blocks(model))
+    if model.dtype is torch.float32:  # 16-bit input of the output layer's adapter; 4-bit layers return fp32
+        q, _, ff = projection_widths(model.config)
+        change = blocks * tokens * (2 * q + 6 * ff * (run.method == "qlora"))
+    else:  # the inputs that peft casts to fp32 are cast back
+        down = [layer.lora_A["default"].weight for layer in model.modules() if hasattr(layer, "lora_A")]
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        change = 2 * trainable - 2 * tokens * sum(sum(weight.shape) for weight in down)  # [r, in]
+    return plan.change(activations=plan.activations + change, one_block=plan.one_block + change // blocks)
 
 
 def _sizes(micro: Batch, *, times: int = 1) -> dict[str, int]:

@@ -5,13 +5,15 @@
 
 It refuses bad data before it computes anything, packs short rows, keeps checkpoints from which a killed run goes on
 exactly, logs to a tracker, and compares the held-out loss before and after. The folder then holds the adapter, the
-log and the files with which Axolotl and accelerate repeat the run.
+log, the file with which Axolotl repeats the run, and launch settings for accelerate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import re
 import signal
@@ -22,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes_lib.core.data import load_instructions, load_pairs, tokenize_pair
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
@@ -31,9 +35,11 @@ from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
-from recipes_lib.finetune import Step, adapt, check_run, micro_batches, training_steps
-from recipes_lib.training.sequence_packing import pack_sequences
-from recipes_lib.training.tracking import Tracker, track
+from recipes_lib.finetune import FREE, Step, adapt, check_run, keeps_checkpoint, micro_batches, training_steps
+from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
+from recipes_lib.training.tracking import Tracker, read_back, track
+
+WRITTEN = ("train.jsonl", "axolotl.yml", "accelerate.yml")
 
 
 def finetune(
@@ -44,29 +50,59 @@ def finetune(
     Raises ValueError before training for bad data, and for an output folder with another run or with a result.
     """
     folder, tokenizer = Path(run.output_dir), load_tokenizer(run.base_model)
-    pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
     result = folder / ("model" if run.method == "full" else "adapter")
-    if result.exists():
-        raise ValueError(f"{result} is there already, a finished run: choose another folder")
+    check_output(folder, result, inputs=[run.data_file, held_out_file], resume=resume)
+    pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
     print(f"{len(rows)} rows to train on, {len(held_out)} held out")
     rows = pack_sequences(rows, length=run.seq_len, seed=run.seed) if run.packing else rows
     check_run(rows, run=run, folder=folder, resume=resume)
     seed_everything(run.seed)
-    model, feed = load_model(run.base_model), {"pad_token_id": tokenizer.pad_token_id}
-    base, before = base_fingerprint(model), held_out_losses(model, held_out, **feed)
+    # Adapters leave the base as it is, so it can have 16 bits. Not fp16: its file could name no other base.
+    half = run.method != "full" and run.precision == "bf16" and machine().native_bf16
+    model, feed = load_model(run.base_model, dtype=torch.bfloat16 if half else torch.float32), {}
+    feed["pad_token_id"] = tokenizer.pad_token_id
+    base = base_fingerprint(model)
+    if run.packing:
+        check_packing(model, rows, run=run, **feed)
+    before = held_out_losses(model, held_out, **feed)
     model = adapt(model, run=run)
     if run.method == "qlora":
         check_gradient_flow(model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0])
     with PeakMemory() as memory:
         log_steps(training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run, memory)
-    print("held-out loss:", compare(before, held_out_losses(model, held_out, **feed)))
+    few = "" if len(held_out) >= 30 else f" (of {len(held_out)} rows, too few to rely on: hold out 30 or more)"
+    print(f"held-out loss: {compare(before, held_out_losses(model, held_out, **feed))}{few}")
+    write_production(run, pairs)
     if run.method == "full":
-        model.save_pretrained(result)
-        tokenizer.save_pretrained(result)
+        scratch = folder / "model.part"  # whole or not at all
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        os.replace(scratch, result)
     else:
         save_adapter(model, result, base=base)
-    write_production(run, pairs)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+
+
+def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: bool) -> None:
+    """Raise ValueError if the run would overwrite a file of its input, or what another run or someone else left."""
+    if result.exists():
+        raise ValueError(f"{result} is there already, a finished run: choose another folder")
+    read = {Path(path).resolve() for path in inputs if path}
+    for path in [folder / "log", *(folder / name for name in WRITTEN)]:
+        if path.resolve() in read or (path.exists() and not resume):
+            raise ValueError(f"{path} would be overwritten: resume the run it belongs to, or choose another folder")
+
+
+def check_packing(model: Any, rows: Sequence[dict[str, Any]], *, run: Settings, pad_token_id: int) -> None:
+    """Raise ValueError if the model cannot keep the documents of a packed row apart."""
+    packed = [row for row in rows if row["position_ids"].count(0) > 1][:1]
+    if packed:
+        try:
+            check_document_mask(
+                model, micro_batches(packed, run=run, pad_token_id=pad_token_id, device=str(model.device))[0]
+            )
+        except RuntimeError as error:
+            raise ValueError(f"{error} (--no-packing)") from error
 
 
 def load_data(
@@ -80,6 +116,8 @@ def load_data(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit}: give 1 or more, or leave it out for all pairs")
+    if held_out_file and not run.data_file:
+        raise ValueError(f"held_out_file={held_out_file}: give the file of pairs to train on as well")
     if run.data_file:
         pairs = list(itertools.islice(load_pairs(dataset=str(run.data_file)), limit))
         held_out = pairs[::10]
@@ -87,6 +125,8 @@ def load_data(
             held_out = list(load_pairs(dataset=held_out_file))
         else:
             pairs = [pair for i, pair in enumerate(pairs) if i % 10]
+        known = set(map(json.dumps, held_out))  # what is trained on proves nothing
+        pairs = [pair for pair in pairs if json.dumps(pair) not in known]
     else:  # long ones are left out here, and refused above: of these there are enough
 
         def some(split: str, count: int) -> list[dict[str, str]]:
@@ -106,26 +146,29 @@ def load_data(
 
 def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
     """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there."""
-    tracker: Tracker | None = None
-    for step in steps:
-        if tracker is None and run.report_to != "none":
-            tracker = open_log(run, first_step=step.number)
-        values = {"loss": step.loss, "gradient_norm": step.gradient_norm, "learning_rate": step.learning_rate}
-        values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
-        if tracker:
-            tracker.log(step.number, **values)
-            if (step.number + 1) % (run.save_steps or run.steps) == 0:
-                tracker.flush()  # the checkpoint comes next
-        print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
-    if tracker:
-        tracker.close()
+    with contextlib.ExitStack() as stack:
+        tracker: Tracker | None = None
+        for step in steps:
+            if tracker is None and run.report_to != "none":
+                tracker = stack.enter_context(open_log(run, first_step=step.number))
+            values = {"loss": step.loss, "gradient_norm": step.gradient_norm, "learning_rate": step.learning_rate}
+            values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
+            if tracker:
+                tracker.log(step.number, **values)
+                if keeps_checkpoint(step.number, run=run):
+                    tracker.flush()  # the checkpoint comes next
+            print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
 
 
 def open_log(run: Settings, *, first_step: int) -> Tracker:
-    """The run's log in `<output_dir>/log`, from `first_step` on."""
-    settings = {name: str(value) for name, value in dataclasses.asdict(run).items()}
-    options = {"backend": run.report_to, "settings": settings}
-    return track(Path(run.output_dir) / "log", resume_step=first_step or None, **options)
+    """The run's log in `<output_dir>/log`, from `first_step` on; one that holds values is continued."""
+    folder, options = Path(run.output_dir) / "log", {"backend": run.report_to}
+    settings = {name: str(value) for name, value in dataclasses.asdict(run).items() if name not in FREE}
+    try:
+        read_back(folder, **options)
+    except ValueError:  # killed before the first value, or another backend's log
+        return track(folder, settings=settings, **options)
+    return track(folder, settings=settings, resume_step=first_step, **options)
 
 
 def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
@@ -153,17 +196,19 @@ def run_command(*options: str, kill_at: int | None = None) -> dict[int, str]:
         kill_at: send SIGKILL as soon as this step is printed, as an operating system does that runs out of memory.
     Raises RuntimeError with its last line if the command fails.
     """
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     line = [sys.executable, "-m", "recipes_lib", "finetune", *options]
     losses: dict[int, str] = {}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
         for text in process.stdout:
-            if match := re.match(r"step (\d+): loss ([\d.]+)", text):
+            if match := re.match(r"step (\d+): loss (\S+),", text):
                 losses[int(match[1])] = match[2]
                 if int(match[1]) == kill_at:
                     process.kill()
         if process.wait() != (0 if kill_at is None else -signal.SIGKILL):
             errors.seek(0)
-            raise RuntimeError(errors.read().strip().splitlines()[-1])
+            said = errors.read().strip().splitlines() or ["(no error message)"]
+            raise RuntimeError(f"{said[-1]}; the command ended with {process.returncode}")
     return losses

@@ -76,14 +76,19 @@ def side_by_side(
 
     peak = peak_of(lambda run: list(training_steps(make(), rows, run=run, **pad)))
     found: dict[str, dict[str, Any]] = {"ours": {"peak_bytes": peak}}
+    speeds: list[float] = []
     for name in libraries:
         peak = peak_of(lambda run, name=name: ways[name](run, None))
         ours: list[Step] = []
         loop = training_steps(make(), rows, run=run, **pad)
         theirs = ways[name](run, lambda loop=loop, ours=ours: ours.append(next(loop)))
         ratio = statistics.median(a.seconds / b.seconds for a, b in zip(ours[1:], theirs[1:], strict=True))
-        found[name] = _facts(theirs) | {"peak_bytes": peak, "time_ratio": ratio}
-        found["ours"] |= _facts(ours)
+        found[name] = {"losses": [step.loss for step in theirs], "peak_bytes": peak, "time_ratio": ratio}
+        found["ours"]["losses"] = [step.loss for step in ours]
+        speeds += [step.tokens / step.seconds for step in ours[1:]]
+    speed = found["ours"]["tokens_per_second"] = statistics.median(speeds)
+    for name in libraries:  # by the ratio: the machine was not equally fast in all turns
+        found[name]["tokens_per_second"] = speed * found[name]["time_ratio"]
     return found
 
 
@@ -98,11 +103,6 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _facts(steps: Sequence[Step]) -> dict[str, Any]:
-    speed = statistics.median(step.tokens / step.seconds for step in steps[1:])
-    return {"losses": [step.loss for step in steps], "tokens_per_second": speed}
-
-
 def _train(
     kind: Any, model: Any, rows: Sequence[Row], *, run: Settings, turn: Callable[[], Any] | None, **options: Any
 ):
@@ -111,6 +111,7 @@ def _train(
 
     check_run(rows, run=run, folder=None, resume=False)
     settings = {"rows": len(rows), "rows_per_step": run.rows_per_step, "seed": run.seed}
+    options["args"]._n_gpu = min(1, options["args"].n_gpu)  # several would be DataParallel, with a batch for each
     order = [i for number in range(run.steps) for i in rows_of_step(number, **settings)]
     steps: list[Step] = []
 

@@ -8,6 +8,7 @@ Lines file or a list of pairs takes the same way.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -188,9 +189,12 @@ def load_text(*, split: str = "train") -> str:
 
 
 def decode_with_mask(row: dict[str, list[int]], tokenizer: Any) -> str:
-    """A row as text, with the part that carries no loss between ⟦ and ⟧."""
-    start = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
-    return f"⟦{tokenizer.decode(row['input_ids'][:start])}⟧{tokenizer.decode(row['input_ids'][start:])}"
+    """A row as text, with the parts that carry no loss between ⟦ and ⟧."""
+    text = ""
+    for masked, part in itertools.groupby(zip(row["input_ids"], row["labels"]), lambda pair: pair[1] == IGNORED):
+        piece = tokenizer.decode([token for token, _ in part])
+        text += f"⟦{piece}⟧" if masked else piece
+    return text
 
 
 def _check(split: str) -> None:

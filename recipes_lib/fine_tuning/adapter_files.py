@@ -3,7 +3,7 @@
 Problem    An adapter is a correction of one particular model. Loaded onto another of the same shape (the base instead
            of the instruct version, a newer release) it runs without an error and answers badly.
 Idea       Keep beside the adapter a fingerprint of the base: names, shapes, and the first values of every weight
-           rounded to bf16, so that the base in fp32, bf16 and fp16 is the same base. Compare before loading.
+           rounded to bf16, so that the base in fp32 and bf16 is the same (fp16 rounds otherwise). Compare first.
 Saves      A fine-tuned model is a file of megabytes; one base in memory serves many of them.
 Costs      4 bytes per adapter parameter on disk. Unmerged adapters slow every layer down: merge them to deploy.
 Use when   An adapter leaves the process that trained it.
@@ -132,7 +132,7 @@ def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
 
 
 def base_fingerprint(model: Any) -> str:
-    """A short hash of the weights of `model`, the same in fp32 and 16 bits; take it before adapters and quantization.
+    """A short hash of the weights of `model`, the same in fp32 and bf16; take it before adapters and quantization.
 
     Raises ValueError for a model that has either.
     """

@@ -69,7 +69,8 @@ def check_labels(rows: Iterable[dict[str, list[int]]], tokenizer: Any) -> float:
     token is the end mark: such a model never stops).
     Raises ValueError with the number of the row, its problem and an excerpt of what would be learnt.
     """
-    ends = {tokenizer.eos_token_id, *map(tokenizer.convert_tokens_to_ids, ENDS)} - {None, tokenizer.unk_token_id}
+    ends = {tokenizer.convert_tokens_to_ids(end) for end in ENDS} - {tokenizer.unk_token_id}
+    ends = (ends | {tokenizer.eos_token_id}) - {None}  # GPT-2's is its unknown token as well
     markers = set(tokenizer.all_special_ids) - ends
     tokens = targets = number = 0
     for number, row in enumerate(rows, 1):
@@ -87,7 +88,7 @@ def check_labels(rows: Iterable[dict[str, list[int]]], tokenizer: Any) -> float:
             problem = f"learns other tokens than it has, at {shifted[:5]}: a label equals its token or {IGNORED}"
         elif markers & {labels[i] for i in learnt}:
             problem = "learns tokens of the template: mask everything but the answers"
-        elif ends & set(ids[learnt[-1] + 1 : learnt[-1] + 2]):
+        elif ends & {ids[i + 1] for i in learnt if i + 1 < len(ids) and labels[i + 1] == IGNORED}:
             problem = "does not learn its end mark: the answer would never stop; mask padding by position, not by token"
         if problem:
             shown = tokenizer.decode([labels[i] for i in learnt][:30])
