@@ -206,7 +206,7 @@ print(f"QLoRA takes {ladder['QLoRA'].seconds / ladder['LoRA'].seconds:.2f}× the
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 
 variants = {"rank 16": {}, "DoRA": {"use_dora": True}, "rsLoRA 64": {"rank": 64, "use_rslora": True}}
-variants |= {"rank 4": {"rank": 4}, "alpha 8": {"alpha": 8}, "Q and V": {"target_modules": ["q_proj", "v_proj"]}}
+variants |= {"rank 64": {"rank": 64}, "alpha 8": {"alpha": 8}, "Q and V": {"target_modules": ["q_proj", "v_proj"]}}
 held, short = [], replace(lora, steps=3, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 2 if fast() else None]:
     model = apply_lora(fresh(), **options)
