@@ -10,7 +10,9 @@ import pytest
 
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.finetune_command import run_command, write_production
+from recipes_lib.finetune_command import check_output, check_packing, load_data, run_command, write_production
+from recipes_lib.training.sequence_packing import pack_sequences
+from recipes_lib.training.tracking import read_back
 from tests.test_finetune import RUN
 
 
@@ -51,8 +53,6 @@ def test_command_is_killed_and_resumed_with_the_identical_losses(small_model, pa
     assert before | after == expected and min(after) >= 4
     assert all(before[step] == after[step] for step in before.keys() & after.keys())
 
-    from recipes_lib.training.tracking import read_back
-
     log = read_back(killed / "log", backend="tensorboard")
     assert [step for step, _ in log["loss"]] == list(range(8))
     assert [f"{loss:.4f}" for _, loss in log["loss"]] == [f"{float(expected[s]):.4f}" for s in range(8)]
@@ -71,9 +71,10 @@ def test_command_is_killed_and_resumed_with_the_identical_losses(small_model, pa
     ("lines", "error"),
     [
         ([], "(no rows)"),
-        ([{"prompt": "a", "completion": "b " * 200}] * 30, "longer than seq_len=64"),
+        ([{"prompt": f"{i}", "completion": "b " * 200} for i in range(30)], "longer than seq_len=64"),
         ([{"text": "a"}], "`prompt` and `completion` are needed"),
-        ([{"prompt": "a", "completion": "b"}] * 5, "held-out rows"),
+        ([{"prompt": f"{i}", "completion": "b"} for i in range(5)], "held-out rows"),
+        ([{"prompt": "a", "completion": "b"}] * 30, "the data set is empty"),  # all of it is held out
     ],
 )
 def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
@@ -82,6 +83,52 @@ def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
     with pytest.raises(RuntimeError, match=f"error: .*{re.escape(error)}"):
         run_command(*command(small_model, path, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_begins_again(small_model, pairs, tmp_path):
+    line = command(small_model, pairs, tmp_path / "run", "--save-steps", "4", steps=4)
+    before = run_command(*line, kill_at=1)
+    with pytest.raises(RuntimeError, match="log would be overwritten: resume"):
+        run_command(*line)
+    after = run_command(*line, "--resume")
+    assert sorted(after) == [0, 1, 2, 3] and {step: after[step] for step in before} == before
+    log = read_back(tmp_path / "run" / "log", backend="tensorboard")
+    assert [step for step, _ in log["loss"]] == [0, 1, 2, 3]
+
+
+def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
+    result = tmp_path / "adapter"
+    for name in ("train.jsonl", "axolotl.yml"):
+        (tmp_path / name).write_text(pairs.read_text())
+        with pytest.raises(ValueError, match=f"{name} would be overwritten"):
+            check_output(tmp_path, result, inputs=["", None], resume=False)
+        with pytest.raises(ValueError, match=f"{name} would be overwritten"):
+            check_output(tmp_path, result, inputs=[str(tmp_path / name), None], resume=True)
+        (tmp_path / name).unlink()
+    check_output(tmp_path, result, inputs=[str(pairs), None], resume=False)
+
+
+def test_what_is_held_out_is_not_trained_on(pairs, tmp_path):
+    tokenizer, run = load_tokenizer(), dataclasses.replace(RUN, seq_len=64, data_file=str(pairs))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(pairs.read_text().splitlines()[:5]))
+    trained, rows, _ = load_data(tokenizer, run=run, held_out_file=str(held_out))
+    assert len(trained) == len(rows) == 35
+    assert len(load_data(tokenizer, run=run, limit=20)[0]) == 18
+    with pytest.raises(ValueError, match="give the file of pairs to train on"):
+        load_data(tokenizer, run=dataclasses.replace(run, data_file=""), held_out_file=str(held_out))
+    with pytest.raises(ValueError, match="limit=0"):
+        load_data(tokenizer, run=run, limit=0)
+
+
+def test_packing_is_refused_where_documents_are_not_kept_apart():
+    rows = pack_sequences([{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 2, length=8)
+    model = model_of_shape("tiny-llama", device="cpu")
+    check_packing(model, rows, run=RUN, pad_token_id=0)
+    forward = model.forward
+    model.forward = lambda position_ids, **inputs: forward(**inputs)
+    with pytest.raises(ValueError, match=r"a document sees its neighbour.*--no-packing"):
+        check_packing(model, rows, run=RUN, pad_token_id=0)
 
 
 PAIR = {"prompt": "a", "completion": "b"}

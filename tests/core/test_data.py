@@ -43,6 +43,13 @@ def test_loss_is_on_the_answer_only(tokenizer):
     assert shown.startswith("⟦<|im_start|>") and shown.endswith("assistant\n⟧Hello, world.<|im_end|>")
 
 
+def test_decode_with_mask_shows_every_border(tokenizer):
+    (row,) = tokenize_chat(tokenizer, turns("1 + 1?", "Two.", "2 + 2?", "Four."))
+    shown = decode_with_mask(row, tokenizer)
+    assert re.sub(r"⟦.*?⟧", "|", shown, flags=re.S) == "|Two.<|im_end|>|Four.<|im_end|>"
+    assert "2 + 2?" in shown
+
+
 def test_instructions(tokenizer):
     data = load_instructions(tokenizer, max_tokens=96, limit=20)
     again = load_instructions(tokenizer, max_tokens=96, limit=20)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from recipes_lib.core.budget import budget_of
-from recipes_lib.core.data import IGNORED, load_instructions, tokenize_chat
+from recipes_lib.core.data import IGNORED, load_instructions, tokenize_chat, tokenize_pair
 from recipes_lib.core.measure import measure
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.completion_only_loss import (
@@ -122,6 +122,22 @@ def test_check_labels_refuses_what_trains_silently(tokenizer, problem, match):
     }[problem]
     with pytest.raises(ValueError, match=f"row 1 {match}"):
         check_labels([good, row], tokenizer)
+
+
+def test_check_labels_looks_at_the_end_mark_of_every_answer(tokenizer):
+    (row,) = tokenize_chat(tokenizer, chat_of(3) + chat_of(4))
+    first = row["labels"].index(tokenizer.eos_token_id)
+    row["labels"] = [IGNORED if i == first else label for i, label in enumerate(row["labels"])]
+    with pytest.raises(ValueError, match="row 0 does not learn its end mark"):
+        check_labels([row], tokenizer)
+
+
+def test_check_labels_where_the_end_mark_is_the_unknown_token(monkeypatch):
+    """As in GPT-2."""
+    tokenizer = load_tokenizer()
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    tokenizer.unk_token = tokenizer.eos_token
+    assert check_labels([tokenize_pair(tokenizer, "2 + 2?", "Four.")], tokenizer) > 0
 
 
 def test_check_labels_accepts_base_models_whose_text_ends_otherwise_than_an_answer():

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.core.data import IGNORED, collate, load_instructions
 from recipes_lib.core.measure import PeakMemory
@@ -132,6 +133,9 @@ def test_check_document_mask(tiny):
     assert tiny.training
     forward = tiny.forward
     tiny.forward = lambda position_ids, **inputs: forward(**inputs)  # a model that does not know the borders
+    with pytest.raises(RuntimeError, match="sees its neighbour"):
+        check_document_mask(tiny, batch)
+    tiny.forward = lambda **inputs: CausalLMOutput(logits=forward(**inputs).logits * float("nan"))
     with pytest.raises(RuntimeError, match="sees its neighbour"):
         check_document_mask(tiny, batch)
     with pytest.raises(ValueError, match="no border to check"):
