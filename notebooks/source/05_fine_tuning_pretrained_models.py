@@ -216,7 +216,7 @@ for name, options in list(variants.items())[: 2 if fast() else None]:
     print(f"{name:<10}{size}, held-out loss {held[-1].mean:.2f}; to rank 16:", compare(held[0], held[-1]))
 
 # %% [markdown]
-# The rank hardly shows after so few steps; α does, which multiplies the correction, and so do the layers that are left out. Search the learning rate first, adapt all linear layers rather than Q and V alone, and let the size of the file choose the rank.
+# The rank hardly shows after so few steps. The factor in front does, in α and in rsLoRA's larger one, and so do the layers that are left out. Search the learning rate first, adapt all linear layers rather than Q and V alone, and let the size of the file choose the rank.
 #
 # ### 4. 8-bit AdamW: two libraries beside fp32
 #
@@ -317,7 +317,7 @@ for name, (ordered, how) in arranged.items():
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
 # %% [markdown]
-# Grouping by length removes padding too, but then short answers meet short answers in every batch. Packing leaves the choice of rows free and has no padding. With a mask, attention still computes what it hides, which takes part of the gain back; kernels for variable lengths (flash-attn on a GPU) do not.
+# Grouping by length removes padding too, but then short answers meet short answers in every batch. Packing leaves the choice of rows free and has no padding. With a mask, attention still computes what it hides, and on a CPU that can eat the whole gain; kernels for variable lengths (flash-attn on a GPU) skip it.
 #
 # ## Everything combined
 #
