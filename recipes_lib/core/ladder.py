@@ -187,13 +187,8 @@ def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     seconds = [row["seconds"] for row in rows]
     time.barh(names, seconds, color="#c9d3dc", height=0.65)
     for y, value in enumerate(seconds):
-        time.annotate(
-            f"{value:.2g}" if value < 10 else f"{value:.0f}",
-            (value, y),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        shown = f"{value:.2g}" if value < 10 else f"{value:.0f}"
+        time.annotate(shown, (value, y), (4, 0), textcoords="offset points", va="center")
     time.set(xlabel="seconds per step", xlim=(0, max(seconds) * 1.25))
     for axes in (memory, time):
         axes.spines[["top", "right", "left"]].set_visible(False)
@@ -234,6 +229,7 @@ def loss_chart(curves: dict[str, list[tuple[int, float]]], *, label: str = "held
     for name, curve in curves.items():
         axes.plot(*zip(*curve, strict=True), marker="o", label=name)
     axes.set(xlabel="optimizer step", ylabel=label)
+    axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     plt.close(figure)

@@ -116,8 +116,8 @@ def load_checkpoint(
     version, internal, gauss = state["random"]["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["random"]["cpu"])
-    if state["random"]["cuda"]:
-        torch.cuda.set_rng_state_all(state["random"]["cuda"])
+    for device, random_state in enumerate(state["random"]["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(random_state, device)
     return state["step"], state["history"]
 
 
