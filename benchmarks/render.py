@@ -110,16 +110,16 @@ def better_model(run: dict[str, Any]) -> str:
     first, last, facts = run["rows"][0], run["rows"][-1], run["facts"]
     verdict = "{difference:+.2f} nats per token, 95 % interval {low:+.2f} to {high:+.2f}".format(**facts["verdict"])
     return (
-        f"**Held-out loss {facts['before']:.2f} → {last['loss']:.2f}** ({verdict}) with "
-        f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory** than full fine-tuning. The same "
-        f"settings beside `transformers.Trainer`: the same losses, {beside(facts['production'], 'Trainer')}."
+        f"**Held-out loss {facts['before']:.2f} → {last['loss']:.2f}** ({verdict}) by LoRA on packed rows, with "
+        f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory** than full fine-tuning on padded "
+        f"ones. The same settings in `transformers.Trainer`: the same losses; {beside(facts['production'], 'Trainer')}."
     )
 
 
 def beside(production: dict[str, Any], library: str) -> str:
     """Our loop against a library at the same settings."""
     ours, theirs = production["ours"], production[library]
-    return f"{theirs['time_ratio']:.2f}× its time, {ours['peak_bytes'] / theirs['peak_bytes']:.2f}× its peak"
+    return f"ours takes {theirs['time_ratio']:.2f}× its time, {ours['peak_bytes'] / theirs['peak_bytes']:.2f}× its peak"
 
 
 def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, note: str) -> str:

@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# > **Held-out loss 3.74 → 2.80** (-0.94 nats per token, 95 % interval -1.11 to -0.80) with **64% less peak memory** than full fine-tuning. The same settings beside `transformers.Trainer`: the same losses, 0.87× its time, 0.91× its peak. Every row was predicted first; the arithmetic is off by 1.6% at most.
+# > **Held-out loss 3.74 → 2.80** (-0.94 nats per token, 95 % interval -1.11 to -0.80) by LoRA on packed rows, with **64% less peak memory** than full fine-tuning on padded ones. The same settings in `transformers.Trainer`: the same losses; ours takes 0.87× its time, 0.91× its peak. Every row was predicted first; the arithmetic is off by 1.6% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, no native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22.
 # <!-- end -->
@@ -45,7 +45,7 @@
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing. To use a model of your own, change `NAME` to a hub id or a folder: Qwen, Llama, Mistral and Gemma take the same way.
+# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing. To use a model of your own, change `NAME` to a hub id or a folder: Qwen, Llama, Mistral and Gemma work the same way.
 
 # %%
 import importlib.util
@@ -89,11 +89,11 @@ print(here)
 # %% [markdown]
 # ## What runs out: one equation
 #
-# Fine-tuning spends bytes, like every training, and seconds on tokens of which few teach anything:
+# Fine-tuning spends bytes, like every training, and seconds on tokens, some of which are only padding:
 #
 # $$\text{seconds} = \frac{\text{useful tokens}}{\text{tokens per second} \times (1 - \text{padding})}$$
 #
-# Everything below either makes the useful tokens cheaper, or makes sure that they, and nothing else, are learnt. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
+# Useful is all but padding; of that, only the answers carry loss: they are the targets. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
 
 # %%
 S, limit, some = (64, 60, 12) if fast() else (160, 300, 32)
@@ -105,7 +105,7 @@ print(decode_with_mask(train[1], tokenizer))
 # %% [markdown]
 # ### 1. Loss on the answers, and the masking bug
 #
-# **Mask the prompt, leave each label at its own token, learn the end mark.** To break one of the three raises no error, and the loss still falls. `check_labels` looks for all of them before anything is trained.
+# **Mask the prompt, leave each label at its own token, learn the end mark.** Breaking any of the three raises no error, and the loss still falls. `check_labels` looks for all of them before anything is trained.
 
 # %%
 from recipes_lib.fine_tuning.completion_only_loss import check_labels, completion_only_loss
@@ -121,11 +121,11 @@ for bug in ([*labels[1:], IGNORED], ids, [IGNORED if label == end else label for
         print("-", error)
 
 # %% [markdown]
-# Few tokens carry loss, so most logits would be computed for nothing, and over a large vocabulary they are the largest tensors of a step: `completion_only_loss` asks the model for those that are needed.
+# Few tokens carry loss, so most logits, the largest tensors of a step, would be computed for nothing: `completion_only_loss` asks for those that are needed.
 #
 # ### 2. Before anything is trained: how good is it?
 #
-# **A number without an interval is an opinion.** The bootstrap draws rows, not tokens, because the tokens of one answer belong together. Plain text is there to see later what fine-tuning makes the model forget.
+# **A number without an interval is an opinion.** The bootstrap draws rows, not tokens, because the tokens of one answer belong together. The perplexity is of held-out Python source: close to the task, so it shows damage, not all that is forgotten.
 
 
 # %%
@@ -162,7 +162,7 @@ run = Settings(
 )  # fmt: skip
 
 # %% [markdown]
-# `climb` predicts the third step, measures it, trains on, and compares the held-out losses before and after **row by row**: most of the noise is in the rows, and cancels.
+# `climb` predicts the third step, measures it, trains on, and compares the held-out losses before and after **row by row**: what makes a row hard for both cancels, so the interval is narrower. The first step has rate zero.
 
 # %%
 ladder, curves = Ladder("05_fine_tuning_pretrained_models"), {}
@@ -198,9 +198,9 @@ climb("QLoRA", replace(lora, method="qlora"))
 print(f"QLoRA takes {ladder['QLoRA'].seconds / ladder['LoRA'].seconds:.2f}× the time of LoRA per token")
 
 # %% [markdown]
-# LoRA frees gradients and states, QLoRA most of the weights too. Unpacking them costs time, and where bf16 is native the 4-bit layers win some back by multiplying in it. The arithmetic was right to a per cent or so.
+# LoRA frees gradients and states, QLoRA most of the weights too. Unpacking them costs time, and where bf16 is native the 4-bit layers win some back by multiplying in it. The arithmetic is right within about 1 %.
 #
-# What do rank, α and the choice of layers change? DoRA trains the length of each weight row apart from its direction. rsLoRA scales by α/√r instead of α/r, so that a large rank is not scaled away. Both are switches of peft.
+# What do rank, α and the choice of layers change? DoRA trains the length of each weight row apart from its direction. rsLoRA scales by α/√r instead of α/r, which weighs a large rank more. Both are switches of peft.
 
 # %%
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
@@ -216,7 +216,7 @@ for name, options in list(variants.items())[: 2 if fast() else None]:
     print(f"{name:<10}{size}, held-out loss {held[-1].mean:.2f}; to rank 16:", compare(held[0], held[-1]))
 
 # %% [markdown]
-# The rank hardly shows after so few steps. The factor in front does, in α and in rsLoRA's larger one, and so do the layers that are left out. Search the learning rate first, adapt all linear layers rather than Q and V alone, and let the size of the file choose the rank.
+# At the same α the rank changes nothing that these rows can show. A quarter of α is worse, rsLoRA's larger factor better: after two updates that is mostly a larger step. Tune learning rate and α before the rank, and adapt all linear layers. DoRA gains little here, and is slower.
 #
 # ### 4. 8-bit AdamW: two libraries beside fp32
 #
@@ -244,7 +244,7 @@ for name, make in kinds.items():
 #
 # ### 5. Mixed precision and pure bf16
 #
-# **Autocast multiplies in 16 bits and keeps fp32 weights. Pure bf16 has nothing but 16 bits, and loses small updates:** the next bf16 number after 1 is 0.8 % away, and a smaller step rounds to nothing. Stochastic rounding keeps it on average; fp32 masters keep it exactly.
+# **Autocast multiplies in 16 bits and keeps fp32 weights. Pure bf16 has nothing but 16 bits, and loses small updates:** the next bf16 number after 1 is 0.8 % away, and a smaller step rounds to nothing. Stochastic rounding keeps it on average; fp32 masters keep it exactly, beside the model. *Changed* is a share of the last block's weights.
 
 # %%
 from recipes_lib.precision.mixed_precision import mixed_precision
@@ -264,11 +264,11 @@ for name, (dtype, make, options) in modes.items():
     print(f"{name:<14}{seconds[name]:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, {changed[name]:.1%} changed")
 
 # %% [markdown]
-# Rounded to nearest, few weights move at this learning rate. With masters, the weights that the model shows lag behind those that are kept. Where the first lines say *no native bf16*, 16-bit rows are slower.
+# Rounded to nearest, few weights move at this learning rate. The masters have moved, but most still round to the same bf16 number: the model shows it after many steps. Stochastic rounding shows it at once, with noise. Where the first lines say *no native bf16*, 16-bit rows are slower.
 #
 # ### 6. Accumulation, clipping and schedule
 #
-# **Divide by the targets of the whole batch; clip and schedule once per optimizer step.** Then the number of micro-batches changes nothing, although answers have unequal lengths. (The popular mean of means does: notebook 01 measures how much.)
+# **Divide by the targets of the whole batch; clip and schedule once per optimizer step.** Then the number of micro-batches changes nothing, although answers have unequal lengths.
 
 # %%
 for rows in (short.rows_per_step, 1):
@@ -277,7 +277,7 @@ for rows in (short.rows_per_step, 1):
         print(f"{rows} rows at a time: {s.loss=:.5f} {s.gradient_norm=:.4f} {s.learning_rate=:.1e}")
 
 # %% [markdown]
-# The schedule is transformers' cosine with a linear warm-up: its first step has learning rate zero.
+# The schedule is transformers' cosine; its warm-up begins at zero.
 #
 # ### 7. Sequence packing
 #
@@ -317,11 +317,11 @@ for name, (ordered, how) in arranged.items():
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
 # %% [markdown]
-# Grouping by length removes padding too, but then short answers meet short answers in every batch. Packing leaves the choice of rows free and has no padding. With a mask, attention still computes what it hides, and on a CPU that can eat the whole gain; kernels for variable lengths (flash-attn on a GPU) skip it.
+# Grouping by length removes padding too, the more rows there are to choose from, but then short answers meet short ones in every batch. Packing leaves the choice of rows free and has no padding. With a mask, attention still computes what it hides, and on a CPU that can eat the whole gain; kernels for variable lengths (flash-attn on a GPU) skip it.
 #
 # ## Everything combined
 #
-# LoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Then the same judge as at the start, on the same rows and prompts.
+# LoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. A micro-batch is one packed row, of half as many tokens as above, which lowers the peak. Then the same judge as at the start.
 
 # %%
 climb("everything combined", combined, pack_sequences(train, length=2 * S, seed=0), here.compute_dtype)
@@ -337,9 +337,11 @@ for i in range(2):
 loss_chart(curves, label="training loss, nats per target")
 
 # %% [markdown]
+# Each step trains on other rows, so the curves rise and fall together. Five steps teach the form of a docstring, not yet what the function does.
+#
 # ## Save, merge, reload
 #
-# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder like any other model.
+# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder like any other model, and its logits differ by the rounding (1e-2 is one per cent).
 
 # %%
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, check_merged, load_adapter, save_adapter, save_merged  # fmt: skip
@@ -364,7 +366,7 @@ log = read_back(folder / "run" / "log", backend="tensorboard")
 print(f"not killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged: {', '.join(log)}")
 
 # %% [markdown]
-# Each step is in the log once, and the resumed losses are those of the run that nobody killed, digit for digit: weights, AdamW states, schedule, position in the data and random state come back.
+# The log has each step once (the last cell checks it), and the resumed losses are those of the run that nobody killed, digit for digit: weights, AdamW states, schedule, position in the data and random state come back.
 #
 # ## The same run in production
 #
@@ -378,7 +380,7 @@ print(production.table(found))
 print((folder / "run" / "axolotl.yml").read_text().replace(str(folder), "my-runs"))
 
 # %% [markdown]
-# The libraries compute every logit, and TRL also the entropy and the accuracy of each token to log them. What they add in return: evaluation while training, callbacks, several GPUs.
+# The libraries compute every logit, and TRL also the entropy and the accuracy of each token to log them. In return: evaluation while training, callbacks, several GPUs.
 #
 # ## Model specifics: Qwen3
 #
@@ -419,7 +421,7 @@ ladder.chart()
 #
 # | recipe | price | not when |
 # |---|---|---|
-# | full fine-tuning | 16 bytes per parameter | the data are few: LoRA learns less and forgets less (Biderman et al.) |
+# | full fine-tuning | 16 bytes per parameter | you have little data: LoRA learns less and forgets less (Biderman et al.) |
 # | LoRA | a low-rank update only | teaching much new knowledge |
 # | QLoRA | unpacking in each product; rounded weights | the 16-bit weights fit |
 # | 8-bit AdamW | slightly different updates | with adapters |
@@ -427,13 +429,13 @@ ladder.chart()
 # | packing | a mask, or a kernel for variable lengths | rows of one length |
 # | loss on answers | none | long prompts, short answers, few rows: learning prompts too can help |
 #
-# **Where next.** Each file names its production switch under *In production*; the [cheatsheet](../CHEATSHEET.md) puts them side by side, with the traps. `python -m recipes_lib finetune --data pairs.jsonl --output my-adapter` is the loop above for your own pairs.
+# **Where next.** The [cheatsheet](../CHEATSHEET.md) has the production switches side by side, and the traps. `python -m recipes_lib finetune --data pairs.jsonl --output my-adapter` is the loop above for your own pairs.
 #
 # ## Exercises
 #
 # 1. Predict, then measure: QLoRA on packed rows with `gradient_checkpointing=True`. Which term is left?
 # 2. How many held-out rows would show a difference of 0.02 between LoRA and QLoRA? Ask `rows_needed`.
-# 3. Train on prompts too (labels equal to the tokens, end mark included). Does the held-out loss on answers get better or worse?
+# 3. Train on prompts too. Does the held-out loss on answers get better or worse?
 #
 # ## References
 #
