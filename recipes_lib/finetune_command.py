@@ -54,8 +54,12 @@ def finetune(
     check_output(folder, result, inputs=[run.data_file, held_out_file], resume=resume)
     pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
     print(f"{len(rows)} rows to train on, {len(held_out)} held out")
-    rows = pack_sequences(rows, length=run.seq_len, seed=run.seed) if run.packing else rows
+    if run.packing:
+        rows = pack_sequences(rows, length=run.seq_len, seed=run.seed)
+        print(f"packed into {len(rows)} rows of at most {run.seq_len} tokens")
     check_run(rows, run=run, folder=folder, resume=resume)
+    passes = run.steps * run.rows_per_step / len(rows)
+    print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
     seed_everything(run.seed)
     # Adapters leave the base as it is, so it can have 16 bits. Not fp16: its file could name no other base.
     half = run.method != "full" and run.precision == "bf16" and machine().native_bf16
