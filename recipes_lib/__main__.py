@@ -66,6 +66,7 @@ def finetune(options: argparse.Namespace) -> None:
     fields = {field.name for field in dataclasses.fields(export.Settings)}
     settings = {name: value for name, value in vars(options).items() if name in fields}
     low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine().compute_dtype]
+    settings["output_dir"] = str(Path(options.output_dir).expanduser())
     settings["learning_rate"] = options.learning_rate or (1e-4 if options.method == "full" else 1e-3)
     settings |= {"precision": options.precision or low, "warmup_steps": min(options.warmup_steps, options.steps - 1)}
     print(machine())

@@ -128,7 +128,11 @@ def micro_batches(rows: Sequence[Row], *, run: Settings, pad_token_id: int, devi
 
 def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool) -> None:
     """Everything that can be refused before any compute: ValueError for no rows, too few, too long, without targets,
-    and for a folder that holds another run's checkpoint."""
+    a folder that holds another run's checkpoint, and a paged optimizer on a CPU."""
+    if run.optimizer.startswith("paged") and machine().device == "cpu":
+        raise ValueError(
+            f"optimizer={run.optimizer!r} moves states to the host, and this machine has no GPU: choose another"
+        )
     if not len(rows):
         raise ValueError("the data set is empty: give rows with input_ids and labels")
     if len(rows) < run.rows_per_step:

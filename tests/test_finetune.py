@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -175,6 +176,9 @@ def test_bad_input_is_refused_before_any_compute(tmp_path):
     with pytest.raises(ValueError, match="row 3 has no target"):
         masked = [row | {"labels": [IGNORED] * len(row["labels"])} if i == 3 else row for i, row in enumerate(rows)]
         start(masked)
+    with pytest.raises(ValueError, match="this machine has no GPU"), mock.patch("recipes_lib.finetune.machine") as here:
+        here.return_value.device = "cpu"
+        next(training_steps(fresh(), rows, run=change(optimizer="paged_adamw_8bit"), pad_token_id=0))
     run = change(save_steps=1)
     begun = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path)
     next(begun), next(begun)  # the second step keeps the first

@@ -13,7 +13,8 @@ Idea       Save everything that the next step reads, in one file, at once:
 Saves      All steps up to the last checkpoint.
 Costs      12 bytes per trainable parameter on disk with fp32 AdamW, and the time to write them. With LoRA megabytes.
 Use when   A run takes longer than you would like to repeat.
-Not when   Several processes hold shards of the states: use torch.distributed.checkpoint.
+Not when   Several processes hold shards of the states: use torch.distributed.checkpoint. bitsandbytes brings paged
+           states back as ordinary GPU memory.
 In production   `Trainer(...).train(resume_from_checkpoint=True)` with `save_steps`: it skips the rows of the epoch
            that were seen, and checks neither the settings nor the data against those of the checkpoint.
 Source     PyTorch documentation, "Reproducibility" and "Serialization semantics".
