@@ -7,7 +7,8 @@ memory          activations, gradients and optimizer states that no longer fit
 precision       fewer bits per number: mixed precision, pure bf16, 8-bit optimizer states
 training        the loop: accumulation, packing, dynamic batch size, exact resume, tracking
 bench           measure one technique beside the plain step
-finetune        fine-tune a pretrained model: the techniques put together in one loop, with its arithmetic
+finetune        fine-tune a pretrained model: the techniques put together in one loop
+finetune_budget   its arithmetic: the peak of a step, before it is taken
 finetune_command  the loop as a command, from pairs to a proven adapter
 production      the same run through the Trainer and TRL
 export          the same run as settings of Axolotl, accelerate, the Trainer and TRL

@@ -20,30 +20,27 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, budget_of, projection_widths
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.machine import machine, synchronize
 from recipes_lib.core.model import decoder_blocks
 from recipes_lib.export import Settings
 from recipes_lib.fine_tuning.completion_only_loss import (
     completion_only_loss,
-    estimate_completion_only_loss,
 )
-from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
-from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora
+from recipes_lib.finetune_budget import PRECISIONS, Batch, estimate_adapters, estimate_finetune
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
-    estimate_activation_checkpointing,
 )
-from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, estimate_eight_bit_adam
-from recipes_lib.precision.mixed_precision import MixedPrecision, estimate_mixed_precision, mixed_precision
+from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
+from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.exact_resume import load_checkpoint, rows_of_step, save_checkpoint
-from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
-from recipes_lib.training.sequence_packing import collate_packed, estimate_packed_attention
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.training.sequence_packing import collate_packed
 
 Row = dict[str, list[int]]
-Batch = dict[str, torch.Tensor]
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINT = "checkpoint.pt"
 FREE = {"base_model", "data_file", "output_dir", "save_steps", "report_to"}  # settings that a resumed run may change
 
@@ -198,73 +195,12 @@ def few_steps(
     return losses, seconds, changed / sum(parameter.numel() for parameter in old)
 
 
-def estimate_adapters(model: Any, micros: Sequence[Batch], *, run: Settings) -> list[Budget]:
-    """First half of the arithmetic, on the base `model` before `adapt`: a budget for each micro-batch of a step, as
-    if all were like it."""
-    plans = []
-    for number, micro in enumerate(micros):
-        sizes = _sizes(micro, times=len(micros) if number else 1)
-        plan = budget_of(model, **sizes)
-        if run.method != "full":
-            sizes |= {"rank": run.rank, "target_modules": run.target_modules or "all-linear"}
-            plan = (estimate_qlora if run.method == "qlora" else estimate_lora)(plan, model, **sizes)
-        plans.append(plan)
-    return plans
-
-
-def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batch], *, run: Settings) -> Budget:
-    """Second half, on the model that `adapt` returned: the budget of a step, which is that of its largest micro-batch.
-
-    `plans` are those of `estimate_adapters`. The first micro-batch finds no gradients that it would have to carry.
-    """
-    dtype, done = PRECISIONS[run.precision], []
-    for number, (plan, micro) in enumerate(zip(plans, micros, strict=True)):
-        k, part = len(micros) if number else 1, _sizes(micro)
-        plan = estimate_gradient_accumulation(plan, model, **_sizes(micro, times=k), micro_batches=k)
-        if model.dtype is torch.float32:  # a 16-bit base has 16-bit activations already
-            plan = estimate_mixed_precision(plan, model, **part, dtype=dtype)
-        if run.method != "full" and run.precision != "fp32":
-            plan = _autocast_adapters(plan, model, run=run, tokens=micro["input_ids"].numel())
-        kept = int((micro["labels"][:, 1:] != IGNORED).any(0).sum())
-        plan = estimate_completion_only_loss(plan, model, targets=part["batch_size"] * kept)
-        if "position_ids" in micro and (micro["position_ids"][:, 1:] == 0).any():  # one document needs no mask
-            autocast = dtype if model.dtype is torch.float32 else None
-            plan = estimate_packed_attention(plan, model, **part, dtype=autocast)
-        if "8bit" in run.optimizer:
-            plan = estimate_eight_bit_adam(plan, model)
-        if run.gradient_checkpointing:
-            plan = estimate_activation_checkpointing(plan, model, **part)
-        done.append(plan)
-    return max(done, key=lambda plan: plan.peak)
-
-
 def prepare(
     model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
 ) -> tuple[Any, Budget]:
-    """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states).
-
-    The arithmetic leaves out what dropout keeps.
-    """
+    """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states)."""
     chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
     micros = micro_batches([rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device))
     plans = estimate_adapters(model, micros, run=run)
     model = adapt(model, run=run)
     return model, estimate_finetune(plans, model, micros, run=run)
-
-
-def _autocast_adapters(plan: Budget, model: Any, *, run: Settings, tokens: int) -> Budget:
-    """What autocast changes in the tensors that an adapted `model` saves."""
-    blocks = len(decoder_blocks(model))
-    if model.dtype is torch.float32:  # 16-bit input of the output layer's adapter; 4-bit layers return fp32
-        q, _, ff = projection_widths(model.config)
-        change = blocks * tokens * (2 * q + 6 * ff * (run.method == "qlora"))
-    else:  # the inputs that peft casts to fp32 are cast back
-        down = [layer.lora_A["default"].weight for layer in model.modules() if hasattr(layer, "lora_A")]
-        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        change = 2 * trainable - 2 * tokens * sum(sum(weight.shape) for weight in down)  # [r, in]
-    return plan.change(activations=plan.activations + change, one_block=plan.one_block + change // blocks)
-
-
-def _sizes(micro: Batch, *, times: int = 1) -> dict[str, int]:
-    rows, length = micro["input_ids"].shape
-    return {"batch_size": rows * times, "seq_len": length}

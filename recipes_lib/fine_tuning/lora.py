@@ -139,17 +139,16 @@ def lora_parameters(model: Any, *, rank: int = 16, target_modules: str | Sequenc
     return sum(rank * sum(_in_out(layer)) for layer in target_linears(model, target_modules=target_modules).values())
 
 
-def estimate_lora(
-    budget: Budget, model: Any, *, rank: int = 16, batch_size: int, seq_len: int, target_modules: Any = "all-linear"
-) -> Budget:
-    """The budget after `apply_lora` (dropout 0) on `model`, the base as it is now. Estimate it before other recipes."""
+def estimate_lora(budget: Budget, model: Any, *, rank: int = 16, dropout: float = 0.0, batch_size: int, seq_len: int,
+                  target_modules: str | Sequence[str] = "all-linear") -> Budget:  # fmt: skip
+    """The budget after `apply_lora` on `model`, the base as it is now. Estimate it before other recipes."""
     targets = target_linears(model, target_modules=target_modules)
     trainable = 4 * lora_parameters(model, rank=rank, target_modules=target_modules)  # fp32
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
     blocks, plain = len(decoder_blocks(model)), budget_of(model, **sizes)
     with _frozen(model):
         alone = budget_of(model, **sizes)
-    adapters = batch_size * seq_len * _change_per_token(model, rank, targets)
+    adapters = batch_size * seq_len * _change_per_token(model, rank, targets, dropout=dropout)
     # On a 16-bit base, backward also holds the fp32 gradients of an adapter's output and input.
     casts = 4 * (model.config.hidden_size + projection_widths(model.config)[2]) * (model.dtype != torch.float32)
     return budget.change(
@@ -166,16 +165,17 @@ def estimate_lora(
     )
 
 
-def _change_per_token(model: Any, rank: int, targets: dict[str, torch.nn.Module]) -> int:
+def _change_per_token(model: Any, rank: int, targets: dict[str, torch.nn.Module], *, dropout: float) -> int:
     """Bytes per token that the adapters save for backward, less what the frozen layers no longer do."""
     size = model.dtype.itemsize
     copies = model.dtype != torch.float32  # peft casts the input to the adapter's fp32, once for each adapter
-    change = sum(4 * (rank + copies * _in_out(layer)[0]) for layer in targets.values())
+    kept = 4 * copies if not dropout else 5 if model.device.type == "cuda" else 8  # what was dropped, and its mask
+    change = sum(4 * rank + kept * _in_out(layer)[0] for layer in targets.values())
     adapted = set(targets.values())
     for block in decoder_blocks(model):
         for readers in READERS:
             layers = [layer for name, layer in block.named_modules() if name.endswith(readers)]
-            if layers and (copies or adapted.isdisjoint(layers)):  # a frozen layer does not need its input
+            if layers and (kept or adapted.isdisjoint(layers)):  # a frozen layer does not need its input
                 change -= size * _in_out(layers[0])[0]
     return change
 

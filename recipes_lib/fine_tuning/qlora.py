@@ -153,18 +153,12 @@ def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
 
 
 def estimate_qlora(
-    budget: Budget,
-    model: Any,
-    *,
-    rank: int = 16,
-    batch_size: int,
-    seq_len: int,
-    target_modules: str | Sequence[str] = "all-linear",
-    double_quant: bool = True,
-) -> Budget:
+    budget: Budget, model: Any, *, rank: int = 16, dropout: float = 0.0, target_modules: Any = "all-linear",
+    double_quant: bool = True, batch_size: int, seq_len: int,
+) -> Budget:  # fmt: skip
     """The budget after `apply_qlora` on `model`, which is the full-precision base as it is now."""
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
-    plan = estimate_lora(budget, model, rank=rank, target_modules=target_modules, **sizes)
+    plan = estimate_lora(budget, model, rank=rank, dropout=dropout, target_modules=target_modules, **sizes)
     full = [tensor_bytes(layer.weight) for layer in target_linears(model).values()]
     weights = plan.weights - sum(full) + nf4_bytes(model, double_quant=double_quant)
     return plan.change(weights=weights, loss=max(plan.loss, max(full)))  # or one dequantized layer

@@ -4,7 +4,6 @@ import re
 import pytest
 import torch
 
-from recipes_lib.core.corpus import docstring_pairs, modules
 from recipes_lib.core.data import (
     IGNORED,
     batches,
@@ -24,14 +23,6 @@ from tests.conftest import make_batch
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer()
-
-
-def test_split_by_module_is_deterministic_and_disjoint():
-    names = {split: {path.parts for path in modules(split)} for split in ("train", "validation")}
-    assert names["train"] and names["validation"] and not names["train"] & names["validation"]
-    assert modules("train") == modules("train")
-    prompts = [{p["prompt"] for p in docstring_pairs(split)} for split in ("train", "validation")]
-    assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not prompts[0] & prompts[1]
 
 
 def test_loss_is_on_the_answer_only(tokenizer):
