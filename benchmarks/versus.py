@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 
 from recipes_lib.bench import LR, Bench
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.machine import machine, synchronize
-from recipes_lib.core.measure import measure
+from recipes_lib.core.machine import machine
+from recipes_lib.core.measure import in_turns, measure
 
 Side = Callable[[Any, Bench], tuple[Callable[[], float], Callable[[], None]]]
 
@@ -118,7 +117,7 @@ def pairs() -> dict[str, tuple[Side, str, Side]]:
 def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 9) -> dict[str, Any]:
     """Peaks one after the other; then both models side by side, one step each in turns, for the ratio of times."""
     sides, steps, closers = {"recipe": ours, "library": library}, {}, []
-    peaks, losses, seconds = {}, {}, {"recipe": [], "library": []}
+    peaks, losses = {}, {}
     for who, side in sides.items():
         peaks[who], losses[who] = _peak_and_loss(bench, side)
     if abs(losses["recipe"] - losses["library"]) > 1e-2:
@@ -128,13 +127,7 @@ def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 9) -> dict
             steps[who], close = side(bench.fresh(), bench)
             closers.append(close)
             steps[who]()  # makes AdamW's states
-        for turn in range(rounds):
-            for who in sides if turn % 2 == 0 else reversed(sides):
-                synchronize()
-                start = time.perf_counter()
-                steps[who]()
-                synchronize()
-                seconds[who].append(time.perf_counter() - start)
+        seconds = in_turns(steps, rounds=rounds)
     finally:
         for close in closers:
             close()

@@ -68,10 +68,9 @@ def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_
     check_run(rows, run=run, folder=folder, resume=resume)
     optimizer, schedule, mp = optimizer_of(model, run=run)
     parts, facts, done = {"schedule": schedule, "precision": mp}, facts_of(run, rows, base), 0
-    losses: list[float] = []
     autocast = contextlib.nullcontext if run.precision == "fp32" else mp.autocast
     if folder and resume and (folder / CHECKPOINT).exists():
-        done, losses = load_checkpoint(folder / CHECKPOINT, model=model, optimizer=optimizer, run=facts, parts=parts)
+        done = load_checkpoint(folder / CHECKPOINT, model=model, optimizer=optimizer, run=facts, parts=parts)
     for number in range(done, run.steps):
         start = time.perf_counter()
         chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
@@ -83,14 +82,13 @@ def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_
         if mp.step(optimizer, max_grad_norm=run.max_grad_norm or float("inf")):  # False: fp16 gradients overflowed
             schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
         synchronize()
         seconds = time.perf_counter() - start
         tokens = sum(len(rows[i]["input_ids"]) for i in chosen)
-        yield Step(number, losses[-1], float(mp.gradient_norm), rate, seconds, loading, tokens)
+        yield Step(number, loss.item(), float(mp.gradient_norm), rate, seconds, loading, tokens)
         # Who takes the steps has logged this one by now: after a kill no step is missing in the log.
         if folder and keeps_checkpoint(number, run=run):
-            state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts, "history": losses}
+            state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts}
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
 
 

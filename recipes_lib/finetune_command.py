@@ -193,11 +193,12 @@ def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
             print(f"no {name}.yml, which cannot say this run: {error}")
 
 
-def run_command(*options: str, kill_at: int | None = None) -> dict[int, str]:
+def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -> dict[int, str]:
     """`python -m recipes_lib finetune` in a process of its own; returns step -> loss, as it printed them.
 
     Args:
         kill_at: send SIGKILL as soon as this step is printed, as an operating system does that runs out of memory.
+        echo: print what it says beside the steps.
     Raises RuntimeError with its last line if the command fails.
     """
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -211,6 +212,8 @@ def run_command(*options: str, kill_at: int | None = None) -> dict[int, str]:
                 losses[int(match[1])] = match[2]
                 if int(match[1]) == kill_at:
                     process.kill()
+            elif echo:
+                print(text, end="")
         if process.wait() != (0 if kill_at is None else -signal.SIGKILL):
             errors.seek(0)
             said = errors.read().strip().splitlines() or ["(no error message)"]

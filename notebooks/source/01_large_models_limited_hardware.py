@@ -54,11 +54,11 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("recipes_lib") is None:
-    if not Path("llm-training-recipes").exists():
-        url = "https://github.com/your-username/llm-training-recipes"
-        subprocess.run(["git", "clone", "-q", "--depth", "1", url], check=True)
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "peft", "bitsandbytes", "gguf"], check=True)
-    sys.path.insert(0, str(Path("llm-training-recipes").resolve()))
+    code = Path(".." if Path("../recipes_lib").exists() else "llm-training-recipes").resolve()
+    if not code.exists():
+        subprocess.run(["git", "clone", "-q", "https://github.com/your-username/llm-training-recipes"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True)
+    sys.path.insert(0, str(code))
 
 import torch
 
@@ -107,7 +107,7 @@ print(f"{name}: {model.num_parameters():,} parameters, batch of {B} x {S} tokens
 # The text is real too: functions of Python's standard library, each with its docstring as the answer. The loss is on the answer only; the part between ⟦ and ⟧ carries none.
 
 # %%
-train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=400)  # short functions
+train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=40 if fast() else 400)  # short
 held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=16 if fast() else 32)
 feed = {"pad_token_id": tokenizer.pad_token_id, "device": here.device}
 batch = next(batches(train, batch_size=B, length=S, **feed))
@@ -148,7 +148,7 @@ def climb(row, plan, model, optimizer=None, step=plain_step):
 climb("baseline", baseline_plan, model)
 
 # %% [markdown]
-# The arithmetic meets the measurement. The loss is that of a batch seen five times: lower than any adapter reaches.
+# The loss is that of a batch seen five times: lower than any adapter reaches.
 #
 # ## Part A: what grows with the batch
 #
@@ -237,15 +237,15 @@ climb("activation offloading", offload_plan, model, step=offloaded_step)
 #
 # ### 4. Mixed precision
 #
-# **Multiply in 16 bits, keep the weights in fp32.** PyTorch's `autocast` casts what a matrix product reads: half the bytes for most activations, but a 16-bit copy of every weight on top. Time depends on the machine: where the first lines of this notebook say *no native bf16* on a CPU, the products are emulated and the step gets slower, not faster.
+# **Multiply in 16 bits, keep the weights in fp32.** PyTorch's `autocast` casts what a matrix product reads: half the bytes for most activations, but a 16-bit copy of every weight on top. Time depends on the machine: where the first lines say *no native bf16* on a CPU, the products are emulated. A step would take minutes, so it is only predicted; notebook 05 shows the factor on a few tokens.
 
 # %%
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
 
 low = torch.bfloat16 if here.compute_dtype == torch.float32 else here.compute_dtype
-mixed_plan = estimate_mixed_precision(baseline_plan, model, **size, dtype=low)
+plans["mixed precision"] = estimate_mixed_precision(baseline_plan, model, **size, dtype=low)
 mp = mixed_precision(dtype=low)
-print(mp)
+print(mp, plans["mixed precision"], sep="\n")
 
 
 def mixed_step(model, optimizer):
@@ -258,10 +258,11 @@ def mixed_step(model, optimizer):
 
 
 model = fresh()
-climb("mixed precision", mixed_plan, model, step=mixed_step)
+if here.compute_dtype != torch.float32:  # emulated products would take minutes
+    climb("mixed precision", plans["mixed precision"], model, step=mixed_step)
 
 # %% [markdown]
-# Here it is time that is saved, or lost; the copies of the weights eat what the activations save, until the batch is larger. The loss is no longer the same number: 16-bit products round, and Adam's first steps follow the sign of every gradient.
+# It is time that is saved, if any; the copies of the weights eat what the activations save, until the batch is larger. The loss is no longer the same number: 16-bit products round, and Adam's first steps follow the sign of every gradient.
 #
 # Why fp16 needs loss scaling and bf16 does not: fp16 has no number between zero and its smallest one, and gradients live there. Scaling the loss moves all of them up; dividing by the scale before the step moves them back.
 
@@ -305,16 +306,15 @@ except ValueError as reason:
 # **Update each parameter the moment its gradient is complete, then free it.** Only the largest gradient is ever alive. Nothing that needs all gradients at once is possible: no accumulation, no clipping by the global norm. `accumulate_gradients` and `max_grad_norm` refuse, with the reason.
 
 # %%
-from recipes_lib.memory import optimizer_in_backward
-from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward, estimate_optimizer_in_backward
+from recipes_lib.memory.optimizer_in_backward import StepInBackward, apply_optimizer_in_backward, estimate_optimizer_in_backward  # fmt: skip
 
-show(optimizer_in_backward.StepInBackward._update)
+show(StepInBackward._update)
 in_backward_plan = estimate_optimizer_in_backward(checkpoint_plan, model)
 model = apply_activation_checkpointing(fresh())
 climb("+ step in backward", in_backward_plan, model, apply_optimizer_in_backward(model, lr=2e-5, fused=True))
 
 # %% [markdown]
-# The same updates, only earlier: the loss agrees to the last digit shown.
+# The same updates, only earlier: the loss agrees.
 #
 # ### 7. LoRA
 #

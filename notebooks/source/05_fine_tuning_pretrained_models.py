@@ -54,36 +54,37 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("recipes_lib") is None:
-    if not Path("llm-training-recipes").exists():
-        url = "https://github.com/your-username/llm-training-recipes"
-        subprocess.run(["git", "clone", "-q", "--depth", "1", url], check=True)
-        needs = ["peft", "bitsandbytes", "gguf", "torchao", "trl", "tensorboard"]
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *needs], check=True)
-    sys.path.insert(0, str(Path("llm-training-recipes").resolve()))
+    code = Path(".." if Path("../recipes_lib").exists() else "llm-training-recipes").resolve()
+    if not code.exists():
+        subprocess.run(["git", "clone", "-q", "https://github.com/your-username/llm-training-recipes"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True)
+    sys.path.insert(0, str(code))
 
 import torch
 
-from recipes_lib import finetune, production
+from recipes_lib import export, finetune, production
 from recipes_lib.core.data import IGNORED, collate, decode_with_mask, load_instructions, load_text, tokenize_chat
 from recipes_lib.core.ladder import Ladder, loss_chart, show
-from recipes_lib.core.machine import fast, machine, seed_everything
-from recipes_lib.core.measure import measure
+from recipes_lib.core.machine import fast, machine, runs_dir, seed_everything
+from recipes_lib.core.measure import in_turns, measure
 
 # %%
 import copy
-import tempfile
+import shutil
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from recipes_lib.core.model import decoder_blocks, load_model, load_tokenizer, model_of_shape
-from recipes_lib.export import Settings
 from recipes_lib.fine_tuning.honest_evaluation import compare, generate_answers, held_out_losses, perplexity
+from recipes_lib.fine_tuning.qlora import merge_qlora
 from recipes_lib.finetune_command import run_command
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.tracking import read_back
 
 NAME = "smollm2"
-here, tokenizer, folder = machine(), load_tokenizer(NAME), Path(tempfile.mkdtemp())
+here, tokenizer, folder = machine(), load_tokenizer(NAME), runs_dir() / "notebook-05"
+shutil.rmtree(folder, ignore_errors=True)
 print(here)
 
 # %% [markdown]
@@ -96,7 +97,7 @@ print(here)
 # Useful is all but padding; of that, only the answers carry loss: they are the targets. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
 
 # %%
-S, limit, some = (64, 60, 12) if fast() else (160, 300, 32)
+S, limit, some = (64, 60, 12) if fast() else (256, 300, 32)
 train = list(load_instructions(tokenizer, max_tokens=S, limit=limit))
 held_out = list(load_instructions(tokenizer, split="validation", max_tokens=96, limit=some))
 pad = {"pad_token_id": tokenizer.pad_token_id}
@@ -156,9 +157,9 @@ print("held-out loss {:.2f} (95 % interval {:.2f} to {:.2f}), perplexity of plai
 
 # %%
 show(finetune.training_steps)
-run = Settings(
+run = export.Settings(
     base_model=NAME, data_file="", output_dir=folder, method="full", learning_rate=1e-4, precision="fp32", seq_len=S,
-    steps=3 if fast() else 5, warmup_steps=1, rows_per_step=2 if fast() else 8, micro_batch_size=2 if fast() else 4,
+    steps=3 if fast() else 5, warmup_steps=1, rows_per_step=3 if fast() else 6, micro_batch_size=3,
 )  # fmt: skip
 
 # %% [markdown]
@@ -174,7 +175,7 @@ def climb(row, run, data=train, dtype=torch.float32):
     model, plan = finetune.prepare(fresh(dtype), data, run=run, **pad)
     print(f"{model.num_parameters(only_trainable=True):,} trainable, expected {plan.peak / 2**20:,.0f} MiB")
     loop = finetune.training_steps(model, data, run=run, **pad)
-    done = [next(loop), next(loop)]
+    done = [next(loop), next(loop)]  # the first makes AdamW's states
     tokens = sum(len(r["input_ids"]) for r in data) * run.rows_per_step // len(data)
     timed = measure(lambda: done.append(next(loop)), tokens=tokens, warmup=0, repeats=run.steps - 3)
     after, curves[row] = held_out_losses(model, held_out, **pad), [(s.number, s.loss) for s in done]
@@ -203,7 +204,7 @@ print(f"QLoRA takes {ladder['QLoRA'].seconds / ladder['LoRA'].seconds:.2f}× the
 # What do rank, α and the choice of layers change? DoRA trains the length of each weight row apart from its direction. rsLoRA scales by α/√r instead of α/r, which weighs a large rank more. Both are switches of peft.
 
 # %%
-from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
+from recipes_lib.fine_tuning.lora import apply_lora
 
 variants = {"rank 16": {}, "DoRA": {"use_dora": True}, "rsLoRA 64": {"rank": 64, "use_rslora": True}}
 variants |= {"rank 64": {"rank": 64}, "alpha 8": {"alpha": 8}, "Q and V": {"target_modules": ["q_proj", "v_proj"]}}
@@ -212,8 +213,8 @@ for name, options in list(variants.items())[: 2 if fast() else None]:
     model = apply_lora(fresh(), **options)
     *_, last = finetune.training_steps(model, train, run=short, **pad)
     held.append(held_out_losses(model, held_out, **pad))
-    size = f"{model.num_parameters(only_trainable=True):>11,} trainable, {last.seconds:.1f} s per step"
-    print(f"{name:<10}{size}, held-out loss {held[-1].mean:.2f}; to rank 16:", compare(held[0], held[-1]))
+    cost = f"{model.num_parameters(only_trainable=True):>11,} trainable, {last.seconds:.1f} s per step"
+    print(f"{name:<10}{cost}, held-out loss {held[-1].mean:.2f}", compare(held[0], held[-1]) if held[1:] else "")
 
 # %% [markdown]
 # At the same α the rank changes nothing that these rows can show. A quarter of α is worse, rsLoRA's larger factor better: after two updates that is mostly a larger step. Tune learning rate and α before the rank, and adapt all linear layers. DoRA gains little here, and is slower.
@@ -236,8 +237,7 @@ for name, make in kinds.items():
     optimizer = make(trained.parameters(), lr=1e-4)
     losses, seconds, _ = finetune.few_steps(model, optimizer, batch)
     state_bytes[name] = held_bytes(optimizer) / sum(p.numel() for p in trained.parameters())
-    cost = f"{state_bytes[name]:.2f} bytes per parameter, {seconds:.2f} s"
-    print(f"{name:<13}{cost}, losses", *(f"{x:.4f}" for x in losses))
+    print(f"{name:<13}{state_bytes[name]:.2f} bytes per parameter, {seconds:.2f} s", *map("{:.4f}".format, losses))
 
 # %% [markdown]
 # A quarter of the bytes, and losses that agree to three digits. The seconds are of the whole step. On a GPU `paged=True` also moves states to host memory when a long batch needs the room.
@@ -250,8 +250,8 @@ for name, make in kinds.items():
 from recipes_lib.precision.mixed_precision import mixed_precision
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 
-if not here.native_bf16:  # 16-bit products are emulated, slowly: 24 tokens and the last blocks have to do
-    batch = {name: ids[:, -24:] for name, ids in collate(train[:1], device=here.device, **pad).items()}
+if not here.native_bf16:  # 16-bit products are emulated, slowly: few tokens and the last blocks have to do
+    batch = {name: ids[:, -12:] for name, ids in collate(train[:1], device=here.device, **pad).items()}
 adamw, changed, seconds = partial(torch.optim.AdamW, fused=True), {}, {}
 modes = {"fp32": (torch.float32, adamw, {})}
 modes["bf16 autocast"] = (torch.float32, adamw, {"autocast": mixed_precision(dtype=torch.bfloat16).autocast})
@@ -288,8 +288,9 @@ from recipes_lib.training.sequence_packing import best_fit, check_document_mask,
 
 show(best_fit)
 model, documents = fresh().eval(), train[:3]
-packed = collate_packed(pack_sequences(documents, length=5 * S), device=here.device, **pad)
+packed = collate_packed(pack_sequences(documents, length=3 * S), device=here.device, **pad)
 check_document_mask(model, packed)
+print("positions restart at", *(packed["position_ids"][0] == 0).nonzero()[:, 0].tolist())
 
 # %%
 alone = held_out_losses(model, documents, **pad)
@@ -302,17 +303,16 @@ print(f"three documents: alone {alone.mean:.4f}, packed {together:.4f}, packed w
 # Then the speed, in *useful* tokens: padded as the data come, grouped by length, and packed.
 
 # %%
-combined = replace(lora, packing=True, seq_len=2 * S, rows_per_step=3, micro_batch_size=1)
-rows, useful, model = train[:8], {}, finetune.adapt(model.train(), run=lora)
-lengths = [len(row["labels"]) for row in rows]
-arranged = {"padded": (rows, lora), "by length": (sorted(rows, key=lambda row: len(row["labels"])), lora)}
-arranged["packed"] = (pack_sequences(rows, length=combined.seq_len), combined)
-less = estimate_sequence_packing(lengths, length=combined.seq_len, batch_size=lora.micro_batch_size)
-print(f"expected: {less:.2f}× fewer tokens than padded")
-for name, (ordered, how) in arranged.items():
-    batches = finetune.micro_batches(ordered, run=how, device=here.device, **pad)
-    work = lambda: accumulate_gradients(model, batches, loss_sum=completion_only_loss)  # noqa: E731
-    useful[name] = measure(work, tokens=sum(lengths), warmup=0, repeats=1).tokens_per_second
+combined = replace(lora, method="qlora", packing=True, seq_len=max(S, 128), rows_per_step=3)
+model, rows, lengths = finetune.adapt(model.train(), run=lora), train[:9], [len(row["labels"]) for row in train[:9]]
+arranged = {"padded": rows, "by length": sorted(rows, key=lambda row: len(row["labels"]))}
+arranged["packed"] = pack_sequences(rows, length=combined.seq_len)
+fewer = estimate_sequence_packing(lengths, length=combined.seq_len, batch_size=3, packs_per_batch=3)
+print(f"expected: {fewer:.2f}× fewer tokens than padded")
+work = {name: finetune.micro_batches(data, run=run, device=here.device, **pad) for name, data in arranged.items()}
+took = in_turns({k: partial(accumulate_gradients, model, b, loss_sum=completion_only_loss) for k, b in work.items()})
+useful = {name: sum(lengths) / median(took[name]) for name in work}
+for name, batches in work.items():
     padding = 1 - sum(lengths) / sum(batch["input_ids"].numel() for batch in batches)
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
@@ -321,10 +321,10 @@ for name, (ordered, how) in arranged.items():
 #
 # ## Everything combined
 #
-# LoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. A micro-batch is one packed row, of half as many tokens as above, which lowers the peak. Then the same judge as at the start.
+# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only; three rows of at most the same length in a micro-batch, as above. Then the same judge as at the start.
 
 # %%
-climb("everything combined", combined, pack_sequences(train, length=2 * S, seed=0), here.compute_dtype)
+climb("everything combined", combined, pack_sequences(train, length=combined.seq_len, seed=0), here.compute_dtype)
 now, answers, text = judge(model)
 ladder
 
@@ -341,16 +341,16 @@ loss_chart(curves, label="training loss, nats per target")
 #
 # ## Save, merge, reload
 #
-# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder like any other model, and its logits differ by the rounding (1e-2 is one per cent).
+# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder like any other model, and its logits differ by the rounding (the last number; 1e-2 is one per cent). `merge_qlora` unpacks the base first: peft's own merge rounds the sum to four bits again.
 
 # %%
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, check_merged, load_adapter, save_adapter, save_merged  # fmt: skip
 
 size = save_adapter(model, folder / "adapter", base=base_fingerprint(fresh(model.dtype)))
-save_merged(merge_lora(model), folder / "merged", tokenizer=tokenizer)
-model = load_adapter(fresh(here.compute_dtype), folder / "adapter")
+save_merged(merge_qlora(copy.deepcopy(model)), folder / "merged", tokenizer=tokenizer)
 merge_error = check_merged(folder / "merged", model, packed["input_ids"])
-print(f"adapter of {size / 2**20:.0f} MiB; merged into 16 bits, in a fresh process: logits off by {merge_error:.1e}")
+on_full = held_out_losses(load_adapter(fresh(here.compute_dtype), folder / "adapter"), held_out, **pad)
+print(f"{size / 2**20:.0f} MiB; on the base in full {on_full.mean:.3f}; merged, in a fresh process: {merge_error:.1e}")
 
 # %% [markdown]
 # ## Killed, and resumed
@@ -358,12 +358,12 @@ print(f"adapter of {size / 2**20:.0f} MiB; merged into 16 bits, in a fresh proce
 # `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here it is killed in the middle by SIGKILL, and started again with `--resume`.
 
 # %%
-options = ["--limit=16", "--steps=4", "--save-steps=1", "--rows-per-step=1", "--seq-len=128", "--output"]
-straight = run_command(*options, str(folder / "straight"))
-killed = run_command(*options, str(folder / "run"), kill_at=1)
-resumed = run_command(*options, str(folder / "run"), "--resume")
+options = ["--limit=16", "--steps=3", "--save-steps=1", "--rows-per-step=1", "--seq-len=128", f"--model={NAME}"]
+straight = run_command(*options, f"--output={folder}/straight")
+killed = run_command(*options, f"--output={folder}/run", kill_at=0)
+resumed = run_command(*options, f"--output={folder}/run", "--resume", echo=True)
 log = read_back(folder / "run" / "log", backend="tensorboard")
-print(f"not killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged: {', '.join(log)}")
+print(f"\nnot killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged steps: {[*dict(log['loss'])]}")
 
 # %% [markdown]
 # The log has each step once (the last cell checks it), and the resumed losses are those of the run that nobody killed, digit for digit: weights, AdamW states, schedule, position in the data and random state come back.
@@ -373,11 +373,11 @@ print(f"not killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged
 # `transformers.Trainer` and TRL's `SFTTrainer` on the same rows, in the same order, with the same settings, each step in turns with ours. The command above also wrote the file with which Axolotl repeats it, and launch settings for `accelerate`.
 
 # %%
-show(production.hf_trainer)
+show(export.trainer_arguments)
 equal, model = replace(short, steps=3 if fast() else 4), None
 found = production.side_by_side(lambda: finetune.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer)
 print(production.table(found))
-print((folder / "run" / "axolotl.yml").read_text().replace(str(folder), "my-runs"))
+print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
 
 # %% [markdown]
 # The libraries compute every logit, and TRL also the entropy and the accuracy of each token to log them. In return: evaluation while training, callbacks, several GPUs.
@@ -455,10 +455,10 @@ assert max(abs(row.prediction_error) for row in ladder.rows) < 0.1, "the predict
 assert ladder["QLoRA"].peak_bytes < ladder["LoRA"].peak_bytes < ladder["full fine-tuning"].peak_bytes
 assert state_bytes["torchao"] < 2.2 and state_bytes["bitsandbytes"] < 2.2 and state_bytes["fp32, fused"] > 7.9
 assert changed["nearest"] < changed["master"] < changed["stochastic"], "rounding to nearest loses small updates"
-assert abs(together / alone.mean - 1) < 1e-4 < 5e-3 < abs(leaking / alone.mean - 1), "packing keeps documents apart"
+assert abs(together / alone.mean - 1) < min(1e-4, abs(leaking / alone.mean - 1) / 20), "packing keeps documents apart"
 assert ladder.facts["exact"] or here.device == "cuda", "resumed exactly (a GPU adds in another order from run to run)"
 assert [*straight] == [step for step, _ in log["loss"]], "each step is in the log once"
-assert all(abs(a - b) < 0.02 for facts in found.values() for a, b in zip(facts["losses"], found["ours"]["losses"]))
+assert all(abs(a - b) < 0.02 for lib in found.values() for a, b in zip(lib["losses"], found["ours"]["losses"]))
 assert found["ours"]["peak_bytes"] < min(found["Trainer"]["peak_bytes"], found["SFTTrainer"]["peak_bytes"])
 assert fast() or verdict.high < 0, "it got better, beyond what chance explains"
-print("all checks passed:", verdict)
+print("all checks passed")

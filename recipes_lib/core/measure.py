@@ -70,6 +70,22 @@ def measure(step: Callable[[], Any], *, tokens: int | None = None, warmup: int =
     return Measurement(statistics.median(seconds[1:] or seconds), memory.peak, tokens, result)
 
 
+def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
+    """Seconds of every step in `rounds` rounds, each round in the other direction: what slows the machine for a
+    while slows all of them. Warm up before, and compare by the median. Raises ValueError for less than one round."""
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: give 1 or more")
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name in steps if turn % 2 == 0 else reversed(steps):
+            synchronize()
+            start = time.perf_counter()
+            steps[name]()
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
 class PeakMemory:
     """Context manager: `peak` so far, and `current` while inside, in bytes of live tensors on this machine's device.
 

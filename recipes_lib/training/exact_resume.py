@@ -45,21 +45,18 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] | None = None,
-    history: list[float] | None = None,
 ) -> None:
     """Write the state after `step` optimizer steps to the file `path`, replacing the one before in one rename.
 
     Args:
         run: facts that a resumed run must share, numbers and strings: settings, length of the data, base model.
         parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling.
-        history: the losses so far, to be continued.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "run": dict(run),
         "step": step,
-        "history": list(history or []),
         "weights": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
         "optimizer": optimizer.state_dict(),
         "parts": {name: part.state_dict() for name, part in (parts or {}).items()},
@@ -84,8 +81,8 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] | None = None,
-) -> tuple[int, list[float]]:
-    """Put the state of the file `path` back; returns the steps that were done and the history.
+) -> int:
+    """Put the state of the file `path` back; returns the number of steps that were done.
 
     Everything is compared before anything is changed. Raises ValueError if the file is missing or damaged, if a fact
     of the run differs, or if the trainable weights have other names or shapes.
@@ -119,7 +116,7 @@ def load_checkpoint(
     torch.set_rng_state(state["random"]["cpu"])
     for device, random_state in enumerate(state["random"]["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(random_state, device)
-    return state["step"], state["history"]
+    return state["step"]
 
 
 def rows_of_step(step: int, *, rows: int, rows_per_step: int, seed: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Python's own standard library: the same text on every machine with this Python, cleanly split."""
 
 import ast
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,22 @@ def test_split_by_module_is_deterministic_and_disjoint():
     names = {split: {path.parts for path in modules(split)} for split in ("train", "validation")}
     assert names["train"] and names["validation"] and not names["train"] & names["validation"]
     assert modules("train") == modules("train")
-    prompts = [{p["prompt"] for p in docstring_pairs(split)} for split in ("train", "validation")]
-    assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not prompts[0] & prompts[1]
+    prompts = [[pair["prompt"] for pair in docstring_pairs(split)] for split in ("train", "validation")]
+    assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not {*prompts[0]} & {*prompts[1]}
+    assert all(len({*some}) == len(some) for some in prompts), "each once"
+    assert prompts[1] == [pair["prompt"] for pair in docstring_pairs("validation")]
+
+
+def test_the_first_pairs_come_from_many_modules_and_few_files(monkeypatch):
+    read, of_path = [], corpus._pairs_of
+    monkeypatch.setattr(corpus, "_pairs_of", lambda path: read.append(path) or of_path(path))
+    corpus._pairs.cache_clear()
+    first = list(itertools.islice(docstring_pairs("train"), 60))
+    assert len(read) <= len(modules("validation")) + corpus.TOGETHER < len(modules("train"))
+    corpus._pairs.cache_clear()
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in read]
+    last_lines = [pair["prompt"].splitlines()[-1] for pair in first]
+    assert len({next(i for i, source in enumerate(sources) if line in source) for line in last_lines}) > 10
 
 
 def test_neither_tests_nor_installed_packages_are_text():
@@ -44,18 +59,14 @@ class A:
     (tmp_path / "a.py").write_text(source)
     (tmp_path / "broken.py").write_text("print 'Python 2'")
     monkeypatch.setattr(corpus, "modules", lambda split: sorted(tmp_path.glob("*.py")) if split == "train" else [])
-    docstring_pairs.cache_clear()
-    try:
-        (pair,) = docstring_pairs("train")
-    finally:
-        docstring_pairs.cache_clear()
+    (pair,) = docstring_pairs("train")
     code = "def f(self, x):\n    y = 2 * x\n    return y"
     assert pair == {"prompt": INSTRUCTION + code, "completion": "Return twice the given number."}
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_question_is_a_whole_function(split):
-    for pair in docstring_pairs(split)[:50]:
+    for pair in itertools.islice(docstring_pairs(split), 50):
         assert isinstance(ast.parse(pair["prompt"].removeprefix(INSTRUCTION)).body[0], ast.FunctionDef)
         assert len(pair["completion"].split()) >= 4
     assert all(isinstance(path, Path) and path.suffix == ".py" for path in modules(split))

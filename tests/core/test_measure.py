@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.measure import PeakMemory, in_turns, measure
 from recipes_lib.core.model import load_model
 
 MIB = 2**20
@@ -158,3 +158,13 @@ def test_fake_tensors_of_the_compiler_do_not_count():
     with PeakMemory() as without:
         pass
     assert before == without.peak
+
+
+def test_turns_go_forth_and_back():
+    done = []
+    seconds = in_turns({name: lambda name=name: done.append(name) for name in "abc"}, rounds=3)
+    assert "".join(done) == "abccbaabc"
+    assert list(seconds) == ["a", "b", "c"] and all(len(rounds) == 3 for rounds in seconds.values())
+    assert all(second > 0 for rounds in seconds.values() for second in rounds)
+    with pytest.raises(ValueError, match="rounds=0: give 1 or more"):
+        in_turns({}, rounds=0)

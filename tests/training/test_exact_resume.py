@@ -53,18 +53,14 @@ def test_resumed_run_has_the_identical_losses_and_weights(tmp_path, make):
     whole = [one_step(model, optimizer, schedule, step) for step in range(7)]
 
     first = setup(make=make)
-    history = [one_step(*first, step) for step in range(3)]
+    losses = [one_step(*first, step) for step in range(3)]
     parts = {"schedule": first[2]}
-    save_checkpoint(
-        tmp_path / "c.pt", step=3, model=first[0], optimizer=first[1], run=RUN, parts=parts, history=history
-    )
+    save_checkpoint(tmp_path / "c.pt", step=3, model=first[0], optimizer=first[1], run=RUN, parts=parts)
     torch.rand(5)  # the process did other things before it died
 
     again = setup(seed=1, make=make)
-    step, losses = load_checkpoint(
-        tmp_path / "c.pt", model=again[0], optimizer=again[1], run=RUN, parts={"schedule": again[2]}
-    )
-    assert (step, losses) == (3, whole[:3])
+    parts = {"schedule": again[2]}
+    assert load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], run=RUN, parts=parts) == 3
     losses += [one_step(*again, step) for step in range(3, 7)]
     assert losses == whole
     for a, b in zip(model.parameters(), again[0].parameters(), strict=True):
