@@ -23,8 +23,10 @@ from recipes_lib.core.ladder import chart, percent
 ROOT = Path(__file__).resolve().parents[1]
 LADDERS = {"01": "01_large_models_limited_hardware", "05": "05_fine_tuning_pretrained_models"}
 NOTES = {
-    "01": "Time is relative to the baseline's step; rows with + keep checkpointing on.",
-    "05": "Time is per token, relative to full fine-tuning; the last row packs its rows.",
+    "01": "Time is relative to the baseline's step; rows with + keep checkpointing on. Mixed precision has a row where "
+    "16-bit products are not emulated.",
+    "05": "Time is per token, relative to full fine-tuning; the last row packs. Rows are measured one after the other: "
+    "on a shared machine, whose speed changes, times are less certain than bytes.",
 }
 NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20
@@ -52,12 +54,15 @@ def texts() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "notebooks" / "source").glob("*.py"))]
 
 
-def newest(part: str, device: str, *, bf16: bool | None = None, folder: Path = RESULTS) -> dict[str, Any] | None:
+def newest(
+    part: str, device: str, *, bf16: bool | None = None, row: str | None = None, folder: Path = RESULTS
+) -> dict[str, Any] | None:
     """The latest recorded part, as a notebook's ladder, with the facts of its machine: on "cpu" or "cuda", of any
-    kind or of one with or without native bf16."""
+    kind or of one with or without native bf16, and of those that have a certain `row`."""
     files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     files = [f for f in files if f["device"] == device and not f["fast"] and part in f["parts"]]
     files = [f for f in files if bf16 in (None, f["native_bf16"])]
+    files = [f for f in files if row is None or any(r["name"] == row for r in f["parts"][part]["rows"])]
     latest = max(files, key=lambda f: f["date"], default=None)
     return latest and latest | latest["parts"][part]
 
@@ -205,9 +210,11 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
     """A row of a ladder, or a fact beside it, as the cell of a table: memory and time against the baseline."""
     shown = []
     for device in ("cpu", "cuda"):
-        run = newest(LADDERS[number], device, folder=folder)
+        run = newest(LADDERS[number], device, row=None if name in FACTS else name, folder=folder)
         rows = {row["name"]: row for row in run["rows"]} if run else {}
         where = "CPU" if device == "cpu" else run and run["name"]
+        if run and device == "cpu" and run["date"] != newest(LADDERS[number], "cpu", folder=folder)["date"]:
+            where = f"CPU {'with' if run['native_bf16'] else 'without'} native bf16"  # the newest has no such row
         if run and name in FACTS:
             shown.append(f"{where}: {FACTS[name](run['facts'])}")
         elif name in rows:

@@ -69,11 +69,25 @@ def test_notebook_05_in_numbers(tmp_path):
     record.keep(render.LADDERS["05"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
     headline = render.block("headline-05", folder=tmp_path)
     assert "**Held-out loss 3.00 → 2.00** (-1.00 nats per token, 95 % interval -1.20 to -0.80)" in headline
-    assert "75% less peak memory" in headline and "0.75× its time, 0.50× its peak" in headline
+    assert "75% less peak memory" in headline and "in 0.25× the time per token" in headline
+    assert "0.75× its time, 0.50× its peak" in headline
     assert "off by 10.0% at most" in headline
     assert render.cell("05", "everything combined", folder=tmp_path) == "CPU: -75% peak, 0.25× time"  # per token
     assert render.cell("05", "packing", folder=tmp_path) == "CPU: 1.50× useful tokens/s"
     assert "nearest 10%, stochastic 100%, master 50%" in render.cell("05", "pure bf16", folder=tmp_path)
+
+
+def test_a_row_that_the_newest_machine_lacks_comes_from_one_that_has_it(tmp_path):
+    """A CPU that emulates 16-bit products has no row for them."""
+    facts = provenance() | {"fast": False, "device": "cpu"}
+    both = ["baseline", "mixed precision"]
+    for date, bf16, names in (("2026-01-02", True, both), ("2026-01-03", False, both[:1])):
+        content = {"rows": [row(name, predicted=4, peak=4, seconds=1.0) for name in names], "facts": {}}
+        record.keep(render.LADDERS["01"], content, facts=facts | {"date": date, "native_bf16": bf16}, folder=tmp_path)
+    cell = render.cell("01", "mixed precision", folder=tmp_path)
+    assert cell == "CPU with native bf16: +0% peak, 1.00× time"
+    assert render.cell("01", "baseline", folder=tmp_path).startswith("CPU: ")
+    assert "not measured" in render.cell("01", "+ QLoRA", folder=tmp_path)
 
 
 def test_source_lines_keep_their_comment_prefix(tmp_path):

@@ -83,7 +83,8 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
     gradients = sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)
     last = sum(tensor_bytes(p) for p in decoder_blocks(model)[0].parameters() if p.requires_grad)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    _, _, feed_forward = projection_widths(model.config)
+    size, width = model.dtype.itemsize, model.config.hidden_size + 2 * projection_widths(model.config)[2]
+    scores = _makes_scores(model) * (8 if size == 4 else 6) * model.config.num_attention_heads * seq_len
     return Budget(
         weights=weight_bytes(model),
         states=2 * gradients,
@@ -92,8 +93,8 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
         activations=activation_bytes(model, **sizes),
         loss=loss_bytes(model, **sizes),
         one_block=batch_size * seq_len * block_bytes(model, seq_len=seq_len),
-        # Of the block's output and, as they are multiplied, of gate and up.
-        block_gradients=batch_size * seq_len * model.dtype.itemsize * (model.config.hidden_size + 2 * feed_forward),
+        # Of the block's output and, as they are multiplied, of gate and up; or of the scores and the softmax.
+        block_gradients=batch_size * seq_len * max(size * width, scores),
         last_gradients=last + tensor_bytes(embedding) * (embedding.requires_grad and head is not embedding),
         embedding_gradient=_embedding_copies(model),
     )
@@ -101,9 +102,8 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of all parameters and buffers as stored, each storage once (tied weights are one)."""
-    tensors = [*model.parameters(), *model.buffers()]
-    for parameter in model.parameters():  # a 4-bit weight keeps its scales beside it
-        tensors += [t for t in _quantization_state(parameter) if t is not None]
+    states = [t for p in model.parameters() for t in _quantization_state(p) if t is not None]  # scales of 4-bit weights
+    tensors = [*model.parameters(), *model.buffers(), *states]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -135,14 +135,19 @@ def block_bytes(model: Any, *, seq_len: int) -> int:
     inner = _normalising_bytes(norms[0], config, size)
     norm = hidden * (len(norms) * inner + 2 * size)  # norms 3 and 4 (Gemma) feed the residual stream, not a linear
     attention = size * (2 * q + 2 * kv)
-    # On CUDA no fused fp32 kernel takes grouped KV heads, so there PyTorch's plain attention does the same as eager.
-    plain = kv < q and size == 4 and model.device.type == "cuda"
-    if plain or config._attn_implementation == "eager":  # K and V repeated to all heads, scores and softmax kept
+    if _makes_scores(model):  # K and V repeated to all heads, scores and softmax kept
         scores = 8 if gemma or size == 4 else 6  # in 16 bits: softmax in fp32 and cast; Gemma's soft cap on top
         attention = size * 4 * q + scores * heads * seq_len
     # GPT-2's gelu_new is made of elementary operators, each of which saves its input.
     mlp = size * feed_forward * (4 if "gate_proj" in names else 5)
     return norm + attention + inner * (q + kv) * ("q_norm" in names) + mlp
+
+
+def _makes_scores(model: Any) -> bool:
+    """Eager attention makes [heads, S, S]; so does SDPA on CUDA in fp32, where no kernel takes grouped KV heads."""
+    q, kv, _ = projection_widths(model.config)
+    plain = kv < q and model.dtype.itemsize == 4 and model.device.type == "cuda"
+    return plain or model.config._attn_implementation == "eager"
 
 
 def final_norm_bytes(model: Any) -> int:
@@ -181,9 +186,7 @@ def loss_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
     """
     logits = 4 * batch_size * seq_len * model.config.vocab_size
     head = model.get_output_embeddings().weight
-    if not head.requires_grad:
-        return 3 * logits
-    return max(3 * logits, logits + tensor_bytes(head))
+    return max(3 * logits, head.requires_grad * (logits + tensor_bytes(head)))
 
 
 def split_budget(budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int) -> Budget:
@@ -225,8 +228,8 @@ def free_gradients(budget: Budget, model: Any) -> Budget:
     """Each gradient goes as soon as it is complete: only that of a tied embedding waits, for its second half."""
     largest = max((tensor_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
     copies = _embedding_copies(model)
-    waits = 0 if copies else largest
-    return budget.change(gradients=largest, carried=0, last_gradients=waits, embedding_gradient=copies)
+    last = 0 if copies else largest
+    return budget.change(gradients=largest, carried=0, last_gradients=last, embedding_gradient=copies)
 
 
 def _embedding_copies(model: Any) -> int:
@@ -241,7 +244,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 def _quantization_state(parameter: torch.Tensor) -> list[torch.Tensor | None]:
     state = getattr(parameter, "quant_state", None)
-    if state is None:
-        return []
     nested = getattr(state, "state2", None)
-    return [state.absmax, state.code, getattr(state, "offset", None)] + ([nested.absmax, nested.code] if nested else [])
+    own = [state.absmax, state.code, getattr(state, "offset", None)] if state else []
+    return own + ([nested.absmax, nested.code] if nested else [])

@@ -225,13 +225,13 @@ def loss_chart(curves: dict[str, list[tuple[int, float]]], *, label: str = "held
         raise ValueError("there is no point to draw: add one first")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     for name, curve in curves.items():
         axes.plot(*zip(*curve, strict=True), marker="o", label=name)
     axes.set(xlabel="optimizer step", ylabel=label)
     axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))  # beside the curves, which go anywhere
     plt.close(figure)
     return figure
 
