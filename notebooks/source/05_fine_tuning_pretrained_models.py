@@ -338,7 +338,7 @@ for i in range(2):
 loss_chart(curves, label="training loss, nats per target")
 
 # %% [markdown]
-# Each step trains on other rows, so the curves rise and fall together. Five steps teach the form of a docstring, not yet what the function does. Plain text got worse: four bits cost a model this small something, and training on one task does too.
+# Each step trains on other rows, so the curves rise and fall together. Five steps teach the form of a docstring, not yet what the function does. Plain text got worse: four bits cost a small model something, and so does training.
 #
 # ## Save, merge, reload
 #
