@@ -59,7 +59,7 @@ def newest(
 ) -> dict[str, Any] | None:
     """The latest recorded part, as a notebook's ladder, with the facts of its machine: on "cpu" or "cuda", of any
     kind or of one with or without native bf16, and of those that have a certain `row`."""
-    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     files = [f for f in files if f["device"] == device and not f["fast"] and part in f["parts"]]
     files = [f for f in files if bf16 in (None, f["native_bf16"])]
     files = [f for f in files if row is None or any(r["name"] == row for r in f["parts"][part]["rows"])]
@@ -94,7 +94,8 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
 
 def prediction(run: dict[str, Any]) -> str:
     errors = [abs(row["predicted_bytes"] / row["peak_bytes"] - 1) for row in run["rows"]]
-    return f"Every row was predicted first; the arithmetic is off by {max(errors):.1%} at most."
+    most = f"by {max(errors):.1%} at most" if max(errors) >= 0.0005 else "by less than 0.1%"
+    return f"Every row was predicted first; the arithmetic is off {most}."
 
 
 def less_memory(run: dict[str, Any]) -> str:
@@ -141,12 +142,14 @@ def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, no
         notes.append(f"Last column: the time on {machine_line(other)}.")
     else:
         theirs = {}
+    own = {row["name"] for row in run["rows"]}
     for row in run["rows"]:
         last = f" {theirs[row['name']]:.2f}× |" if row["name"] in theirs else ""
         lines.append(
             f"| {row['name']} | {row['predicted_bytes'] / MIB:,.0f} MiB | {row['peak_bytes'] / MIB:,.0f} MiB | "
             f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {time_ratio(row, first):.2f}× |{last}"
         )
+    lines += [f"| {name} | | | | | {ratio:.2f}× |" for name, ratio in theirs.items() if name not in own]
     return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
 
 
@@ -213,7 +216,8 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
         run = newest(LADDERS[number], device, row=None if name in FACTS else name, folder=folder)
         rows = {row["name"]: row for row in run["rows"]} if run else {}
         where = "CPU" if device == "cpu" else run and run["name"]
-        if run and device == "cpu" and run["date"] != newest(LADDERS[number], "cpu", folder=folder)["date"]:
+        latest = newest(LADDERS[number], device, folder=folder)
+        if run and device == "cpu" and any(run[key] != latest[key] for key in ("name", "native_bf16", "date")):
             where = f"CPU {'with' if run['native_bf16'] else 'without'} native bf16"  # the newest has no such row
         if run and name in FACTS:
             shown.append(f"{where}: {FACTS[name](run['facts'])}")

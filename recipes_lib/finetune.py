@@ -25,15 +25,11 @@ from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.machine import machine, synchronize
 from recipes_lib.core.model import decoder_blocks
 from recipes_lib.export import Settings
-from recipes_lib.fine_tuning.completion_only_loss import (
-    completion_only_loss,
-)
+from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.finetune_budget import PRECISIONS, Batch, estimate_adapters, estimate_finetune
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-)
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.exact_resume import load_checkpoint, rows_of_step, save_checkpoint

@@ -72,13 +72,14 @@ def estimate_finetune(plans: Sequence[Budget], model: Any, micros: Sequence[Batc
 def _autocast_adapters(plan: Budget, model: Any, *, run: Settings, tokens: int) -> Budget:
     """What autocast changes in the tensors that an adapted `model` saves."""
     blocks = len(decoder_blocks(model))
+    down = [layer.lora_A["default"].weight for layer in model.modules() if hasattr(layer, "lora_A")]  # [r, in]
     if model.dtype is torch.float32:  # 16-bit input of the output layer's adapter; 4-bit layers return fp32
         q, _, ff = projection_widths(model.config)
-        change = blocks * tokens * (2 * q + 6 * ff * (run.method == "qlora"))
+        mask = bool(run.dropout) * (1 if model.device.type == "cuda" else 4)  # of fp32 inputs
+        change = tokens * (blocks * (2 * q + 6 * ff * (run.method == "qlora")) + mask * sum(w.shape[1] for w in down))
     else:  # the inputs that peft casts to fp32 are cast back
-        down = [layer.lora_A["default"].weight for layer in model.modules() if hasattr(layer, "lora_A")]
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        change = 2 * trainable - 2 * tokens * sum(sum(weight.shape) for weight in down)  # [r, in]
+        change = 2 * trainable - 2 * tokens * sum(sum(weight.shape) for weight in down)
     return plan.change(activations=plan.activations + change, one_block=plan.one_block + change // blocks)
 
 

@@ -225,6 +225,8 @@ BF16 = {"precision": "bf16"}
         ("tiny-llama", {"method": "lora", "target_modules": ["q_proj", "v_proj"]}),
         ("tiny-llama", {"method": "lora", "dropout": 0.1}),
         ("tiny-qwen3", {"method": "qlora", "dropout": 0.1}),
+        ("tiny-llama", {"method": "lora", "dropout": 0.1} | BF16),
+        ("tiny-llama", {"method": "qlora", "dropout": 0.1} | BF16),
         ("tiny-mistral", {"method": "lora", "dropout": 0.1, "dtype": torch.bfloat16}),
         ("tiny-llama", {"method": "lora", "dtype": torch.bfloat16} | BF16),
         ("tiny-llama", {"method": "lora", "dtype": torch.bfloat16} | PACKED),

@@ -457,7 +457,7 @@ diagnose(error=error, model=large, batch_size=4, seq_len=2048, memory_bytes=24 *
 # | gradient accumulation | gradients stay alive; small products are slower | the batch fits |
 # | checkpointing | about one more forward pass | activations are not the largest term |
 # | offloading | traffic over a link or to a disk | checkpointing is enough: it is simpler |
-# | mixed precision | a copy of the weights; slower without native support | a CPU without bf16: see its row above |
+# | mixed precision | a copy of the weights; slower without native support | a CPU without bf16: see notebook 05 |
 # | 8-bit AdamW | slightly different updates; slow on a CPU | with LoRA, whose states are small |
 # | step in backward | no accumulation, no clipping | you need either |
 # | LoRA | a low-rank update only | teaching much new knowledge |

@@ -45,7 +45,7 @@
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing. To use a model of your own, change `NAME` to a hub id or a folder: Qwen, Llama, Mistral and Gemma work the same way.
+# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it installs nothing. Files go to `runs/notebook-05`, anew in each run. To use your own model, change `NAME` to a hub id or a folder: Qwen, Llama, Mistral and Gemma work alike.
 
 # %%
 import importlib.util
@@ -83,7 +83,7 @@ from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.tracking import read_back
 
 NAME = "smollm2"
-here, tokenizer, folder = machine(), load_tokenizer(NAME), runs_dir() / "notebook-05"
+here, tokenizer, folder = machine(), load_tokenizer(NAME), runs_dir() / ("fast-05" if fast() else "notebook-05")
 shutil.rmtree(folder, ignore_errors=True)
 print(here)
 
@@ -94,7 +94,7 @@ print(here)
 #
 # $$\text{seconds} = \frac{\text{useful tokens}}{\text{tokens per second} \times (1 - \text{padding})}$$
 #
-# Useful is all but padding; of that, only the answers carry loss: they are the targets. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
+# Useful, as in all tables, is all but padding; of that, only the answers carry loss: they are the targets. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
 
 # %%
 S, limit, some = (64, 60, 12) if fast() else (192, 300, 32)
@@ -106,14 +106,13 @@ print(decode_with_mask(train[1], tokenizer))
 # %% [markdown]
 # ### 1. Loss on the answers, and the masking bug
 #
-# **Mask the prompt, leave each label at its own token, learn the end mark.** Breaking any of the three raises no error, and the loss still falls. `check_labels` looks for all of them before anything is trained.
+# **Mask the prompt, leave each label at its own token, learn the end mark.** Training raises no error when one of the three is broken. `check_labels` looks for all of them before.
 
 # %%
 from recipes_lib.fine_tuning.completion_only_loss import check_labels, completion_only_loss
 
 show(completion_only_loss)
-targets = check_labels(train, tokenizer)
-print(f"tokens that carry loss: {targets:.0%}")
+print(f"tokens that carry loss: {(targets := check_labels(train, tokenizer)):.0%}")
 ids, labels, end = train[1]["input_ids"], train[1]["labels"], train[1]["labels"][-1]
 for bug in ([*labels[1:], IGNORED], ids, [IGNORED if label == end else label for label in labels]):
     try:
@@ -148,7 +147,7 @@ def judge(model):
 # %%
 before, answers_before, text_before = judge(fresh())
 facts = (before.mean, *before.interval(), text_before)
-print("held-out loss {:.2f} (95 % interval {:.2f} to {:.2f}), perplexity of plain text {:.1f}".format(*facts))
+print("held-out loss {:.2f} (95 % interval {:.2f} to {:.2f}), perplexity of Python source {:.1f}".format(*facts))
 
 # %% [markdown]
 # ## Baseline: full fine-tuning
@@ -176,10 +175,10 @@ def climb(row, run, data=train, dtype=torch.float32):
     print(f"{model.num_parameters(only_trainable=True):,} trainable, expected {plan.peak / 2**20:,.0f} MiB")
     loop = finetune.training_steps(model, data, run=run, **pad)
     done = [next(loop), next(loop)]  # the first makes AdamW's states
-    tokens = sum(len(r["input_ids"]) for r in data) * run.rows_per_step // len(data)
-    timed = measure(lambda: done.append(next(loop)), tokens=tokens, warmup=0, repeats=run.steps - 3)
+    timed = measure(lambda: done.append(next(loop)), warmup=0, repeats=run.steps - 3)
+    tokens = [step.tokens for step in done[3:] or done[2:]]  # of the steps on the clock
     after, curves[row] = held_out_losses(model, held_out, **pad), [(s.number, s.loss) for s in done]
-    ladder.add(row, timed, predicted=plan.peak, loss=after.mean)
+    ladder.add(row, replace(timed, tokens=sum(tokens) // len(tokens)), predicted=plan.peak, loss=after.mean)
     print(ladder.line(row), compare(before, after), f"the loader's share: {finetune.loading_share(done):.1%}", sep="\n")
 
 
@@ -211,13 +210,13 @@ variants |= {"rank 64": {"rank": 64}, "alpha 8": {"alpha": 8}, "Q and V": {"targ
 held, short = [], replace(lora, steps=2, warmup_steps=0, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 2 if fast() else None]:
     model = apply_lora(fresh(), **options)
-    *_, last = finetune.training_steps(model, train, run=short, **pad)
+    list(finetune.training_steps(model, train, run=short, **pad))
     held.append(held_out_losses(model, held_out[:16], **pad))
-    cost = f"{model.num_parameters(only_trainable=True):>11,} trainable, {last.seconds:.1f} s per step"
-    print(f"{name:<10}{cost}, held-out loss {held[-1].mean:.2f}", compare(held[0], held[-1]) if held[1:] else "")
+    size, change = model.num_parameters(only_trainable=True), compare(held[0], held[-1]) if held[1:] else ""
+    print(f"{name:<10}{size:>11,} trainable, held-out loss {held[-1].mean:.2f}", change)
 
 # %% [markdown]
-# At the same α the rank changes nothing that these rows can show. A quarter of α and fewer layers are worse; rsLoRA's larger factor is a larger step, which two updates cannot judge. Tune learning rate and α before the rank, and adapt all linear layers. DoRA gains little here, and is slower.
+# At the same α the rank changes nothing that these rows can show. A quarter of α and fewer modules start slower; rsLoRA's larger factor is a larger step; two updates cannot judge more. Tune learning rate and α before the rank, and adapt all linear layers. DoRA gains little here.
 #
 # ### 4. 8-bit AdamW: two libraries beside fp32
 #
@@ -237,14 +236,15 @@ for name, make in kinds.items():
     optimizer = make(trained.parameters(), lr=1e-4)
     losses, seconds, _ = finetune.few_steps(model, optimizer, batch)
     state_bytes[name] = held_bytes(optimizer) / sum(p.numel() for p in trained.parameters())
-    print(f"{name:<13}{state_bytes[name]:.2f} bytes per parameter, {seconds:.2f} s", *map("{:.4f}".format, losses))
+    print(f"{name:<13}{state_bytes[name]:.2f} bytes/parameter, {seconds:.2f} s, losses", *map("{:.4f}".format, losses))
+torch.compiler.reset()  # what it keeps would count below
 
 # %% [markdown]
 # A quarter of the bytes, and losses that agree to three digits. On a GPU `paged=True` also moves states to host memory when a long batch needs the room.
 #
 # ### 5. Mixed precision and pure bf16
 #
-# **Autocast multiplies in 16 bits and keeps fp32 weights. Pure bf16 has nothing but 16 bits, and loses small updates:** the next bf16 number after 1 is 0.8 % away, and a smaller step rounds to nothing. Stochastic rounding keeps it on average; fp32 masters keep it exactly, beside the model. *Changed* is a share of the last block's weights.
+# **Autocast multiplies in 16 bits and keeps fp32 weights. Pure bf16 has nothing but 16 bits, and loses small updates:** the next bf16 number after 1 is 0.8 % away, and less than half of that rounds to nothing. Stochastic rounding keeps it on average; fp32 masters keep it exactly, beside the model. *Changed* is a share of the last block's weights.
 
 # %%
 from recipes_lib.precision.mixed_precision import mixed_precision
@@ -268,7 +268,7 @@ for name, (dtype, make, options) in modes.items():
 #
 # ### 6. Accumulation, clipping and schedule
 #
-# **Divide by the targets of the whole batch; clip and schedule once per optimizer step.** Then the number of micro-batches changes nothing, although answers have unequal lengths.
+# **Divide by the targets of the whole batch; clip and schedule once per optimizer step.** Then the number of micro-batches changes nothing but rounding, although answers have unequal lengths.
 
 # %%
 for rows in (short.rows_per_step, 1):
@@ -311,18 +311,18 @@ fewer = estimate_sequence_packing(lengths, length=combined.seq_len, batch_size=4
 print(f"expected: {fewer:.2f}× fewer tokens than padded")
 work = {k: finetune.micro_batches(data, run=run, device=here.device, **pad) for k, data in arranged.items()}
 turns = {k: lambda b=b: accumulate_gradients(model, b, loss_sum=completion_only_loss) for k, b in work.items()}
-took = in_turns(turns, rounds=1 if fast() else 2)
+took = in_turns(turns, rounds=2 if fast() else 3)  # the first warms up
 for name, batches in work.items():
-    useful[name] = sum(lengths) / median(took[name])
+    useful[name] = sum(lengths) / median(took[name][1:])
     padding = 1 - sum(lengths) / sum(batch["input_ids"].numel() for batch in batches)
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
 # %% [markdown]
-# Grouping by length removes padding too, but then short answers meet short ones in every batch. Packing leaves the choice of rows free; with more rows than these eight hardly any padding is left. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
+# Grouping by length removes padding too, but then short answers meet short ones in every batch. Packing leaves the choice of rows free; with more rows than these eight less padding is left. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
 #
 # ## Everything combined
 #
-# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two full rows hold about the four documents of a padded batch. Then the same judge.
+# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two packed rows hold about three documents, a padded batch four.
 
 # %%
 climb("everything combined", combined, pack_sequences(train, length=combined.seq_len, seed=0), here.compute_dtype)
@@ -331,18 +331,18 @@ ladder
 
 # %%
 verdict = compare(before, now)
-print(verdict, f"perplexity of plain text {text_before:.2f} → {text:.2f}", sep="\n")
+print(verdict, f"perplexity of Python source {text_before:.2f} → {text:.2f}", sep="\n")
 for i in range(2):
     reference = tokenizer.decode([label for label in held_out[i]["labels"] if label != IGNORED])
     print(f"\nbefore: {answers_before[i]}\nafter:  {answers[i]}\nwanted: {reference}")
 loss_chart(curves, label="training loss, nats per target")
 
 # %% [markdown]
-# Each step trains on other rows, so the curves rise and fall together. Five steps teach the form of a docstring, not yet what the function does. Plain text got worse: four bits cost a small model something, and so does training.
+# The padded curves rise and fall together: the same rows. QLoRA's starts higher by what four bits cost a small model; Python source got worse by that, too. Loss pays for memory, down the ladder. Four updates teach the form of a docstring, not yet its meaning; answers are cut at 20 tokens.
 #
 # ## Save, merge, reload
 #
-# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder, and its logits differ by the rounding. `merge_qlora` unpacks the base first: peft's own merge rounds the sum to four bits again. Also printed: the adapter's size and its loss on the unquantized base.
+# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder, and its logits differ by the rounding. `merge_qlora` unpacks the base first: peft's own merge rounds the sum to four bits again. Also printed: the adapter's loss on the unquantized base.
 
 # %%
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, check_merged, load_adapter, save_adapter, save_merged  # fmt: skip
@@ -351,12 +351,12 @@ size = save_adapter(model, folder / "adapter", base=base_fingerprint(fresh(model
 save_merged(merge_qlora(copy.deepcopy(model)), folder / "merged", tokenizer=tokenizer)
 merge_error = check_merged(folder / "merged", model, packed["input_ids"])
 on_full = held_out_losses(load_adapter(fresh(here.compute_dtype), folder / "adapter"), held_out, **pad)
-print(f"{size / 2**20:.0f} MiB; on the base in full {on_full.mean:.3f}; merged, in a fresh process: {merge_error:.1e}")
+print(f"adapter {size / 2**20:.0f} MiB, loss on full base {on_full.mean:.3f}; merged: logits off by {merge_error:.1e}")
 
 # %% [markdown]
 # ## Killed, and resumed
 #
-# `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here it is killed in the middle by SIGKILL, and started again with `--resume`.
+# `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here SIGKILL hits it after step 1, before its checkpoint; `--resume` takes that step again.
 
 # %%
 options = ["--limit=16", "--steps=3", "--save-steps=1", "--rows-per-step=1", "--seq-len=128", f"--model={NAME}"]
@@ -367,11 +367,11 @@ log = read_back(folder / "run" / "log", backend="tensorboard")
 print(f"\nnot killed {straight}\nkilled     {killed}\nresumed    {resumed}\nlogged steps: {[*dict(log['loss'])]}")
 
 # %% [markdown]
-# The log has each step once (the last cell checks it), and the resumed losses are those of the run that nobody killed, digit for digit: weights, AdamW states, schedule, position in the data and random state come back.
+# The log has each step once, and the resumed losses are those of the run that nobody killed, digit for digit: weights, AdamW states, schedule, position in the data and random state come back.
 #
 # ## The same run in production
 #
-# `transformers.Trainer` and TRL's `SFTTrainer` on the same rows, in the same order, with the same settings, each step in turns with ours. The command above also wrote the file with which Axolotl repeats it, and launch settings for `accelerate`.
+# `transformers.Trainer` and TRL's `SFTTrainer` on the same rows, in the same order, with the same settings, each step in turns with ours. The command above also wrote the file with which Axolotl repeats its run, and launch settings for `accelerate`.
 
 # %%
 show(export.trainer_arguments)
@@ -384,7 +384,7 @@ print(production.table(found), *(folder / "run" / "axolotl.yml").read_text().spl
 #
 # ## Model specifics: Qwen3
 #
-# The notebook runs with other families as it is. Three things are special to Qwen3. Its template **drops the thinking of earlier answers**, so a conversation becomes one row per answer, each after the history that the model will really see. Its context is stretched by **YaRN or dynamic NTK**, a factor in the configuration. And in its **mixture of experts** the router is no target.
+# The notebook runs with other families as it is. Three things matter for Qwen3. Its template **drops the thinking of earlier answers**, so a conversation becomes one row per answer, each after the history that the model will really see. Its context is stretched by **YaRN or dynamic NTK**, a factor in the configuration. And in its **mixture of experts** the router is not trained.
 
 # %%
 from recipes_lib.architecture.rope import apply_rope_scaling
@@ -421,7 +421,7 @@ ladder.chart()
 #
 # | recipe | price | not when |
 # |---|---|---|
-# | full fine-tuning | 16 bytes per parameter | you have little data: LoRA learns less and forgets less (Biderman et al.) |
+# | full fine-tuning | 16 bytes per parameter | forgetting hurts: LoRA learns less and forgets less (Biderman et al.) |
 # | LoRA | a low-rank update only | teaching much new knowledge |
 # | QLoRA | unpacking in each product; rounded weights | the 16-bit weights fit |
 # | 8-bit AdamW | slightly different updates | with adapters |
@@ -434,7 +434,7 @@ ladder.chart()
 # ## Exercises
 #
 # 1. Predict, then measure: QLoRA on packed rows with `gradient_checkpointing=True`. Which term is left?
-# 2. How many held-out rows would show a difference of 0.02 between LoRA and QLoRA? Ask `rows_needed`.
+# 2. How many held-out rows would show a difference of 0.02 between LoRA and QLoRA? Ask `rows_needed` in honest_evaluation.py.
 # 3. Train on prompts too. Does the held-out loss on answers get better or worse?
 #
 # ## References

@@ -83,7 +83,7 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
     gradients = sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)
     last = sum(tensor_bytes(p) for p in decoder_blocks(model)[0].parameters() if p.requires_grad)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    size, width = model.dtype.itemsize, model.config.hidden_size + 2 * projection_widths(model.config)[2]
+    size, hidden, wide = model.dtype.itemsize, model.config.hidden_size, projection_widths(model.config)[2]
     scores = _makes_scores(model) * (8 if size == 4 else 6) * model.config.num_attention_heads * seq_len
     return Budget(
         weights=weight_bytes(model),
@@ -93,8 +93,9 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
         activations=activation_bytes(model, **sizes),
         loss=loss_bytes(model, **sizes),
         one_block=batch_size * seq_len * block_bytes(model, seq_len=seq_len),
-        # Of the block's output and, as they are multiplied, of gate and up; or of the scores and the softmax.
-        block_gradients=batch_size * seq_len * max(size * width, scores),
+        # Of the block's output and, as they are multiplied, of gate and up; or, with the MLP's activations freed, of
+        # the scores and the softmax.
+        block_gradients=batch_size * seq_len * max(size * (hidden + 2 * wide), scores - 4 * size * wide),
         last_gradients=last + tensor_bytes(embedding) * (embedding.requires_grad and head is not embedding),
         embedding_gradient=_embedding_copies(model),
     )
