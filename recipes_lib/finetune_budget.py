@@ -1,8 +1,8 @@
 """The arithmetic of a fine-tuning step: the techniques' estimates, one after the other, for its largest micro-batch.
 
-plans = estimate_adapters(model, micros, run=settings)            # of the base, before the adapters
+plans = estimate_adapters(model, micros, run=settings)          # of the base, before the adapters
 model = adapt(model, run=settings)
-plan = estimate_finetune(plans, model, micros, run=settings)      # plan.peak: bytes
+plan = estimate_finetune(plans, model, micros, run=settings)    # plan.peak: bytes
 """
 
 from __future__ import annotations

@@ -30,16 +30,15 @@ from recipes_lib.core.data import load_instructions, load_pairs, tokenize_pair
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.export import Settings, accelerate_config, axolotl_config, write_messages, write_yaml
+from recipes_lib.export import Settings
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.finetune import FREE, Step, adapt, check_run, keeps_checkpoint, micro_batches, training_steps
+from recipes_lib.production import WRITTEN, write_production
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, read_back, track
-
-WRITTEN = ("train.jsonl", "axolotl.yml", "accelerate.yml")
 
 
 def finetune(
@@ -173,24 +172,6 @@ def open_log(run: Settings, *, first_step: int) -> Tracker:
     except ValueError:  # killed before the first value, or another backend's log
         return track(folder, settings=settings, **options)
     return track(folder, settings=settings, resume_step=first_step, **options)
-
-
-def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
-    """The data and the configurations with which Axolotl and accelerate repeat the run."""
-    folder = Path(run.output_dir)
-    run = dataclasses.replace(run, data_file=folder / "train.jsonl")
-    write_messages(pairs, run.data_file, overwrite=True)
-    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    settings["output_dir"] = folder / "axolotl"
-    launch = {"precision": run.precision, "processes": run.processes, "cpu": machine().device == "cpu"}
-    for name, make in (
-        ("axolotl", lambda: axolotl_config(**settings)),
-        ("accelerate", lambda: accelerate_config(**launch)),
-    ):
-        try:
-            write_yaml(make(), folder / f"{name}.yml", overwrite=True)
-        except ValueError as error:
-            print(f"no {name}.yml, which cannot say this run: {error}")
 
 
 def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -> dict[int, str]:

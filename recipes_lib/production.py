@@ -2,6 +2,7 @@
 
 Both take the model (with its adapters), the rows and the `Settings` that `finetune.training_steps` takes, train on
 the same rows in the same order, and return the same `Step`s, so that losses and seconds can be laid side by side.
+`write_production` leaves the run as files for Axolotl and accelerate.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.data import collate
 from recipes_lib.core.machine import machine, require, synchronize
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.export import Settings, sft_arguments, trainer_arguments
+from recipes_lib.export import (
+    Settings,
+    accelerate_config,
+    axolotl_config,
+    sft_arguments,
+    trainer_arguments,
+    write_messages,
+    write_yaml,
+)
 from recipes_lib.finetune import Row, Step, check_run, training_steps
 from recipes_lib.training.exact_resume import rows_of_step
 from recipes_lib.training.sequence_packing import collate_packed
 
 LIBRARIES = ("Trainer", "SFTTrainer")
+WRITTEN = ("train.jsonl", "axolotl.yml", "accelerate.yml")  # by write_production
 
 
 def hf_trainer(
@@ -101,6 +112,24 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         peak = f"peak {facts['peak_bytes'] / 2**20:,.0f} MiB"
         lines.append(f"{name:<11}{facts['tokens_per_second']:,.0f} tokens/s{ratio}, {peak}, losses {losses}")
     return "\n".join(lines)
+
+
+def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
+    """The data and the configurations with which Axolotl and accelerate repeat the run."""
+    folder = Path(run.output_dir)
+    run = dataclasses.replace(run, data_file=folder / "train.jsonl")
+    write_messages(pairs, run.data_file, overwrite=True)
+    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    settings["output_dir"] = folder / "axolotl"
+    launch = {"precision": run.precision, "processes": run.processes, "cpu": machine().device == "cpu"}
+    for name, make in (
+        ("axolotl", lambda: axolotl_config(**settings)),
+        ("accelerate", lambda: accelerate_config(**launch)),
+    ):
+        try:
+            write_yaml(make(), folder / f"{name}.yml", overwrite=True)
+        except ValueError as error:
+            print(f"no {name}.yml, which cannot say this run: {error}")
 
 
 def _train(

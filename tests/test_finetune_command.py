@@ -10,7 +10,8 @@ import pytest
 
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.finetune_command import check_output, check_packing, load_data, run_command, write_production
+from recipes_lib.finetune_command import check_output, check_packing, load_data, run_command
+from recipes_lib.production import write_production
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
 from tests.test_finetune import RUN

@@ -25,7 +25,7 @@
 # |---|---|
 # | **You will learn** | to adapt a pretrained model, to prove that it got better, and to take the run to production |
 # | **You need** | Python and PyTorch basics; no GPU, no login |
-# | **Time** | under ten minutes on two CPU cores |
+# | **Time** | about ten minutes on two CPU cores |
 # | **Cost** | free on a laptop or a Colab T4 |
 
 # %% [markdown]

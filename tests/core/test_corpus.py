@@ -2,19 +2,21 @@
 
 import ast
 import itertools
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from recipes_lib.core import corpus
 from recipes_lib.core.corpus import INSTRUCTION, docstring_pairs, modules
+from recipes_lib.core.data import SPLITS
 
 
 def test_split_by_module_is_deterministic_and_disjoint():
-    names = {split: {path.parts for path in modules(split)} for split in ("train", "validation")}
+    names = {split: {path.parts for path in modules(split)} for split in SPLITS}
     assert names["train"] and names["validation"] and not names["train"] & names["validation"]
     assert modules("train") == modules("train")
-    prompts = [[pair["prompt"] for pair in docstring_pairs(split)] for split in ("train", "validation")]
+    prompts = [[pair["prompt"] for pair in docstring_pairs(split)] for split in SPLITS]
     assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not {*prompts[0]} & {*prompts[1]}
     assert all(len({*some}) == len(some) for some in prompts), "each once"
     assert prompts[1] == [pair["prompt"] for pair in docstring_pairs("validation")]
@@ -33,8 +35,9 @@ def test_the_first_pairs_come_from_many_modules_and_few_files(monkeypatch):
 
 
 def test_neither_tests_nor_installed_packages_are_text():
-    parts = {part for split in ("train", "validation") for path in modules(split) for part in path.parts}
-    assert not parts & {"test", "site-packages", "encodings"}
+    root = sysconfig.get_paths()["stdlib"]
+    parts = {part for split in SPLITS for path in modules(split) for part in path.relative_to(root).parts}
+    assert "json" in parts and not parts & {"test", "site-packages", "encodings"}
 
 
 def test_the_answer_is_not_in_the_question(monkeypatch, tmp_path):
@@ -64,7 +67,7 @@ class A:
     assert pair == {"prompt": INSTRUCTION + code, "completion": "Return twice the given number."}
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("split", SPLITS)
 def test_a_question_is_a_whole_function(split):
     for pair in itertools.islice(docstring_pairs(split), 50):
         assert isinstance(ast.parse(pair["prompt"].removeprefix(INSTRUCTION)).body[0], ast.FunctionDef)
