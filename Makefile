@@ -26,11 +26,13 @@ help:  ## Show this list
 run: $(READY)  ## Execute a notebook and print what it measures: NB=01 (default), 02, ..., all
 	@$(PY) notebooks/execute.py run $(or $(NB),01)
 
+# Two tests at a time, each with one thread: more threads than cores wait for each other.
 test: export RECIPES_FAST := 1
+test: export OMP_NUM_THREADS := 1
 test: $(READY)  ## Lint, unit and parity tests, every notebook in small sizes, README commands
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest --nbmake --nbmake-timeout=900 tests notebooks $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=900 tests notebooks $(ARGS)
 
 lab: $(VENV)/.lab  ## Open JupyterLab in notebooks/
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)

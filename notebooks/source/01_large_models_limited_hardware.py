@@ -107,8 +107,8 @@ print(f"{name}: {model.num_parameters():,} parameters, batch of {B} x {S} tokens
 # The text is real too: functions of Python's standard library, each with its docstring as the answer. The loss is on the answer only; the part between ⟦ and ⟧ carries none.
 
 # %%
-train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=40 if fast() else 400)  # short
-held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=16 if fast() else 32)
+train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=20 if fast() else 400)  # short
+held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=8 if fast() else 32)
 feed = {"pad_token_id": tokenizer.pad_token_id, "device": here.device}
 batch = next(batches(train, batch_size=B, length=S, **feed))
 tokens = sum(map(len, train[:B]["input_ids"]))  # without the padding
@@ -396,7 +396,7 @@ ladder
 
 # %%
 def learn(model, optimizer, mp, steps):
-    data, curve = batches(train, batch_size=8, **feed), []
+    data, curve = batches(train, batch_size=4, **feed), []
     for step in range(steps + 1):
         if step % (steps // 2) == 0:
             curve.append((step, evaluate(model, held_out, pad_token_id=tokenizer.pad_token_id)))

@@ -18,7 +18,7 @@ import inspect
 import json
 import os
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,12 @@ class Ladder:
         self.save()
         return row
 
+    def retime(self, name: str, seconds: float, *, tokens: int) -> None:
+        """Give a row the time of steps that took turns with those of the other rows, and their tokens."""
+        row = replace(self[name], seconds=seconds, tokens_per_second=tokens / seconds)
+        self.rows[self.rows.index(self[name])] = row
+        self.save()
+
     def note(self, **facts: Any) -> None:
         """Keep other measured facts (held-out losses, counts) beside the rows."""
         self.facts |= facts
@@ -86,12 +92,8 @@ class Ladder:
 
     def save(self) -> None:
         """Write the file whole or not at all: a run that dies keeps the rows before."""
-        content = {
-            "ladder": self.path.stem,
-            **provenance(),
-            "facts": self.facts,
-            "rows": [asdict(r) for r in self.rows],
-        }
+        rows = [asdict(row) for row in self.rows]
+        content = {"ladder": self.path.stem, **provenance(), "facts": self.facts, "rows": rows}
         scratch = self.path.with_suffix(".json.part")
         scratch.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(scratch, self.path)

@@ -82,6 +82,10 @@ class RowLosses:
         ends = torch.tensor([1 - level, 1 + level], dtype=torch.float64) / 2
         return tuple(torch.cat(means).quantile(ends).tolist())
 
+    def __str__(self) -> str:
+        low, high = self.interval()
+        return f"{self.mean:.2f} nats per token (95 % interval {low:.2f} to {high:.2f})"
+
     def __sub__(self, other: RowLosses) -> RowLosses:
         """The paired difference, row by row. Raises ValueError unless both have the same numbers of targets."""
         if not torch.equal(self.targets, other.targets):

@@ -40,6 +40,16 @@ def test_file_is_complete_after_every_row(tmp_path):
     assert json.loads(ladder.path.read_text())["facts"] == {"held_out": 2.8}
 
 
+def test_a_time_taken_in_turns_replaces_the_first(ladder):
+    before = ladder["half"]
+    ladder.retime("half", 3.0, tokens=600)
+    assert (ladder["half"].seconds, ladder["half"].tokens_per_second) == (3.0, 200.0)
+    assert ladder["half"].peak_bytes == before.peak_bytes and [row.name for row in ladder.rows][1] == "half"
+    assert json.loads(ladder.path.read_text())["rows"][1]["seconds"] == 3.0
+    with pytest.raises(KeyError, match="no row 'third'"):
+        ladder.retime("third", 1.0, tokens=1)
+
+
 def test_html_is_escaped(tmp_path):
     ladder = Ladder("steps", folder=tmp_path)
     ladder.add("<b>", Measurement(1.0, MIB, 10), predicted=MIB)

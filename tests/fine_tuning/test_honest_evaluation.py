@@ -155,6 +155,7 @@ def test_paired_interval_sees_what_two_intervals_do_not():
     assert str(result).endswith("better") and str(compare(after, before)).endswith("worse")
     assert result.difference == pytest.approx(after.mean - before.mean)
     low, high = before.interval()
+    assert str(before) == f"{before.mean:.2f} nats per token (95 % interval {low:.2f} to {high:.2f})"
     assert result.high - result.low < (high - low) / 3
     nothing = compare(before, shifted(before, by=0.0, noise=0.1, generator=generator))
     assert nothing.low < 0 < nothing.high and "no difference" in str(nothing)
