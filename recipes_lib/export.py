@@ -118,10 +118,7 @@ def axolotl_config(**settings: Any) -> dict[str, Any]:
 
 
 def trainer_arguments(**settings: Any) -> dict[str, Any]:
-    """Keyword arguments of `transformers.TrainingArguments`, from the fields of `Settings`.
-
-    The model, its adapters and the rows (tokenized, perhaps packed) are what the caller hands to the Trainer.
-    """
+    """Keyword arguments of `transformers.TrainingArguments`, from `Settings`; the model and the rows are apart."""
     from transformers import TrainingArguments
 
     run = Settings(**settings)
@@ -174,8 +171,7 @@ def write_messages(pairs: Iterable[dict[str, Any]], path: str | Path, *, overwri
         last = max((i for i, message in enumerate(chat) if message["role"] == "assistant"), default=0)
         answered = chat[last]["role"] == "assistant" and bool(chat[last]["content"].strip())
         _check(answered, f"pair {len(lines)}: the completion is empty")
-        row = {"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}
-        lines.append(json.dumps(row) + "\n")
+        lines.append(json.dumps({"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}) + "\n")
     _check(bool(lines), "there is no pair to write")
     _write("".join(lines), Path(path), overwrite)
     return len(lines)

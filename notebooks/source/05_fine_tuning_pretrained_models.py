@@ -96,7 +96,7 @@ print(here)
 # Useful, as in all tables, is all but padding; of that, only the answers carry loss: they are the targets. The data are real: functions of Python's standard library, each with its docstring as the answer. The part between ⟦ and ⟧ carries no loss.
 
 # %%
-S, limit, some = (64, 24, 8) if fast() else (192, 300, 32)
+S, limit, some = (64, 24, 8) if fast() else (192, 300, 24)
 train = list(load_instructions(tokenizer, max_tokens=S, limit=limit))
 held_out = list(load_instructions(tokenizer, split="validation", max_tokens=96, limit=some))
 pad = {"pad_token_id": tokenizer.pad_token_id}
@@ -156,11 +156,11 @@ print(f"held-out loss {before}, perplexity of Python source {text_before:.1f}")
 show(finetune.training_steps)
 run = export.Settings(
     base_model=NAME, data_file="", output_dir=folder, method="full", learning_rate=1e-4, precision="fp32", seq_len=S,
-    steps=3 if fast() else 4, warmup_steps=0, rows_per_step=4, micro_batch_size=4,
+    steps=3, warmup_steps=0, rows_per_step=4, micro_batch_size=4,
 )  # fmt: skip
 
 # %% [markdown]
-# `climb` predicts the third step, measures it, trains on, and compares the held-out losses before and after **row by row**: what makes a row hard for both cancels, so the interval is narrower.
+# `climb` predicts the third step, takes three, and compares the held-out losses before and after **row by row**: what makes a row hard for both cancels, so the interval is narrower.
 
 # %%
 ladder, curves, again = Ladder("05_fine_tuning_pretrained_models"), {}, {}
@@ -173,7 +173,7 @@ def climb(row, run, data=train, dtype=torch.float32):
     print(f"{model.num_parameters(only_trainable=True):,} trainable, expected {plan.peak / 2**20:,.0f} MiB")
     loop = finetune.training_steps(model, data, run=run, **pad)
     done = [next(loop), next(loop)]  # the first makes AdamW's states
-    measured = measure(lambda: done.append(next(loop)), warmup=0, repeats=run.steps - 3)
+    measured = measure(lambda: done.append(next(loop)), warmup=0, repeats=0)
     after, curves[row] = held_out_losses(model, held_out, **pad), [(s.number, s.loss) for s in done]
     ladder.add(row, measured, predicted=plan.peak, loss=after.mean)
     again[row] = lambda: finetune.training_steps(finetune.adapt(fresh(dtype), run=run), data, run=run, **pad)
@@ -337,7 +337,7 @@ for i in range(2):
 loss_chart(curves, label="training loss, nats per target")
 
 # %% [markdown]
-# The padded curves rise and fall together: the same rows. QLoRA's starts higher by what four bits cost a small model; Python source got worse by that, too. Loss pays for memory, down the ladder. Four updates teach the form of a docstring, not yet its meaning; answers are cut at 20 tokens.
+# The padded curves rise and fall together: the same rows. QLoRA's starts higher by what four bits cost a small model; Python source got worse by that, too. Loss pays for memory, down the ladder. Three updates teach the form of a docstring, not yet its meaning; answers are cut at 20 tokens.
 #
 # ## Save, merge, reload
 #
