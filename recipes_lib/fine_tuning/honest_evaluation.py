@@ -13,8 +13,7 @@ Use when   A number is to decide: keep a fine-tune, choose a rank, believe a sma
 Not when   There are fewer than about 30 rows: the interval is then too narrow. It covers the choice of rows
            only, not another seed, nor rows that were trained on. Rows of one document count as one: their sums.
 In production   lm-evaluation-harness: `simple_evaluate(bootstrap_iters=...)`, a standard error with each metric.
-           `Trainer(compute_metrics=...)`; its own `eval_loss` averages the means of batches, so it changes
-           with `per_device_eval_batch_size` where rows differ in targets.
+           The Trainer's own `eval_loss` averages means of batches: it changes with the batch size.
 Source     Efron and Tibshirani, "An Introduction to the Bootstrap"; Miller, arXiv 2411.00640.
 """
 
@@ -83,8 +82,7 @@ class RowLosses:
         return tuple(torch.cat(means).quantile(ends).tolist())
 
     def __str__(self) -> str:
-        low, high = self.interval()
-        return f"{self.mean:.2f} nats per token (95 % interval {low:.2f} to {high:.2f})"
+        return "{:.2f} nats per token (95 % interval {:.2f} to {:.2f})".format(self.mean, *self.interval())
 
     def __sub__(self, other: RowLosses) -> RowLosses:
         """The paired difference, row by row. Raises ValueError unless both have the same numbers of targets."""
@@ -104,8 +102,8 @@ class Comparison:
 
     def __str__(self) -> str:
         word = "better" if self.high < 0 else "worse" if self.low > 0 else "no difference that this many rows can show"
-        interval = f"{100 * self.level:g} % interval {self.low:+#.3g} to {self.high:+#.3g}"
-        return f"{self.difference:+#.3g} nats per token ({interval}): {word}"
+        interval = f"({100 * self.level:g} % interval {self.low:+#.3g} to {self.high:+#.3g})"
+        return f"{self.difference:+#.3g} nats per token {interval}: {word}"
 
 
 def compare(
@@ -169,8 +167,7 @@ def generate_answers(
         raise ValueError(f"{given}: give questions, sizes of 1 or more, and a tokenizer with a pad_token")
     answers = [""] * len(questions)
     for indices in _by_length(questions, batch_size):
-        part = [questions[i] for i in indices]
-        width = len(part[0])
+        part, width = [questions[i] for i in indices], len(questions[indices[0]])
         # Padding on the left: an answer continues its own question. The mask also sets the positions.
         ids = torch.tensor([[pad] * (width - len(q)) + q for q in part], device=model.device)
         mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in part], device=model.device)
