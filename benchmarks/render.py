@@ -25,7 +25,8 @@ LADDERS = {"01": "01_large_models_limited_hardware", "05": "05_fine_tuning_pretr
 NOTES = {
     "01": "Time is relative to the baseline's step; rows with + keep checkpointing on. Mixed precision has a row where "
     "16-bit products are not emulated.",
-    "05": "Time is per token, relative to full fine-tuning, of steps taken in turns; the last row packs.",
+    "05": "Time is per token, relative to full fine-tuning, of steps taken in turns; the last row packs. On a "
+    "shared machine, whose speed changes, times are less certain than bytes.",
 }
 NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20

@@ -118,7 +118,7 @@ def axolotl_config(**settings: Any) -> dict[str, Any]:
 
 
 def trainer_arguments(**settings: Any) -> dict[str, Any]:
-    """Keyword arguments of `transformers.TrainingArguments`, from `Settings`; the model and the rows are apart."""
+    """Keyword arguments of `transformers.TrainingArguments`, from `Settings`; the caller brings model and rows."""
     from transformers import TrainingArguments
 
     run = Settings(**settings)

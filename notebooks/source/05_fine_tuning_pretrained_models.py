@@ -25,7 +25,7 @@
 # |---|---|
 # | **You will learn** | to adapt a pretrained model, to prove that it got better, and to take the run to production |
 # | **You need** | Python and PyTorch basics; no GPU, no login |
-# | **Time** | about ten minutes on two CPU cores |
+# | **Time** | about fifteen minutes on two slow CPU cores |
 # | **Cost** | free on a laptop or a Colab T4 |
 
 # %% [markdown]
@@ -183,7 +183,7 @@ def climb(row, run, data=train, dtype=torch.float32):
 climb("full fine-tuning", run)
 
 # %% [markdown]
-# The loss in the line is the held-out one. The loader costs next to nothing: rows are tokenized once, and padded when needed.
+# The loss in the line is the held-out one; comparable seconds come below, in turns. The loader costs next to nothing: rows are tokenized once.
 #
 # ### 3. LoRA and QLoRA
 #
@@ -314,7 +314,7 @@ for name, batches in work.items():
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
 # %% [markdown]
-# Grouping by length removes padding too, but then short answers meet short ones in every batch. Packing leaves the choice of rows free; with more rows than these eight less padding is left. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
+# Grouping by length removes padding too, but then short answers meet short ones in every batch. Packing leaves the choice of rows free. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
 #
 # ## Everything combined
 #
@@ -337,7 +337,7 @@ for i in range(2):
 loss_chart(curves, label="training loss, nats per target")
 
 # %% [markdown]
-# The padded curves rise and fall together: the same rows. QLoRA's starts higher by what four bits cost a small model; Python source got worse by that, too. Loss pays for memory, down the ladder. Three updates teach the form of a docstring, not yet its meaning; answers are cut at 20 tokens.
+# Each step has other rows, so the curves show rows, not progress: the padded ones move together, the packed one has its own. QLoRA's starts higher by what four bits cost a small model; Python source got worse by that, too. Loss pays for memory, down the ladder. Three updates begin to teach the form of a docstring; answers are cut at 20 tokens.
 #
 # ## Save, merge, reload
 #
