@@ -108,14 +108,15 @@ class Ladder:
         """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
         return 1 - self[name].peak_bytes / self.rows[0].peak_bytes
 
-    def line(self, name: str) -> str:
-        """One row as a sentence: what was expected, what came, what it changed."""
+    def line(self, name: str, *, timed: bool = True) -> str:
+        """One row as a sentence: what was expected, what came, what it changed; not `timed`: without the seconds."""
         row = self[name]
         change = "" if row is self.rows[0] else f" ({percent(-self.saved(name))} to the baseline)"
+        seconds = f", {row.seconds:.2f} s per step" if timed else ""
         loss = f", loss {row.loss:.4f}" if row.loss is not None else ""
         return (
             f"{name}: expected {row.predicted_bytes / MIB:,.0f} MiB, measured {row.peak_bytes / MIB:,.0f} MiB"
-            f"{change}, {row.seconds:.2f} s per step{loss}"
+            f"{change}{seconds}{loss}"
         )
 
     def table(self) -> list[list[str]]:
@@ -166,17 +167,10 @@ def percent(change: float) -> str:
 
 def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     """Draw the rows of a ladder or of a recorded results file: peak memory left, time per step right."""
-    if not rows:
-        raise ValueError("there is no row to draw: add one first")
-    import matplotlib.pyplot as plt
-
+    figure, (memory, time) = _figure(rows, (9, 0.45 * len(rows) + 1.3), bars=True, ncols=2, width_ratios=(3, 1))
     names = [row["name"] for row in rows]
-    peaks = [row["peak_bytes"] / MIB for row in rows]
-    figure, (memory, time) = plt.subplots(
-        1, 2, width_ratios=(3, 1), sharey=True, figsize=(9, 0.45 * len(rows) + 1.3), layout="constrained"
-    )
+    peaks, predicted = ([row[key] / MIB for row in rows] for key in ("peak_bytes", "predicted_bytes"))
     memory.barh(names, peaks, color=["#9aa5b1", *["#2f6f9f"] * (len(rows) - 1)], height=0.65)
-    predicted = [row["predicted_bytes"] / MIB for row in rows]
     memory.plot(predicted, names, "|", color="#d1495b", markersize=15, markeredgewidth=2.5, label="predicted")
     for y, peak in enumerate(peaks):
         share = f"  ({percent(peak / peaks[0] - 1)})" if y else ""
@@ -184,7 +178,6 @@ def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
             f"{peak:,.0f}{share}", (max(peak, predicted[y]), y), (6, 0), textcoords="offset points", va="center"
         )
     memory.set(xlabel="peak memory of tensors, MiB", xlim=(0, max(peaks) * 1.22))
-    memory.invert_yaxis()
     memory.legend(loc="lower right", frameon=False)
     seconds = [row["seconds"] for row in rows]
     time.barh(names, seconds, color="#c9d3dc", height=0.65)
@@ -192,50 +185,59 @@ def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
         shown = f"{value:.2g}" if value < 10 else f"{value:.0f}"
         time.annotate(shown, (value, y), (4, 0), textcoords="offset points", va="center")
     time.set(xlabel="seconds per step", xlim=(0, max(seconds) * 1.25))
-    for axes in (memory, time):
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
     figure.suptitle(title, fontsize=11)
-    plt.close(figure)  # a notebook shows the returned figure; left open, it would show it twice
     return figure
 
 
 def budget_chart(budgets: dict[str, Any]) -> Any:
     """Draw predicted budgets as stacked bars, one per step: which term does each recipe shrink?"""
-    if not budgets:
-        raise ValueError("there is no budget to draw: add one first")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 0.4 * len(budgets) + 1.3), layout="constrained")
+    figure, axes = _figure(budgets, (9, 0.4 * len(budgets) + 1.3), bars=True)
     left = [0.0] * len(budgets)
     for term, color in BUDGET_COLORS.items():
         sizes = [budget.at_peak()[term] / MIB for budget in budgets.values()]
         axes.barh(list(budgets), sizes, left=left, color=color, height=0.65, label=term.replace("_", " "))
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.set(xlabel="predicted bytes at the moment of the peak, MiB")
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
     axes.legend(loc="lower right", frameon=False)
-    plt.close(figure)
     return figure
 
 
-def loss_chart(curves: dict[str, list[tuple[int, float]]], *, label: str = "held-out loss, nats per token") -> Any:
-    """Draw curves of (optimizer step, loss), one line per training run."""
-    if not any(curves.values()):
-        raise ValueError("there is no point to draw: add one first")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
+    """Draw curves of (optimizer step, held-out loss), one line per training run."""
+    figure, axes = _figure([point for curve in curves.values() for point in curve], (7, 3))
     for name, curve in curves.items():
         axes.plot(*zip(*curve, strict=True), marker="o", label=name)
-    axes.set(xlabel="optimizer step", ylabel=label)
+    axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
     axes.locator_params(axis="x", integer=True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))  # beside the curves, which go anywhere
-    plt.close(figure)
     return figure
+
+
+def change_chart(changes: dict[str, Any]) -> Any:
+    """Draw `honest_evaluation.Comparison`s: each change with its interval, beside the line of no change."""
+    figure, axes = _figure(changes, (7, 0.35 * len(changes) + 1), bars=True)
+    for name, change in changes.items():
+        reach = [[change.difference - change.low], [change.high - change.difference]]
+        axes.errorbar(change.difference, name, xerr=reach, fmt="o", color="#2f6f9f", capsize=4)
+    axes.axvline(0, color="#9aa5b1", linewidth=1)
+    axes.set(xlabel="change of the held-out loss, nats per token (left of the line: better)", ymargin=0.15)
+    return figure
+
+
+def _figure(content: Any, size: tuple[float, float], *, bars: bool = False, **options: Any) -> tuple[Any, Any]:
+    """A figure without frames and its axes, closed: a notebook shows what is returned, and would show it twice."""
+    if not content:
+        raise ValueError("there is nothing to draw: add a row or a point first")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=size, sharey=bars, layout="constrained", **options)
+    plt.close(figure)
+    for each in figure.axes:
+        each.spines[["top", "right", *["left"] * bars]].set_visible(False)
+        each.tick_params(axis="y", length=0 if bars else 3.5)
+    if bars:  # the first row on top
+        figure.axes[0].invert_yaxis()
+    return figure, axes
 
 
 def show(*functions: Any) -> None:

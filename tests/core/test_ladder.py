@@ -3,8 +3,9 @@ import json
 import pytest
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.ladder import MIB, Ladder, budget_chart, chart, loss_chart, show
+from recipes_lib.core.ladder import MIB, Ladder, budget_chart, change_chart, chart, loss_chart, show
 from recipes_lib.core.measure import Measurement
+from recipes_lib.fine_tuning.honest_evaluation import Comparison
 
 
 @pytest.fixture
@@ -66,6 +67,7 @@ def test_line_says_what_was_expected_and_what_came(ladder):
     assert ladder.line("half") == (
         "half: expected 525 MiB, measured 500 MiB (-50% to the baseline), 4.00 s per step, loss 3.5000"
     )
+    assert ladder.line("half", timed=False).endswith("(-50% to the baseline), loss 3.5000")
 
 
 def test_budget_chart_stacks_the_phase_of_the_peak():
@@ -84,18 +86,24 @@ def test_bad_input(ladder, tmp_path):
         Ladder("../steps", folder=tmp_path)
     with pytest.raises(KeyError, match="no row 'none'"):
         ladder["none"]
-    with pytest.raises(ValueError, match="no row to draw"):
-        chart([], title="")
-    with pytest.raises(ValueError, match="no budget to draw"):
-        budget_chart({})
-    with pytest.raises(ValueError, match="no point"):
-        loss_chart({"a": []})
+    empty = (lambda: chart([], title=""), lambda: budget_chart({}), lambda: loss_chart({"a": []}))
+    for draw in (*empty, lambda: change_chart({})):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw()
 
 
 def test_loss_chart_draws_a_line_per_run():
     (axes,) = loss_chart({"a": [(0, 4.0), (5, 3.0)], "b": [(0, 4.5), (5, 2.5)]}).axes
     assert [line.get_label() for line in axes.get_lines()] == ["a", "b"]
     assert axes.get_lines()[1].get_ydata().tolist() == [4.5, 2.5]
+
+
+def test_change_chart_draws_a_point_with_its_interval_per_run():
+    changes = {"a": Comparison(-0.3, -0.5, -0.2, 0.95), "b": Comparison(0.1, -0.1, 0.2, 0.95)}
+    (axes,) = change_chart(changes).axes
+    bars = [bar for collection in axes.collections for bar in collection.get_segments()]
+    assert [bar[:, 0].tolist() for bar in bars] == [pytest.approx([-0.5, -0.2]), pytest.approx([-0.1, 0.2])]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"] and axes.yaxis_inverted()
 
 
 def test_a_new_run_keeps_the_rows_of_the_last(tmp_path):
