@@ -305,8 +305,8 @@ useful, arranged = {}, {"padded": rows, "by length": sorted(rows, key=lambda row
 arranged["packed"] = pack_sequences(rows, length=combined.seq_len)
 fewer = estimate_sequence_packing(lengths, length=combined.seq_len, batch_size=4, packs_per_batch=4)
 print(f"expected: {fewer:.2f}× fewer tokens than padded")
-fours = partial(finetune.micro_batches, run=replace(run, micro_batch_size=4), device=here.device, **pad)
-work = {name: fours(data) for name, data in arranged.items()}
+fours = replace(run, rows_per_step=8, micro_batch_size=4)
+work = {k: finetune.micro_batches(data, run=fours, device=here.device, **pad) for k, data in arranged.items()}
 turns = {k: lambda b=b: accumulate_gradients(model, b, loss_sum=completion_only_loss) for k, b in work.items()}
 took = in_turns(turns, rounds=2 if fast() else 3)  # the first warms up
 for name, batches in work.items():
