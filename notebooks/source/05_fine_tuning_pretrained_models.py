@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# > **Held-out loss 3.80 → 3.50** (-0.30 nats per token, 95 % interval -0.41 to -0.20) by QLoRA on packed rows, with **69% less peak memory** than full fine-tuning on padded ones, in 0.63× the time per token. The same settings in `transformers.Trainer`: the same losses; ours takes 1.00× its time, 0.90× its peak. Every row was predicted first; the arithmetic is off by less than 0.1%.
+# > **Held-out loss 3.80 → 3.50** (-0.30 nats per token, 95 % interval -0.41 to -0.20) by QLoRA on packed rows, with **68% less peak memory** than full fine-tuning on padded ones, in 0.70× the time per token. The same settings in `transformers.Trainer`: the same losses; ours takes 0.80× its time, 0.90× its peak. Every row was predicted first; the arithmetic is off by less than 0.1%.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, no native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-22.
 # <!-- end -->
