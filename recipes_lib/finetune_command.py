@@ -62,9 +62,8 @@ def finetune(
     seed_everything(run.seed)
     # Adapters leave the base as it is, so it can have 16 bits. Not fp16: its file could name no other base.
     half = run.method != "full" and run.precision == "bf16" and machine().native_bf16
-    model, feed = load_model(run.base_model, dtype=torch.bfloat16 if half else torch.float32), {}
-    feed["pad_token_id"] = tokenizer.pad_token_id
-    base = base_fingerprint(model)
+    model = load_model(run.base_model, dtype=torch.bfloat16 if half else torch.float32)
+    base, feed = base_fingerprint(model), {"pad_token_id": tokenizer.pad_token_id}
     if run.packing:
         check_packing(model, rows, run=run, **feed)
     before = held_out_losses(model, held_out, **feed)
@@ -100,10 +99,9 @@ def check_packing(model: Any, rows: Sequence[dict[str, Any]], *, run: Settings, 
     """Raise ValueError if the model cannot keep the documents of a packed row apart."""
     packed = [row for row in rows if row["position_ids"].count(0) > 1][:1]
     if packed:
+        batch = micro_batches(packed, run=run, pad_token_id=pad_token_id, device=str(model.device))[0]
         try:
-            check_document_mask(
-                model, micro_batches(packed, run=run, pad_token_id=pad_token_id, device=str(model.device))[0]
-            )
+            check_document_mask(model, batch)
         except RuntimeError as error:
             raise ValueError(f"{error} (--no-packing)") from error
 

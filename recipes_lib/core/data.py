@@ -96,14 +96,16 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
     One row, if the template leaves earlier turns as they were. Some rewrite them (Qwen3 drops the thinking of earlier
     answers): then each answer is a row of its own, after the history that the model will see in use.
     The labels are *not* shifted: Hugging Face models shift them inside, and doing it twice is a silent bug.
-    Raises ValueError for a conversation without an answer, an empty answer, and a template that changes the question
-    once it is answered.
+    Raises ValueError for a conversation without an answer, one that begins with it, an empty answer, and a template
+    that changes the question once it is answered.
     """
     import jinja2  # which transformers runs templates with
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
         raise ValueError("the completion is empty, or there is none: there would be nothing to learn from this chat")
+    if answers[0] == 0:
+        raise ValueError("the conversation begins with an answer: give the message before it, of `user` or `system`")
 
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -61,15 +61,19 @@ def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool =
         raise ValueError(f"{folder} is there already: name another folder, or pass overwrite=True to replace it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    replaced = scratch.with_name(f"{scratch.name}-replaced")
     try:
         model.save_pretrained(scratch)
         (scratch / BASE_FILE).write_text(json.dumps({"fingerprint": base}))
         scratch.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
+        if folder.exists():  # moved aside, not deleted, until the new one is in its place
+            os.replace(folder, replaced)
         os.replace(scratch, folder)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            os.replace(replaced, folder)
+        for left in (scratch, replaced):
+            shutil.rmtree(left, ignore_errors=True)
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
@@ -119,13 +123,13 @@ def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
 
     Raises ValueError with the process's error if the folder cannot be loaded.
     """
-    root, was_training = str(Path(__file__).resolve().parents[2]), model.training
+    was_training = model.training
     with torch.no_grad():
         expected = model.eval()(input_ids=rows, use_cache=False).logits.float().cpu()
     model.train(was_training)
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-c", FRESH_PROCESS, str(folder), json.dumps(rows.tolist()), f"{scratch}/logits"]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{folder} does not load in a fresh process: {done.stderr.strip().splitlines()[-1]}")
         return ((torch.load(f"{scratch}/logits") - expected).norm() / expected.norm()).item()

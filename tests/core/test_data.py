@@ -188,6 +188,11 @@ def test_system_prompts_that_a_template_refuses_or_drops(tokenizer, monkeypatch,
         tokenize_chat(tokenizer, [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")])
 
 
+def test_a_conversation_begins_with_a_question(tokenizer):
+    with pytest.raises(ValueError, match="begins with an answer"):
+        tokenize_chat(tokenizer, turns("2 + 2?", "Four.")[1:])
+
+
 def test_tokens_are_those_of_the_whole_text():
     """SentencePiece puts a space before a text: the answer must not get one that generation will not see."""
     from transformers import LlamaTokenizer

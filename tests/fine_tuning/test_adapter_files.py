@@ -1,5 +1,7 @@
 import copy
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +105,22 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
     assert (tmp_path / "a" / "note.txt").exists()
     save_adapter(adapted(base()), tmp_path / "a", base=fingerprint, overwrite=True)
     assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {"fingerprint": fingerprint}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_replacement_that_fails_leaves_the_old_adapter(tmp_path, monkeypatch):
+    save_adapter(adapted(base()), tmp_path / "a", base="old")
+    replace = os.replace
+
+    def failing(source, target):
+        if Path(source).name.startswith(".a-") and not Path(source).name.endswith("-replaced"):
+            raise OSError("the disk went away")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OSError, match="went away"):
+        save_adapter(adapted(base()), tmp_path / "a", base="new", overwrite=True)
+    assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {"fingerprint": "old"}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
