@@ -66,10 +66,12 @@ from recipes_lib.core.budget import budget_of
 from recipes_lib.core.data import batches, decode_with_mask, evaluate, load_instructions
 from recipes_lib.core.ladder import Ladder, budget_chart, loss_chart, show
 from recipes_lib.core.machine import fast, machine, seed_everything
-from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.measure import PeakMemory, in_turns, measure
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape, model_source
 
 # %%
+from functools import partial
+
 here, tokenizer = machine(), load_tokenizer()
 print(here, "default model from " + model_source(), sep="\n")
 
@@ -117,10 +119,17 @@ print(decode_with_mask(train[1], tokenizer))
 # %% [markdown]
 # ## Baseline: the plain loop
 #
-# This is what every row below is compared with. (`fused=True` updates in one kernel without temporary tensors.) `climb` says what to expect, measures, and adds a row to the ladder: first a warm-up, in which AdamW makes its states, then one step under the memory account, then the clock.
+# This is what every row below is compared with. (`fused=True` updates in one kernel without temporary tensors.) `climb` says what to expect, measures, and adds a row to the ladder: first a warm-up, in which AdamW makes its states, then one step under the memory account. Seconds come last.
 
 
 # %%
+ladder, plans, losses, again = Ladder("01_large_models_limited_hardware"), {}, {}, {}
+
+
+def adamw(model, lr):
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
 def plain_step(model, optimizer):
     loss = model(**batch, use_cache=False).loss
     loss.backward()
@@ -130,25 +139,29 @@ def plain_step(model, optimizer):
 
 
 # %%
-ladder, plans, losses = Ladder("01_large_models_limited_hardware"), {}, {}
+def ready(adapt, optimizer, step):
+    global model
+    model = None  # free the one before
+    model = adapt(fresh())
+    states, seen = optimizer(model, lr=2e-5), []
+    while not states.state:  # made by the first step that is not skipped
+        seen.append(step(model, states))
+    return lambda: seen.append(step(model, states)), seen
 
 
-def climb(row, plan, model, optimizer=None, step=plain_step):
+def climb(row, plan, adapt=lambda model: model, optimizer=adamw, step=plain_step):
     print(f"expected: {plan.peak / 2**20:,.0f} MiB")
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-    plans[row], losses[row] = plan, []
-    while not optimizer.state:  # the states are made by the first step that is not skipped
-        losses[row].append(step(model, optimizer))
-    repeats = 0 if fast() else 3
-    timed = measure(lambda: losses[row].append(step(model, optimizer)), tokens=tokens, warmup=0, repeats=repeats)
-    ladder.add(row, timed, predicted=plan.peak, loss=losses[row][-1])
-    print(ladder.line(row))
+    take, losses[row] = ready(adapt, optimizer, step)
+    measured = measure(take, tokens=tokens, warmup=0, repeats=3 if here.device == "cuda" else 0)
+    ladder.add(row, measured, predicted=plan.peak, loss=losses[row][-1])
+    plans[row], again[row] = plan, partial(ready, adapt, optimizer, step)
+    print(ladder.line(row, timed=False))
 
 
-climb("baseline", baseline_plan, model)
+climb("baseline", baseline_plan)
 
 # %% [markdown]
-# The loss is that of a batch seen five times: lower than any adapter reaches.
+# The loss is that of a batch seen twice or more: lower than any adapter reaches.
 #
 # ## Part A: what grows with the batch
 #
@@ -170,8 +183,7 @@ def accumulated_step(model, optimizer):
     return loss.item()
 
 
-model = fresh()
-climb("gradient accumulation", accumulation_plan, model, step=accumulated_step)
+climb("gradient accumulation", accumulation_plan, step=accumulated_step)
 
 # %% [markdown]
 # The loss is the baseline's: same data, same steps, same updates. **The popular bug** divides each micro-batch by its *own* number of target tokens. Our answers have unequal lengths, so let us see how wrong that gradient is.
@@ -200,15 +212,11 @@ print(f"relative error of the gradient: token-weighted {exact_error:.1e}, mean o
 # **Keep only the input of each block and recompute the rest in backward.** That trades about one more forward pass for most of the activations. Gradients are the same to the last bit, so the loss must be too.
 
 # %%
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-    estimate_activation_checkpointing,
-)
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing, estimate_activation_checkpointing  # fmt: skip
 
 show(apply_activation_checkpointing)
 checkpoint_plan = estimate_activation_checkpointing(baseline_plan, model, **size)
-model = apply_activation_checkpointing(fresh())
-climb("activation checkpointing", checkpoint_plan, model)
+climb("activation checkpointing", checkpoint_plan, apply_activation_checkpointing)
 
 # %% [markdown]
 # The loss is the same number again, and so is every gradient. What remains at the peak are the gradients themselves: the activations no longer decide.
@@ -221,7 +229,6 @@ climb("activation checkpointing", checkpoint_plan, model)
 from recipes_lib.memory.activation_offload import Offloader, estimate_activation_offload, offload_activations
 
 show(Offloader.pack, Offloader.unpack)
-model = fresh()
 offload_plan = estimate_activation_offload(baseline_plan, model, **size)
 
 
@@ -230,10 +237,10 @@ def offloaded_step(model, optimizer):
         return plain_step(model, optimizer)
 
 
-climb("activation offloading", offload_plan, model, step=offloaded_step)
+climb("activation offloading", offload_plan, step=offloaded_step)
 
 # %% [markdown]
-# The same peak and the same loss as with checkpointing. Compare the seconds of the two rows: which one wins depends on the disk or link against the processor.
+# The same peak and the same loss as with checkpointing. Which one is faster depends on the disk or link against the processor.
 #
 # ### 4. Mixed precision
 #
@@ -242,9 +249,8 @@ climb("activation offloading", offload_plan, model, step=offloaded_step)
 # %%
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
 
-low = torch.bfloat16 if here.compute_dtype == torch.float32 else here.compute_dtype
-plans["mixed precision"] = estimate_mixed_precision(baseline_plan, model, **size, dtype=low)
-mp = mixed_precision(dtype=low)
+mp = mixed_precision(dtype=torch.bfloat16 if here.compute_dtype == torch.float32 else here.compute_dtype)
+plans["mixed precision"] = estimate_mixed_precision(baseline_plan, model, **size, dtype=mp.dtype)
 print(mp, plans["mixed precision"], sep="\n")
 
 
@@ -257,9 +263,8 @@ def mixed_step(model, optimizer):
     return loss.item()
 
 
-model = fresh()
 if here.compute_dtype != torch.float32:  # emulated products would take minutes
-    climb("mixed precision", plans["mixed precision"], model, step=mixed_step)
+    climb("mixed precision", plans["mixed precision"], step=mixed_step)
 
 # %% [markdown]
 # It is time that is saved, if any; the copies of the weights eat what the activations save, until the batch is larger. The loss is no longer the same number: 16-bit products round, and Adam's first steps follow the sign of every gradient.
@@ -275,7 +280,7 @@ for scale in (1, 2**16):
 # %% [markdown]
 # ## Part B: what every parameter costs
 #
-# On this small batch the first three recipes stop near the same floor: gradients, states and weights, which no batch size touches. We keep checkpointing on and go for those.
+# On this small batch the first three recipes stop near the same floor: gradients, states and weights, which no batch size touches. We keep checkpointing on.
 #
 # ### 5. 8-bit optimizer states, or states in host memory
 #
@@ -286,15 +291,13 @@ from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, off
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, estimate_eight_bit_adam
 
 eight_bit_plan = estimate_eight_bit_adam(checkpoint_plan, model)
-model = apply_activation_checkpointing(fresh())
-climb("+ 8-bit AdamW", eight_bit_plan, model, eight_bit_adamw(model, lr=2e-5))
+climb("+ 8-bit AdamW", eight_bit_plan, apply_activation_checkpointing, eight_bit_adamw)
 print("fp32 and 8-bit", *zip(*[[round(x, 4) for x in losses[row]] for row in ("baseline", "+ 8-bit AdamW")]), sep="\n")
 
 # %%
-model = apply_activation_checkpointing(fresh())
 try:
     host_plan = estimate_optimizer_offload(checkpoint_plan, model)
-    climb("+ states on the host", host_plan, model, offload_optimizer(model, lr=2e-5))
+    climb("+ states on the host", host_plan, apply_activation_checkpointing, offload_optimizer)
 except ValueError as reason:
     print(reason)
 
@@ -310,8 +313,8 @@ from recipes_lib.memory.optimizer_in_backward import StepInBackward, apply_optim
 
 show(StepInBackward._update)
 in_backward_plan = estimate_optimizer_in_backward(checkpoint_plan, model)
-model = apply_activation_checkpointing(fresh())
-climb("+ step in backward", in_backward_plan, model, apply_optimizer_in_backward(model, lr=2e-5, fused=True))
+in_backward = partial(apply_optimizer_in_backward, fused=True)
+climb("+ step in backward", in_backward_plan, apply_activation_checkpointing, in_backward)
 
 # %% [markdown]
 # The same updates, only earlier: the loss agrees.
@@ -323,11 +326,9 @@ climb("+ step in backward", in_backward_plan, model, apply_optimizer_in_backward
 # %%
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 
-model = fresh()
 lora_plan = estimate_activation_checkpointing(estimate_lora(baseline_plan, model, rank=16, **size), model, **size)
-model = apply_activation_checkpointing(apply_lora(model, rank=16, alpha=32))
+climb("+ LoRA", lora_plan, lambda model: apply_activation_checkpointing(apply_lora(model, rank=16, alpha=32)))
 print(f"{lora_plan.gradients // 4:,} parameters expected, {model.num_parameters(only_trainable=True):,} trainable")
-climb("+ LoRA", lora_plan, model)
 
 # %% [markdown]
 # The large drop comes from two terms at once. What is left is mostly weights.
@@ -339,11 +340,14 @@ climb("+ LoRA", lora_plan, model)
 # %%
 from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow, estimate_qlora
 
-model = fresh()
-qlora_plan = estimate_qlora(baseline_plan, model, rank=16, **size)
-model = apply_activation_checkpointing(apply_qlora(model, rank=16, alpha=32))
-check_gradient_flow(model, batch)
-climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), model)
+
+def small(model):
+    return apply_activation_checkpointing(apply_qlora(model, rank=16, alpha=32))
+
+
+qlora_plan = estimate_qlora(baseline_plan, fresh(), rank=16, **size)
+check_gradient_flow(model := small(fresh()), batch)
+climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), small)
 
 # %% [markdown]
 # The weights shrink, and the loss starts higher by what rounding costs. Where bf16 is native, the 4-bit layers multiply in it: hence the time. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the 4-bit weights, and from then on no gradient reaches the lower layers. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
@@ -366,7 +370,7 @@ print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *f
 #
 # ## Everything combined
 #
-# QLoRA for weights, gradients and states; checkpointing for activations; accumulation for the loss; 8-bit AdamW for what is left of the states; 16-bit products where the machine has them. The step in backward stays out: it excludes accumulation, and adapters have hardly any gradients to free.
+# QLoRA for weights, gradients and states; checkpointing for activations; accumulation for the loss; 8-bit AdamW for what is left of the states; 16-bit products where the machine has them. The step in backward stays out: it excludes accumulation, and adapters have hardly any gradients to free. Then all rows take a step in turns, there and back.
 
 
 # %%
@@ -384,8 +388,11 @@ def combined_step(model, optimizer, batch=batch, mp=mp):
     return loss.item()
 
 
-model = apply_activation_checkpointing(apply_qlora(fresh(), rank=16, alpha=32))
-climb("everything combined", combined_plan, model, eight_bit_adamw(model, lr=2e-5), combined_step)
+climb("everything combined", combined_plan, small, eight_bit_adamw, combined_step)
+took = {row: [] for row in again}
+for row in [*again, *reversed(again)] if here.device == "cpu" and not fast() else []:  # there and back
+    took[row] += in_turns({row: again[row]()[0]}, rounds=1)[row]
+    ladder.retime(row, sum(took[row]) / len(took[row]), tokens=tokens)
 ladder
 
 # %% [markdown]
@@ -408,7 +415,7 @@ def learn(model, optimizer, mp, steps):
 curves, steps = {}, 2 if fast() else 8
 model, plain = apply_lora(fresh("smollm2"), rank=16, alpha=32), mixed_precision(dtype=torch.float32)
 curves["LoRA, fp32"] = learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plain, steps)
-model = apply_activation_checkpointing(apply_qlora(fresh("smollm2"), rank=16, alpha=32))
+model = small(fresh("smollm2"))
 curves["everything combined"] = learn(model, eight_bit_adamw(model, lr=1e-3), mp, steps)
 ladder.note(held_out_loss=curves, naive_error=naive_error, micro_batches=[expected_k, fitted.micro_batches])
 for which, curve in curves.items():
