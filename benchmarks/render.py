@@ -25,9 +25,9 @@ LADDERS = {"01": "01_large_models_limited_hardware", "05": "05_fine_tuning_pretr
 NOTES = {
     "01": "Time is relative to the baseline's step; rows with + keep checkpointing on. Mixed precision has a row where "
     "16-bit products are not emulated.",
-    "05": "Time is per token, relative to full fine-tuning, of steps taken in turns; the last row packs. On a "
-    "shared machine, whose speed changes, times are less certain than bytes.",
+    "05": "Time is per token, relative to full fine-tuning; the last row packs.",
 }
+UNSURE = "Times are of a few steps each: on a shared CPU they change from run to run, and bytes do not."
 NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20
 FACTS = {  # what a notebook notes beside the rows of its ladder
@@ -42,7 +42,10 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
         "weights that move: "
         + ", ".join(f"{name} {facts['changed'][name]:.0%}" for name in ("nearest", "stochastic", "master"))
     ),
-    "packing": lambda facts: f"{facts['useful']['packed'] / facts['useful']['padded']:.2f}× useful tokens/s",
+    "packing": lambda facts: (
+        f"{facts['useful']['packed'] / facts['useful']['padded']:.2f}× useful tokens/s, by sorting "
+        f"{facts['useful']['by length'] / facts['useful']['padded']:.2f}×"
+    ),
     "merge": lambda facts: f"logits off by {facts['merge_error']:.1e} in a fresh process",
     "resume": lambda facts: f"losses {'identical' if facts['exact'] else 'differ'} after SIGKILL",
     "Trainer": lambda facts: beside(facts["production"], "Trainer"),
@@ -118,7 +121,8 @@ def better_model(run: dict[str, Any]) -> str:
     return (
         f"**Held-out loss {facts['before']:.2f} → {last['loss']:.2f}** ({verdict}) by QLoRA on packed rows, with "
         f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory** than full fine-tuning on padded "
-        f"ones, in {time_ratio(last, first):.2f}× the time per token. The same settings in `transformers.Trainer`: the "
+        f"ones, in {time_ratio(last, first):.2f}× the time per token. Full fine-tuning reached {first['loss']:.2f}; "
+        f"each took {facts['steps']} steps. The same settings in `transformers.Trainer`: the "
         f"same losses; {beside(facts['production'], 'Trainer')}."
     )
 
@@ -135,7 +139,7 @@ def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, no
         return NONE_YET
     first = run["rows"][0]
     lines = ["| step | predicted | measured | to the baseline | time |", "|---|--:|--:|--:|--:|"]
-    notes = [f"{machine_line(run)}. {note}"]
+    notes = [f"{machine_line(run)}. {note}", *[UNSURE] * (run["device"] == "cpu")]
     if other and other is not run and other["native_bf16"] != run["native_bf16"]:
         theirs = {row["name"]: time_ratio(row, other["rows"][0]) for row in other["rows"]}
         lines = [f"{lines[0]} time, {'no ' * (not other['native_bf16'])}native bf16 |", f"{lines[1]}--:|"]

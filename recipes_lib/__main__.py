@@ -85,6 +85,7 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     add("--method", choices=("lora", "qlora", "full"), default="lora", help="what is trained")
     add("--rank", type=int, default=16, help="of the adapters")
     add("--alpha", type=float, default=32, help="the adapters' correction is scaled by alpha / rank")
+    add("--dropout", type=float, default=0.0, help="of what the adapters read")
     add("--learning-rate", type=float, help="else 1e-3 for adapters, 1e-4 for the full model")
     add("--optimizer", default="adamw_torch_fused", help="or adamw_bnb_8bit, paged_adamw_8bit")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: not at all")

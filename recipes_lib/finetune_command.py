@@ -70,8 +70,7 @@ def finetune(
     model = adapt(model, run=run)
     if run.method == "qlora":
         check_gradient_flow(model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0])
-    with PeakMemory() as memory:
-        log_steps(training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run, memory)
+    log_steps(training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run)
     few = "" if len(held_out) >= 30 else f" (of {len(held_out)} rows, too few to rely on: hold out 30 or more)"
     print(f"held-out loss: {compare(before, held_out_losses(model, held_out, **feed))}{few}")
     write_production(run, pairs)
@@ -145,11 +144,15 @@ def load_data(
     return pairs, rows, held_out
 
 
-def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
-    """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there."""
-    with contextlib.ExitStack() as stack:
+def log_steps(steps: Iterable[Step], run: Settings) -> None:
+    """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there.
+
+    On a CPU the memory account slows every operator, so it ends with the third step (AdamW has its states by then).
+    """
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as account:
         tracker: Tracker | None = None
-        for step in steps:
+        memory = account.enter_context(PeakMemory())
+        for count, step in enumerate(steps, 1):
             if tracker is None and run.report_to != "none":
                 tracker = stack.enter_context(open_log(run, first_step=step.number))
             values = {"loss": step.loss, "gradient_norm": step.gradient_norm, "learning_rate": step.learning_rate}
@@ -159,6 +162,8 @@ def log_steps(steps: Iterable[Step], run: Settings, memory: PeakMemory) -> None:
                 if keeps_checkpoint(step.number, run=run):
                     tracker.flush()  # the checkpoint comes next
             print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
+            if count == 3 and machine().device == "cpu":
+                account.close()
 
 
 def open_log(run: Settings, *, first_step: int) -> Tracker:

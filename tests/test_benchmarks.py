@@ -64,16 +64,18 @@ def test_notebook_05_in_numbers(tmp_path):
     rows.append(row("everything combined", predicted=1.1, peak=1, seconds=1.0, tokens=400, loss=2.0))
     libraries = {"ours": {"peak_bytes": 50}, "Trainer": {"peak_bytes": 100, "time_ratio": 0.75}}
     facts = {"before": 3.0, "verdict": {"difference": -1.0, "low": -1.2, "high": -0.8}, "production": libraries}
-    facts |= {"useful": {"packed": 30.0, "padded": 20.0}, "changed": {"nearest": 0.1, "stochastic": 1, "master": 0.5}}
+    facts |= {"steps": 3, "useful": {"packed": 30.0, "padded": 20.0, "by length": 25.0}}
+    facts |= {"changed": {"nearest": 0.1, "stochastic": 1, "master": 0.5}}
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
     record.keep(render.LADDERS["05"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
     headline = render.block("headline-05", folder=tmp_path)
     assert "**Held-out loss 3.00 → 2.00** (-1.00 nats per token, 95 % interval -1.20 to -0.80)" in headline
+    assert "Full fine-tuning reached 2.50; each took 3 steps." in headline
     assert "75% less peak memory" in headline and "in 0.25× the time per token" in headline
     assert "0.75× its time, 0.50× its peak" in headline
     assert "off by 10.0% at most" in headline
     assert render.cell("05", "everything combined", folder=tmp_path) == "CPU: -75% peak, 0.25× time"  # per token
-    assert render.cell("05", "packing", folder=tmp_path) == "CPU: 1.50× useful tokens/s"
+    assert render.cell("05", "packing", folder=tmp_path) == "CPU: 1.50× useful tokens/s, by sorting 1.25×"
     assert "nearest 10%, stochastic 100%, master 50%" in render.cell("05", "pure bf16", folder=tmp_path)
 
 

@@ -333,3 +333,15 @@ def test_side_by_side_trains_the_same_three_times(tmp_path):
         assert facts["losses"] == pytest.approx(found["ours"]["losses"], rel=1e-3) and len(facts["losses"]) == 3
         assert facts["tokens_per_second"] > 0
         assert facts["peak_bytes"] >= found["ours"]["peak_bytes"], "the libraries compute every logit"
+
+
+def test_the_peak_of_a_library_is_its_own(tmp_path):
+    """Nothing of the run before may be alive: the second library's peak is what it is when it comes first."""
+    run = change(output_dir=str(tmp_path), method="lora", steps=2, warmup_steps=1)
+    peaks = [
+        side_by_side(
+            lambda: fresh(method="lora"), make_rows(), run=run, tokenizer=load_tokenizer(), libraries=libraries
+        )["SFTTrainer"]["peak_bytes"]
+        for libraries in (["SFTTrainer"], ["Trainer", "SFTTrainer"])
+    ]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)

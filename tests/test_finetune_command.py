@@ -40,7 +40,8 @@ def pairs(tmp_path_factory):
 
 def command(small_model, pairs, output, *more, steps=8):
     return ["--model", str(small_model), "--data", str(pairs), "--output", str(output), "--steps", str(steps),
-            "--save-steps", "2", "--rows-per-step", "2", "--seq-len", "64", "--precision", "fp32", *more]  # fmt: skip
+            "--save-steps", "2", "--rows-per-step", "2", "--seq-len", "64", "--precision", "fp32",
+            "--dropout", "0.1", *more]  # fmt: skip
 
 
 def test_command_is_killed_and_resumed_with_the_identical_losses(small_model, pairs, tmp_path):

@@ -152,16 +152,16 @@ def ready(adapt, optimizer, step):
 def climb(row, plan, adapt=lambda model: model, optimizer=adamw, step=plain_step):
     print(f"expected: {plan.peak / 2**20:,.0f} MiB")
     take, losses[row] = ready(adapt, optimizer, step)
-    measured = measure(take, tokens=tokens, warmup=0, repeats=3 if here.device == "cuda" else 0)
+    measured = measure(take, tokens=tokens, repeats=3 if here.device == "cuda" else 0)
     ladder.add(row, measured, predicted=plan.peak, loss=losses[row][-1])
     plans[row], again[row] = plan, partial(ready, adapt, optimizer, step)
-    print(ladder.line(row, timed=False))
+    print(ladder.line(row, timed=here.device == "cuda"))
 
 
 climb("baseline", baseline_plan)
 
 # %% [markdown]
-# The loss is that of a batch seen twice or more: lower than any adapter reaches.
+# The loss is that of a batch seen three times or more: lower than any adapter reaches.
 #
 # ## Part A: what grows with the batch
 #
@@ -370,7 +370,7 @@ print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *f
 #
 # ## Everything combined
 #
-# QLoRA for weights, gradients and states; checkpointing for activations; accumulation for the loss; 8-bit AdamW for what is left of the states; 16-bit products where the machine has them. The step in backward stays out: it excludes accumulation, and adapters have hardly any gradients to free. Then all rows take a step in turns, there and back.
+# QLoRA for weights, gradients and states; checkpointing for activations; accumulation for the loss; 8-bit AdamW for what is left of the states; 16-bit products where the machine has them. The step in backward stays out: it excludes accumulation, and adapters have hardly any gradients to free. On a CPU all rows then take turns, there and back.
 
 
 # %%

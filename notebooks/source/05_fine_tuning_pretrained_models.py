@@ -73,7 +73,6 @@ import copy
 import shutil
 from dataclasses import replace
 from functools import partial
-from statistics import median
 
 from recipes_lib.core.model import decoder_blocks, load_model, load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.honest_evaluation import compare, generate_answers, held_out_losses, perplexity
@@ -131,19 +130,16 @@ for bug in ([*labels[1:], IGNORED], ids, [IGNORED if label == end else label for
 def fresh(dtype=torch.float32):
     seed_everything(0)
     model = load_model(NAME, dtype=dtype)
-    if fast():  # CI checks that the code runs: a few blocks will do
-        del decoder_blocks(model)[4:]
-        model.config.num_hidden_layers = 4
+    del decoder_blocks(model)[4 if fast() else sys.maxsize :]  # CI checks that the code runs: a few blocks will do
+    model.config.num_hidden_layers = len(decoder_blocks(model))
     return model
 
 
-def judge(model):
-    text = perplexity(model, tokenizer, text=load_text(split="validation"), windows=2 if fast() else 4)
-    return text, generate_answers(model, tokenizer, held_out[:20], max_new_tokens=8 if fast() else 20)
-
+on_python = partial(perplexity, tokenizer=tokenizer, text=load_text(split="validation"), windows=2 if fast() else 4)
+answers_of = partial(generate_answers, tokenizer=tokenizer, prompts=held_out[:20], max_new_tokens=8 if fast() else 20)
 
 # %%
-before, (text_before, answers_before) = held_out_losses(fresh(), held_out, **pad), judge(fresh())
+before, answers_before, text_before = held_out_losses(fresh(), held_out, **pad), answers_of(fresh()), on_python(fresh())
 print(f"held-out loss {before}, perplexity of Python source {text_before:.1f}")
 
 # %% [markdown]
@@ -192,6 +188,8 @@ climb("full fine-tuning", run)
 lora = replace(run, method="lora", learning_rate=1e-3, rank=16, alpha=32)
 climb("LoRA", lora)
 climb("QLoRA", replace(lora, method="qlora"))
+model = finetune.adapt(fresh(), run=replace(lora, method="qlora"))  # untrained adapters change nothing
+print(f"four bits alone: {held_out_losses(model, held_out, **pad)}, Python source {on_python(model):.1f}")
 
 # %% [markdown]
 # LoRA frees gradients and states, QLoRA most of the weights too. Unpacking them costs time, measured below, and where bf16 is native the 4-bit layers win some back by multiplying in it.
@@ -207,12 +205,12 @@ held, short = [], replace(lora, steps=2, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 2 if fast() else None]:
     model = apply_lora(fresh(), **options)
     list(finetune.training_steps(model, train, run=short, **pad))
-    held.append(held_out_losses(model, held_out[:16], **pad))
+    held.append(held_out_losses(model, held_out, **pad))
     size, change = model.num_parameters(only_trainable=True), compare(held[0], held[-1]) if held[1:] else ""
     print(f"{name:<10}{size:>11,} trainable, held-out loss {held[-1].mean:.2f}", change)
 
 # %% [markdown]
-# At the same α the rank changes nothing that these rows can show. A quarter of α and fewer modules start slower; rsLoRA's larger factor is a larger step; two updates cannot judge more. Tune learning rate and α before the rank, and adapt all linear layers. DoRA gains little here.
+# At the same α the rank changes nothing that these rows can show. A quarter of α and fewer modules start slower; rsLoRA's larger factor is a larger step; two updates cannot judge more. Tune learning rate and α before the rank; adapt all linear layers. DoRA gains little here.
 #
 # ### 4. 8-bit AdamW: two libraries beside fp32
 #
@@ -310,34 +308,34 @@ work = {k: finetune.micro_batches(data, run=fours, device=here.device, **pad) fo
 turns = {k: lambda b=b: accumulate_gradients(model, b, loss_sum=completion_only_loss) for k, b in work.items()}
 took = in_turns(turns, rounds=2 if fast() else 3)  # the first warms up
 for name, batches in work.items():
-    useful[name] = sum(lengths) / median(took[name][1:])
+    useful[name] = sum(lengths) * len(took[name][1:]) / sum(took[name][1:])
     padding = 1 - sum(lengths) / sum(batch["input_ids"].numel() for batch in batches)
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
 # %% [markdown]
-# Grouping by length removes padding too, but then short answers meet short ones in every batch. Packing leaves the choice of rows free. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
+# Grouping by length removes padding too, and here it is faster, but then short answers meet short ones. Packing leaves the choice of rows free. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
 #
 # ## Everything combined
 #
-# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two packed rows hold about three documents, like a padded batch. Then all rows once more, one step of each in turns, so that what slows the machine slows all: the times in the table.
+# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two packed rows hold about three documents, like a padded batch. Then one step of each row in turns, there and back, so that what slows the machine slows all: the times in the table.
 
 # %%
 climb("everything combined", combined, pack_sequences(train, length=combined.seq_len, seed=0), here.compute_dtype)
-text, answers = judge(model)
-turns = list(zip(*[make() for make in again.values()]))[1:]  # one step of each; the first warms up
-for row, steps in zip(again, zip(*turns)):
-    ladder.retime(row, median(s.seconds for s in steps), tokens=sum(s.tokens for s in steps) // len(steps))
+answers, text, took = answers_of(model), on_python(model), {row: [] for row in again}
+for row in [*again, *reversed(again)]:  # there and back; the first step of each warms up
+    took[row] += [step for _, step in zip(range(2), again[row]())][1:]
+    ladder.retime(row, sum(s.seconds for s in took[row]) / len(took[row]), tokens=took[row][0].tokens)
 ladder
 
 # %%
-print("everything combined:", verdict := changes["everything combined"])
-print(f"perplexity of Python source {text_before:.2f} → {text:.2f}")
+code = [sum("def " in words for words in some) for some in (answers_before, answers)]
+print(f"perplexity of Python source {text_before:.1f} → {text:.1f}, answers with code {code[0]} → {code[1]}")
 for old, new, row in zip(answers_before, answers, held_out[:2]):
     print(f"\nbefore: {old}\nafter:  {new}\nwanted: {tokenizer.decode([t for t in row['labels'] if t != IGNORED])}")
 change_chart(changes)
 
 # %% [markdown]
-# No interval reaches zero: all got better. QLoRA gains less by what four bits cost a small model before it learns; Python source got worse by that, too. Loss pays for memory, down the ladder. Three updates begin to teach the form of a docstring; answers are cut at 20 tokens.
+# No interval reaches zero: all got better; neighbours overlap, so these rows do not rank them. QLoRA starts higher by what four bits cost a small model, printed above, and so does its Python source. Three updates begin to teach the form of a docstring: fewer of the 20 answers repeat the code. They are cut at 20 tokens.
 #
 # ## Save, merge, reload
 #
@@ -358,7 +356,7 @@ print(f"adapter {size / 2**20:.0f} MiB, loss on full base {on_full.mean:.3f}; me
 # `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here SIGKILL hits it two steps after its checkpoint; `--resume` takes those two again.
 
 # %%
-options = ["--limit=16", "--steps=6", "--save-steps=3", "--rows-per-step=1", "--seq-len=64"]
+options = ["--limit=16", "--steps=6", "--save-steps=3", "--rows-per-step=1", "--seq-len=64", "--dropout=0.1"]
 options += [f"--model={folder / 'merged' if fast() else NAME}", f"--output={folder / 'run'}"]
 killed = finetune_command.run_command(*options, kill_at=4)
 resumed = finetune_command.run_command(*options, "--resume", echo=True)
@@ -402,7 +400,7 @@ for kind in ("dynamic", "yarn"):
     print(f"{kind}: logits of a short text change by {(scaled(text).logits - plain(text).logits).abs().max():.1e}")
 
 # %% [markdown]
-# The second row holds the history without its thinking, and only what is learnt is outside the brackets. YaRN changes short texts too, so switch it on only if you need it; dynamic NTK changes nothing until a text is longer than the training was. In a mixture of experts `apply_lora` leaves the router alone, and asks for `target_modules` where the experts are one fused tensor.
+# The second row holds the history without its thinking. YaRN changes short texts too, so switch it on only if you need it; dynamic NTK changes nothing until a text is longer than the training was. In a mixture of experts `apply_lora` leaves the router alone, and asks for `target_modules` where the experts are one fused tensor.
 #
 # ## The picture
 
@@ -449,8 +447,9 @@ ladder.chart()
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
 
 # %%
-ladder.note(targets=targets, before=before.mean, verdict=vars(verdict), exact=killed | resumed == resumed | killed)
+ladder.note(targets=targets, before=before.mean, steps=run.steps, verdict=vars(changes["everything combined"]))
 ladder.note(state_bytes=state_bytes, changed=changed, useful=useful, merge_error=merge_error, production=found)
+ladder.note(exact=killed | resumed == resumed | killed)
 assert max(abs(row.prediction_error) for row in ladder.rows) < 0.1, "the predictions hold"
 assert ladder["QLoRA"].peak_bytes < ladder["LoRA"].peak_bytes < ladder["full fine-tuning"].peak_bytes
 assert state_bytes["torchao"] < 2.2 and state_bytes["bitsandbytes"] < 2.2 and state_bytes["fp32, fused"] > 7.9
@@ -458,7 +457,7 @@ assert changed["nearest"] < changed["master"] < changed["stochastic"], "rounding
 assert abs(together / alone.mean - 1) < 1e-4 < abs(leaking / alone.mean - 1) * (1 if fast() else 0.02), "no leak"
 assert ladder.facts["exact"] or here.device == "cuda", "resumed exactly (a GPU adds in another order from run to run)"
 assert killed.keys() & resumed.keys() >= {3, 4} and [*range(6)] == [step for step, _ in log["loss"]], "logged once"
-assert all(abs(a - b) < 0.02 for lib in found.values() for a, b in zip(lib["losses"], found["ours"]["losses"]))
+assert all(abs(a - b) < 1e-3 for lib in found.values() for a, b in zip(lib["losses"], found["ours"]["losses"]))
 assert found["ours"]["peak_bytes"] < min(found["Trainer"]["peak_bytes"], found["SFTTrainer"]["peak_bytes"])
-assert fast() or verdict.high < 0, "it got better, beyond what chance explains"
+assert fast() or max(change.high for change in changes.values()) < 0, "all got better, beyond what chance explains"
 print("all checks passed")

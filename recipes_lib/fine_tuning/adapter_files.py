@@ -49,7 +49,8 @@ def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool =
     """Save the adapters of a `PeftModel` with the fingerprint of their base; returns the bytes written.
 
     The folder appears whole or not at all. Raises ValueError for a model without adapters, and for a folder that is
-    there already unless `overwrite`, which replaces it.
+    there already unless `overwrite`, which replaces it: an error leaves the old one, a kill may leave it beside, as
+    `.<name>-...-replaced`.
 
     Args:
         base: `base_fingerprint` of the model before it was adapted or quantized.
@@ -131,7 +132,8 @@ def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
         command = [sys.executable, "-c", FRESH_PROCESS, str(folder), json.dumps(rows.tolist()), f"{scratch}/logits"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise ValueError(f"{folder} does not load in a fresh process: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            raise ValueError(f"{folder} does not load in a fresh process: {said[-1]}")
         return ((torch.load(f"{scratch}/logits") - expected).norm() / expected.norm()).item()
 
 

@@ -78,11 +78,11 @@ class RowLosses:
         for part in torch.arange(resamples).split(max(1, 2**20 // rows)):  # some megabytes at a time
             drawn = torch.randint(rows, (len(part), rows), generator=generator)
             means.append(self.losses[drawn].sum(1) / self.targets[drawn].sum(1))
-        ends = torch.tensor([1 - level, 1 + level], dtype=torch.float64) / 2
-        return tuple(torch.cat(means).quantile(ends).tolist())
+        return tuple(torch.cat(means).quantile(torch.tensor([1 - level, 1 + level], dtype=torch.float64) / 2).tolist())
 
     def __str__(self) -> str:
-        return "{:.2f} nats per token (95 % interval {:.2f} to {:.2f})".format(self.mean, *self.interval())
+        interval = " (95 % interval {:.2f} to {:.2f})".format(*self.interval()) if len(self.losses) > 1 else ""
+        return f"{self.mean:.2f} nats per token{interval}"
 
     def __sub__(self, other: RowLosses) -> RowLosses:
         """The paired difference, row by row. Raises ValueError unless both have the same numbers of targets."""
