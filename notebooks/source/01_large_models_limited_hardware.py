@@ -25,7 +25,7 @@
 # |---|---|
 # | **You will learn** | to predict the memory of a training step with arithmetic, and which recipe removes which term |
 # | **You need** | Python and PyTorch basics; no GPU, no login |
-# | **Time** | five to twelve minutes on two CPU cores |
+# | **Time** | five to fifteen minutes on two CPU cores |
 # | **Cost** | free on a laptop or a Colab T4 |
 
 # %% [markdown]
