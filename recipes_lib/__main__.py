@@ -68,7 +68,8 @@ def finetune(options: argparse.Namespace) -> None:
     low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine().compute_dtype]
     settings["output_dir"] = str(Path(options.output_dir).expanduser())
     settings["learning_rate"] = options.learning_rate or (1e-4 if options.method == "full" else 1e-3)
-    settings |= {"precision": options.precision or low, "warmup_steps": min(options.warmup_steps, options.steps - 1)}
+    warmup = options.warmup_steps if options.warmup_steps < options.steps else 0
+    settings |= {"precision": options.precision or low, "warmup_steps": warmup}
     print(machine())
     how = {"held_out_file": options.held_out, "limit": options.limit, "resume": options.resume}
     finetune(export.Settings(**settings), **how)
@@ -90,7 +91,12 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw_torch_fused", help="or adamw_bnb_8bit, paged_adamw_8bit")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to it; 0: not at all")
     add("--steps", type=int, default=50, help="optimizer steps")
-    add("--warmup-steps", type=int, default=5, help="of the learning rate, which then falls to 0 in a cosine")
+    add(
+        "--warmup-steps",
+        type=int,
+        default=5,
+        help="of the learning rate, which then falls to 0 in a cosine; none if --steps is not more",
+    )
     add("--rows-per-step", type=int, default=8, help="rows, or packed rows, of one optimizer step")
     add("--micro-batch-size", type=int, default=1, help="rows in memory at a time")
     add("--seq-len", type=int, default=256, help="tokens of the longest row, and of a packed one")

@@ -126,7 +126,10 @@ def load_data(
         else:
             pairs = [pair for i, pair in enumerate(pairs) if i % 10]
         known = set(map(json.dumps, held_out))  # what is trained on proves nothing
-        pairs = [pair for pair in pairs if json.dumps(pair) not in known]
+        new = [pair for pair in pairs if json.dumps(pair) not in known]
+        if len(new) < len(pairs):
+            print(f"left out, for they are held out too: {len(pairs) - len(new)} pairs")
+        pairs = new
     else:  # long ones are left out here, and refused above: of these there are enough
 
         def some(split: str, count: int) -> list[dict[str, str]]:

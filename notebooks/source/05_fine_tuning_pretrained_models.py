@@ -42,6 +42,7 @@
 # | 7 | sequence packing | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
 # | 8 | tracking, kill and resume, merge | [tracking.py](../recipes_lib/training/tracking.py), [exact_resume.py](../recipes_lib/training/exact_resume.py), [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
 # | 9 | the same run in production libraries | [production.py](../recipes_lib/production.py), [export.py](../recipes_lib/export.py) |
+# | 10 | Qwen3: template, context, experts | [rope.py](../recipes_lib/architecture/rope.py) |
 #
 # ## Setup
 #
@@ -104,7 +105,7 @@ print(decode_with_mask(train[1], tokenizer))
 # %% [markdown]
 # ### 1. Loss on the answers, and the masking bug
 #
-# **Mask the prompt, leave each label at its own token, learn the end mark.** Training raises no error when one of the three is broken. `check_labels` looks for all of them before.
+# **Mask the prompt, leave each label at its own token, learn the end mark.** Training raises no error when one is broken; `check_labels` looks before.
 
 # %%
 from recipes_lib.fine_tuning.completion_only_loss import check_labels, completion_only_loss
@@ -192,9 +193,9 @@ model = finetune.adapt(fresh(), run=replace(lora, method="qlora"))  # untrained 
 print(f"four bits alone: {held_out_losses(model, held_out, **pad)}, Python source {on_python(model):.1f}")
 
 # %% [markdown]
-# LoRA frees gradients and states, QLoRA most of the weights too. Unpacking them costs time, measured below, and where bf16 is native the 4-bit layers win some back by multiplying in it.
+# LoRA frees gradients and states, QLoRA most of the weights too. Unpacking them costs time, measured below, and native bf16 wins some back.
 #
-# What do rank, α and the choice of layers change? DoRA trains the length of each weight row apart from its direction. rsLoRA scales by α/√r instead of α/r, which weighs a large rank more. Both are switches of peft.
+# What do rank, α and the choice of layers change? DoRA trains the length of each weight row apart from its direction. rsLoRA scales by α/√r instead of α/r. Each row: two steps of two rows, compared with rank 16.
 
 # %%
 from recipes_lib.fine_tuning.lora import apply_lora
@@ -258,7 +259,7 @@ for name, (dtype, make, options) in modes.items():
     print(f"{name:<14}{seconds:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, {changed[name]:.1%} changed")
 
 # %% [markdown]
-# Rounded to nearest, few weights move at this learning rate. The masters have moved, but most still round to the same bf16 number: the model shows it after many steps. Stochastic rounding shows it at once, with noise. Where the first lines say *no native bf16*, 16-bit rows are slower.
+# Rounded to nearest, few weights move at this learning rate. The masters have moved, but most still round to the same bf16 number: the model shows it after many steps. Stochastic rounding shows it at once, with noise. Without native bf16 all 16-bit rows are slower.
 #
 # ### 6. Accumulation, clipping and schedule
 #
@@ -270,8 +271,6 @@ for way in (short, replace(short, micro_batch_size=1)):
         print(f"{way.micro_batch_size} rows at a time: {s.loss=:.5f} {s.gradient_norm=:.4f} {s.learning_rate=:.1e}")
 
 # %% [markdown]
-# The schedule is transformers' cosine.
-#
 # ### 7. Sequence packing
 #
 # **Put several documents into one row, each blind to the others**, instead of padding. Positions restart at every document; from them the attention learns the borders. First the proof, beside the leak.
@@ -313,11 +312,11 @@ for name, batches in work.items():
     print(f"{name:<10}{useful[name]:,.0f} useful tokens/s, {padding:.0%} padding")
 
 # %% [markdown]
-# Grouping by length removes padding too, and here it is faster, but then short answers meet short ones. Packing leaves the choice of rows free. With a mask, attention still computes what it hides, and on a CPU that eats part of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
+# Grouping by length removes padding too, and here it is faster, but then short answers meet short ones. Packing leaves the choice of rows free. With a mask, attention still computes what it hides, and on a CPU that eats most of the gain; kernels for variable lengths (flash-attn on a GPU) skip it.
 #
 # ## Everything combined
 #
-# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two packed rows hold about three documents, like a padded batch. Then one step of each row in turns, there and back, so that what slows the machine slows all: the times in the table.
+# QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two packed rows hold about three documents, nearly a padded batch. Then one step of each row in turns, there and back, so that what slows the machine slows all: the times in the table.
 
 # %%
 climb("everything combined", combined, pack_sequences(train, length=combined.seq_len, seed=0), here.compute_dtype)
@@ -335,11 +334,11 @@ for old, new, row in zip(answers_before, answers, held_out[:2]):
 change_chart(changes)
 
 # %% [markdown]
-# No interval reaches zero: all got better; neighbours overlap, so these rows do not rank them. QLoRA starts behind by what four bits alone cost, printed above; they, not the training, also harm Python source. Three updates begin to teach the form of a docstring: fewer of the 20 answers repeat the code.
+# No interval reaches zero: all got better. To rank neighbours, compare them row by row. QLoRA starts behind by what four bits alone cost, printed above; they, not the training, also harm Python source. Three updates begin to teach the form of a docstring: fewer of the 20 answers repeat the code.
 #
-# ## Save, merge, reload
+# ## 8. Save, merge, reload
 #
-# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder, and its logits differ by the rounding. `merge_qlora` unpacks the base first: peft's own merge rounds the sum to four bits again.
+# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape. To deploy, merge into 16-bit weights; a fresh process loads the folder, and its logits differ by the rounding. `merge_qlora` unpacks the base first: peft's own merge rounds the sum to four bits again. On the full base the adapter is another model, printed too: evaluate the one you deploy.
 
 # %%
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, check_merged, load_adapter, save_adapter, save_merged  # fmt: skip
@@ -351,7 +350,7 @@ on_full = held_out_losses(load_adapter(fresh(here.compute_dtype), folder / "adap
 print(f"adapter {size / 2**20:.0f} MiB, loss on full base {on_full.mean:.3f}; merged: logits off by {merge_error:.1e}")
 
 # %% [markdown]
-# ## Killed, and resumed
+# ### Killed, and resumed
 #
 # `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here SIGKILL hits it two steps after its checkpoint; `--resume` takes those two again.
 
@@ -366,7 +365,7 @@ print(f"\nkilled  {killed}\nresumed {resumed}\nlogged steps: {[*dict(log['loss']
 # %% [markdown]
 # The log has each step once, and what both processes trained has the same loss, digit for digit: weights, AdamW states, schedule, position in the data and random state come back.
 #
-# ## The same run in production
+# ## 9. The same run in production
 #
 # `transformers.Trainer` and TRL's `SFTTrainer` on the same rows, in the same order, with the same settings, each step in turns with ours. The command above also wrote the file with which Axolotl repeats its run, and launch settings for `accelerate`.
 
@@ -379,7 +378,7 @@ print(production.table(found), *(folder / "run" / "axolotl.yml").read_text().spl
 # %% [markdown]
 # The libraries compute every logit, and TRL also the entropy and the accuracy of each token to log them. In return: evaluation while training, callbacks, several GPUs.
 #
-# ## Model specifics: Qwen3
+# ## 10. Model specifics: Qwen3
 #
 # The notebook runs with other families as it is. Three things matter for Qwen3. Its template **drops the thinking of earlier answers**, so a conversation becomes one row per answer, each after the history that the model will really see. Its context is stretched by **YaRN or dynamic NTK**, a factor in the configuration. And in its **mixture of experts** the router is not trained.
 

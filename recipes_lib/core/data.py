@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,10 @@ def load_instructions(
     rows = []
     for pair in load_pairs(split=split, dataset=dataset):
         chat = pair.get("messages")
-        found = tokenize_chat(tokenizer, chat) if chat else [tokenize_pair(tokenizer, **pair)]
+        try:
+            found = tokenize_chat(tokenizer, chat) if chat else [tokenize_pair(tokenizer, **pair)]
+        except ValueError as error:
+            raise ValueError(f"{error} (in {str(pair)[:100]})") from error
         rows += [row for row in found if len(row["input_ids"]) <= max_tokens]
         if limit is not None and len(rows) >= limit:
             break
@@ -61,21 +65,22 @@ def load_instructions(
     return Dataset.from_list(rows[:limit])
 
 
-def load_pairs(
-    *, split: str = "train", dataset: str | Iterable[dict[str, str]] | None = None
-) -> Iterator[dict[str, str]]:
-    """The pairs of `load_instructions`, with its errors, as text: `prompt` and `completion`, or `messages`."""
+def load_pairs(*, split: str = "train", dataset: str | Iterable[dict] | None = None) -> Iterator[dict[str, str]]:
+    """The pairs of `load_instructions`, with its errors, as text; a warning counts those with an empty completion."""
     _check(split)
     if dataset is None:
         yield from docstring_pairs(split)
         return
     if split != "train" and (not isinstance(dataset, str) or os.path.exists(dataset)):
-        raise ValueError(
-            f"split={split!r}: these pairs have no splits, so give the held-out ones as a data set of theirs"
-        )
+        raise ValueError(f"split={split!r}: these pairs have no splits: give the held-out ones as a data set of theirs")
+    empty = 0
     for row in map(_pair, dataset) if not isinstance(dataset, str) else _read(dataset, split):
         if "messages" in row or row["completion"].strip():
             yield row
+        else:
+            empty += 1
+    if empty:
+        warnings.warn(f"left out, for their completion is empty: {empty} pairs", stacklevel=2)
 
 
 def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> dict[str, list[int]]:
@@ -103,7 +108,7 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
-        raise ValueError("the completion is empty, or there is none: there would be nothing to learn from this chat")
+        raise ValueError(f"an answer is empty, or no role is 'assistant': {[turn['role'] for turn in messages]}")
     if answers[0] == 0:
         raise ValueError("the conversation begins with an answer: give the message before it, of `user` or `system`")
 

@@ -188,6 +188,17 @@ def test_system_prompts_that_a_template_refuses_or_drops(tokenizer, monkeypatch,
         tokenize_chat(tokenizer, [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")])
 
 
+def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
+    chat = [{"role": "human", "content": "2 + 2?"}, {"role": "gpt", "content": "Four."}]
+    with pytest.raises(ValueError, match=r"no role is 'assistant': \['human', 'gpt'\] \(in .*2 \+ 2"):
+        load_instructions(tokenizer, dataset=[PAIR, {"messages": chat}])
+    with pytest.warns(UserWarning, match="empty: 2 pairs"):
+        rows = load_instructions(
+            tokenizer, dataset=write(tmp_path, PAIR, PAIR | {"completion": " "}, {**PAIR, "completion": ""})
+        )
+    assert len(rows) == 1
+
+
 def test_a_conversation_begins_with_a_question(tokenizer):
     with pytest.raises(ValueError, match="begins with an answer"):
         tokenize_chat(tokenizer, turns("2 + 2?", "Four.")[1:])
