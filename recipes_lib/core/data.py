@@ -108,9 +108,7 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
-        raise ValueError(
-            f"nothing to learn: an answer is empty, or no 'assistant' is in {[m['role'] for m in messages]}"
-        )
+        raise ValueError(f"nothing to learn: an empty answer, or no 'assistant' in {[m['role'] for m in messages]}")
     if answers[0] == 0:
         raise ValueError("the conversation begins with an answer: give the message before it, of `user` or `system`")
 

@@ -190,7 +190,7 @@ def test_system_prompts_that_a_template_refuses_or_drops(tokenizer, monkeypatch,
 
 def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
     chat = [{"role": "human", "content": "2 + 2?"}, {"role": "gpt", "content": "Four."}]
-    with pytest.raises(ValueError, match=r"no 'assistant' is in \['human', 'gpt'\] \(in .*2 \+ 2"):
+    with pytest.raises(ValueError, match=r"no 'assistant' in \['human', 'gpt'\] \(in .*2 \+ 2"):
         load_instructions(tokenizer, dataset=[PAIR, {"messages": chat}])
     with pytest.warns(UserWarning, match="empty: 2 pairs"):
         rows = load_instructions(
