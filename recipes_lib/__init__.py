@@ -10,6 +10,7 @@ bench           measure one technique beside the plain step
 finetune        fine-tune a pretrained model: the techniques put together in one loop
 finetune_budget   its arithmetic: the peak of a step, before it is taken
 finetune_command  the loop as a command, from pairs to a proven adapter
+finetune_data     its pairs: read, checked, and a part of them held out
 production      the same run through the Trainer and TRL
 export          the same run as settings of Axolotl, accelerate, the Trainer and TRL
 __main__        the command line: python -m recipes_lib list | bench | doctor | finetune

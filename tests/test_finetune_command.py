@@ -10,7 +10,8 @@ import pytest
 
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.finetune_command import check_output, check_packing, load_data, run_command
+from recipes_lib.finetune_command import check_output, check_packing, run_command
+from recipes_lib.finetune_data import load_data
 from recipes_lib.production import write_production
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
@@ -110,12 +111,12 @@ def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
     check_output(tmp_path, result, inputs=[str(pairs), None], resume=False)
 
 
-def test_what_is_held_out_is_not_trained_on(pairs, tmp_path):
+def test_what_is_held_out_is_not_trained_on(pairs, tmp_path, capsys):
     tokenizer, run = load_tokenizer(), dataclasses.replace(RUN, seq_len=64, data_file=str(pairs))
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("\n".join(pairs.read_text().splitlines()[:5]))
     trained, rows, _ = load_data(tokenizer, run=run, held_out_file=str(held_out))
-    assert len(trained) == len(rows) == 35
+    assert len(trained) == len(rows) == 35 and "held out too: 5 pairs" in capsys.readouterr().out
     assert len(load_data(tokenizer, run=run, limit=20)[0]) == 18
     with pytest.raises(ValueError, match="give the file of pairs to train on"):
         load_data(tokenizer, run=dataclasses.replace(run, data_file=""), held_out_file=str(held_out))
