@@ -1,8 +1,10 @@
 """Measure the recipes on this machine, in under ten minutes on one large GPU.
 
-python -m benchmarks.gpu                                every part but the last two, in the order below
+python -m benchmarks.gpu                                the first five parts, in the order below
 python -m benchmarks.gpu --parts limits ladder
-python -m benchmarks.gpu --parts finetune notebook_05   a call of its own: under ten minutes more
+python -m benchmarks.gpu --parts finetune notebook_05   each such line a call of its own, under ten minutes
+python -m benchmarks.gpu --parts attention loss rope notebook_04
+python -m benchmarks.gpu --parts ablation               and likewise longest, context
 python -m benchmarks.gpu --tier cpu --fast              the same code in small sizes, without a GPU
 
 Each part runs in a process of its own under a time limit, and its numbers are kept as soon as it ends:
@@ -17,11 +19,13 @@ import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import long_sequences
 from benchmarks.finetune import Sizes, compare_updates, compare_ways
 from benchmarks.record import RESULTS, keep, keep_ladder
 from benchmarks.render import LADDERS
@@ -55,6 +59,52 @@ def notebook(name: str = LADDERS["01"]) -> dict[str, Any]:
 def notebook_05() -> dict[str, Any]:
     """Notebook 05, likewise."""
     return notebook(LADDERS["05"])
+
+
+def notebook_04() -> dict[str, Any]:
+    """Notebook 04, likewise."""
+    return notebook(LADDERS["04"])
+
+
+def keep_each(part: str, contents: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Keep what a part has whenever it has more."""
+    for content in contents:
+        keep(part, content, folder=out_dir())
+    return {}
+
+
+def attention() -> dict[str, Any]:
+    """Attention of one layer at growing length: eager, and the best kernel."""
+    return keep_each("attention", long_sequences.compare_attention(*long_size("attention")))
+
+
+def loss() -> dict[str, Any]:
+    """The loss over a large vocabulary, beside the libraries."""
+    return keep_each("loss", long_sequences.compare_losses(*long_size("loss")))
+
+
+def rope() -> dict[str, Any]:
+    """SmolLM2 on texts longer than its training, with each RoPE scaling."""
+    return keep_each("rope", long_sequences.stretched(*long_size("rope")))
+
+
+def ablation() -> dict[str, Any]:
+    """Full fine-tuning of an 8B shape on one card: which recipe brings how many tokens."""
+    return keep_each("ablation", long_sequences.ablation(*long_size("ablation")))
+
+
+def longest() -> dict[str, Any]:
+    """One full-causal, full-parameter step of the 8B shape, as long as fits into ten minutes."""
+    return keep_each("longest", long_sequences.longest_step(*long_size("longest")))
+
+
+def context() -> dict[str, Any]:
+    """QLoRA of the 8B shape under a 24 GB cap: the longest context."""
+    return keep_each("context", long_sequences.qlora_context(*long_size("context")))
+
+
+def long_size(part: str) -> tuple:
+    return LONG["fast" if fast() else machine().tier][part]
 
 
 def full_bench(*, at_once: int = 1) -> Bench:
@@ -164,10 +214,56 @@ SIZES: dict[str, tuple[tuple, tuple, Sizes]] = {
         Sizes("llama-3.1-8b", None, 12, 512, 8, 6, False),
     ),
 }
-PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora, finetune, notebook_05)}
+# What the parts of notebook 04 are given: see the functions of long_sequences.
+LONG: dict[str, dict[str, tuple]] = {
+    "fast": {
+        "attention": ("tiny-llama", [64, 128], 128),
+        "loss": (128, 64, 1024),
+        "rope": (300, 100, 1),
+        "ablation": ("tiny-llama", 4, 512),
+        "longest": ("tiny-llama", 4, 512),
+        "context": ("tiny-llama", 4, 64),
+    },
+    "cpu": {
+        "attention": ("smollm2-135m", [1024, 2048, 4096, 8192, 16384], 4096),
+        "loss": (2048, 576, 49152),
+        "rope": (12288, 1024, 1),
+        "ablation": ("smollm2-135m", 4, 2048),
+        "longest": ("smollm2-135m", None, 2048),
+        "context": ("smollm2-135m", 4, 2048),
+    },
+    "gpu16": {
+        "attention": ("llama-3.2-1b", [1024, 4096, 16384], 4096),
+        "loss": (4096, 2048, 128256),
+        "rope": (14336, 1024, 3),
+        "ablation": ("llama-3.2-1b", 4, 65536),
+        "longest": ("llama-3.2-1b", 4, 65536),
+        "context": ("llama-3.2-1b", None, 65536),
+    },
+    "gpu24": {
+        "attention": ("llama-3.1-8b", [1024, 4096, 16384, 65536], 8192),
+        "loss": (8192, 4096, 128256),
+        "rope": (16384, 1024, 4),
+        "ablation": ("llama-3.2-1b", None, 131072),
+        "longest": ("llama-3.2-1b", None, 131072),
+        "context": ("llama-3.1-8b", None, 65536),
+    },
+    "gpu80": {
+        "attention": ("llama-3.1-8b", [1024, 4096, 16384, 65536], 16384),
+        "loss": (8192, 4096, 128256),
+        "rope": (16384, 1024, 8),
+        "ablation": ("llama-3.1-8b", None, 131072),
+        "longest": ("llama-3.1-8b", None, 393216),
+        "context": ("llama-3.1-8b", None, 131072),
+    },
+}
+FOR_04 = (attention, loss, rope, notebook_04, ablation, longest, context)
+PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora, finetune, notebook_05, *FOR_04)}
 SECONDS = {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110}  # under ten minutes together
 DEFAULT = list(SECONDS)
 SECONDS |= {"finetune": 300, "notebook_05": 280}  # these two likewise
+SECONDS |= {"attention": 60, "loss": 60, "rope": 60, "notebook_04": 400}  # these four likewise
+SECONDS |= {"ablation": 590, "longest": 590, "context": 590}  # each of these alone
 
 
 def out_dir() -> Path:

@@ -7,6 +7,7 @@ arithmetic predicts. The notebooks explain them; this is for a quick look at you
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from recipes_lib.core.budget import Budget, budget_of
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.ladder import Ladder
 from recipes_lib.core.machine import machine, seed_everything
-from recipes_lib.core.measure import measure
+from recipes_lib.core.measure import PeakMemory, in_turns, measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 
 LR = 2e-5
@@ -155,6 +156,33 @@ class Bench:
         plan = estimate_optimizer_in_backward(budget_of(model, **self.size), model)
         return self.plain(model, apply_optimizer_in_backward(model, lr=LR, fused=True)), plan
 
+    def arrange_chunked_cross_entropy(self, model: Any) -> tuple[Callable[[], float], Budget]:
+        from recipes_lib.memory.chunked_cross_entropy import (
+            apply_chunked_cross_entropy,
+            estimate_chunked_cross_entropy,
+        )
+
+        targets = self.batch_size * (self.seq_len - self.seq_len // 2)
+        plan = estimate_chunked_cross_entropy(budget_of(model, **self.size), model, **self.size, targets=targets)
+        return self.plain(apply_chunked_cross_entropy(model)), plan
+
+    def arrange_tiled_mlp(self, model: Any) -> tuple[Callable[[], float], Budget]:
+        from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
+
+        plan = estimate_tiled_mlp(budget_of(model, **self.size), model, **self.size)
+        return self.plain(apply_tiled_mlp(model)), plan
+
+    def arrange_nested_checkpointing(self, model: Any) -> tuple[Callable[[], float], Budget]:
+        from recipes_lib.memory.nested_checkpointing import (
+            apply_nested_checkpointing,
+            best_group,
+            estimate_nested_checkpointing,
+        )
+
+        group = best_group(model.config.num_hidden_layers)
+        plan = estimate_nested_checkpointing(budget_of(model, **self.size), model, **self.size, group=group)
+        return self.plain(apply_nested_checkpointing(model, group=group)), plan
+
     def arrange_lora(self, model: Any) -> tuple[Callable[[], float], Budget]:
         from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 
@@ -188,3 +216,60 @@ def techniques() -> list[str]:
     """Names that `Bench.run` takes."""
     names = [name.removeprefix("arrange_") for name in dir(Bench) if name.startswith("arrange_")]
     return [name for name in names if name != "baseline"]
+
+
+@dataclass(frozen=True)
+class LossCost:
+    """Of output layer and loss, forward and backward: seconds, bytes beside the inputs, relative error of the value.
+
+    On a CPU, PyTorch's own fused loss is one operator, whose inside is not seen: its `peak_bytes` is None.
+    """
+
+    seconds: float
+    peak_bytes: int | None
+    error: float
+
+    def __str__(self) -> str:
+        size = "not seen" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:,.0f} MiB"
+        return f"{self.seconds:8.3f} s {size:>12}   value off by {self.error:.0e}"
+
+
+def compare_losses(
+    *, tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32, rounds: int = 3
+) -> dict[str, LossCost]:
+    """Cross-entropy over all logits, our chunks, and the libraries that are here: PyTorch's (from 2.13 on), Liger's.
+
+    Random hidden states [tokens, hidden] and weights [vocab, hidden]; the error is against fp64.
+    """
+    from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
+
+    F, device = torch.nn.functional, machine().device
+    h, w = (torch.randn(n, hidden, device=device, dtype=dtype).div_(hidden**0.25) for n in (tokens, vocab))
+    y = torch.randint(vocab, (tokens,), device=device)
+    parts = zip(h.split(256), y.split(256))  # fp64 logits of all tokens are gigabytes
+    exact = sum(F.cross_entropy(a.double() @ w.double().T, b, reduction="sum").item() for a, b in parts) / tokens
+    h, w = h.requires_grad_(), w.requires_grad_()
+    ways = {"plain": lambda: F.cross_entropy((h @ w.T).float(), y), "ours": lambda: chunked_cross_entropy(h, w, y)}
+    if hasattr(F, "linear_cross_entropy"):  # without options it makes all logits
+        default, rows = (
+            torch.nn.LinearCrossEntropyOptions(**o) for o in ({}, {"chunking_method": None, "batch_chunk_size": 256})
+        )
+        ways["torch"] = lambda: F.linear_cross_entropy(h, w, y, options=default)
+        ways["torch, 256 rows"] = lambda: F.linear_cross_entropy(h, w, y, options=rows)
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        ways["Liger"] = lambda: LigerFusedLinearCrossEntropyFunction.apply(h, w, y)[0]
+    values, peaks = {}, {}
+    for name, way in ways.items():
+        h.grad = w.grad = None
+        with PeakMemory() as memory:
+            before = memory.current
+            loss = way()
+            loss.backward()
+        seen = device == "cuda" or not name.startswith("torch")
+        values[name], peaks[name] = loss.item(), memory.peak - before if seen else None
+    h.grad = w.grad = None
+    steps = {name: lambda way=way: torch.autograd.grad(way(), (h, w)) for name, way in ways.items()}
+    seconds = in_turns(steps, rounds=rounds)
+    return {name: LossCost(min(seconds[name]), peaks[name], abs(values[name] / exact - 1)) for name in ways}

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.measure import tensor_bytes, weight_bytes
 from recipes_lib.core.model import decoder_blocks
 
 
@@ -52,10 +53,15 @@ class Budget:
     def peak(self) -> int:
         return sum(self.at_peak().values())
 
+    @property
+    def after_activations(self) -> int:
+        """What joins the activations of all blocks: the loss, or what backward makes in the last block."""
+        return max(self.loss, self.block_gradients)
+
     def at_peak(self) -> dict[str, int]:
         """What the peak consists of, at the moment that is largest; embedding copies count as gradients."""
         moments = (
-            (self.carried, self.activations, self.loss),
+            (self.carried, self.activations, self.after_activations),
             (self.gradients - self.last_gradients, self.one_block + self.block_gradients, 0),
             (self.gradients + self.embedding_gradient, 0, 0),
         )
@@ -84,7 +90,7 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
     last = sum(tensor_bytes(p) for p in decoder_blocks(model)[0].parameters() if p.requires_grad)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size, hidden, wide = model.dtype.itemsize, model.config.hidden_size, projection_widths(model.config)[2]
-    scores = _makes_scores(model) * (8 if size == 4 else 6) * model.config.num_attention_heads * seq_len
+    scores = _score_bytes(model)[1] * model.config.num_attention_heads * seq_len
     return Budget(
         weights=weight_bytes(model),
         states=2 * gradients,
@@ -101,14 +107,6 @@ def budget_of(model: Any, *, batch_size: int, seq_len: int) -> Budget:
     )
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and buffers as stored, each storage once (tied weights are one)."""
-    states = [t for p in model.parameters() for t in _quantization_state(p) if t is not None]  # scales of 4-bit weights
-    tensors = [*model.parameters(), *model.buffers(), *states]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
 def activation_bytes(model: Any, *, batch_size: int, seq_len: int) -> int:
     """Bytes that the blocks of a plain forward save for backward: T x (L blocks + the final norm)."""
     blocks = len(decoder_blocks(model)) * block_bytes(model, seq_len=seq_len)
@@ -123,32 +121,37 @@ def block_bytes(model: Any, *, seq_len: int) -> int:
     saves both projections, the activated gate and the product.
     """
     block = decoder_blocks(model)[0]
-    names = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
-    norms = block_norms(block)
+    names, norms = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}, block_norms(block)
     if not norms or not ({"gate_proj", "c_fc"} & names):
         raise ValueError(
             f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with pre-norm and "
             f"a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); measure this one with PeakMemory"
         )
-    config, size = model.config, model.dtype.itemsize
-    hidden, heads, gemma = config.hidden_size, config.num_attention_heads, config.model_type.startswith("gemma")
+    config, size, hidden = model.config, model.dtype.itemsize, model.config.hidden_size
     q, kv, feed_forward = projection_widths(config)
     inner = _normalising_bytes(norms[0], config, size)
     norm = hidden * (len(norms) * inner + 2 * size)  # norms 3 and 4 (Gemma) feed the residual stream, not a linear
     attention = size * (2 * q + 2 * kv)
-    if _makes_scores(model):  # K and V repeated to all heads, scores and softmax kept
-        scores = 8 if gemma or size == 4 else 6  # in 16 bits: softmax in fp32 and cast; Gemma's soft cap on top
-        attention = size * 4 * q + scores * heads * seq_len
+    if saved := _score_bytes(model)[0]:  # K and V are repeated to all heads
+        attention = size * 4 * q + saved * config.num_attention_heads * seq_len
     # GPT-2's gelu_new is made of elementary operators, each of which saves its input.
     mlp = size * feed_forward * (4 if "gate_proj" in names else 5)
     return norm + attention + inner * (q + kv) * ("q_norm" in names) + mlp
 
 
-def _makes_scores(model: Any) -> bool:
-    """Eager attention makes [heads, S, S]; so does SDPA on CUDA in fp32, where no kernel takes grouped KV heads."""
-    q, kv, _ = projection_widths(model.config)
-    plain = kv < q and model.dtype.itemsize == 4 and model.device.type == "cuda"
-    return plain or model.config._attn_implementation == "eager"
+def _score_bytes(model: Any) -> tuple[int, int]:
+    """Per attention score, saved and as gradients: of the softmax, which all but GPT-2 take in fp32, and of a soft cap.
+
+    Eager attention makes [heads, S, S]; so does SDPA on CUDA in fp32, where no kernel takes grouped KV heads.
+    """
+    (q, kv, _), size, family = projection_widths(model.config), model.dtype.itemsize, model.config.model_type
+    kind = model.config._attn_implementation
+    plain = kind == "sdpa" and kv < q and size == 4 and model.device.type == "cuda"
+    if not plain and kind != "eager":
+        return 0, 0
+    in_fp32 = size == 2 and family != "gpt2"
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return size + 4 * in_fp32 + size * capped, 2 * size + 2 * in_fp32
 
 
 def final_norm_bytes(model: Any) -> int:
@@ -220,9 +223,11 @@ def checkpoint_budget(budget: Budget, model: Any, *, tokens: int, every: int = 1
     count = len(range(0, blocks, every))
     stored = count * kept_bytes + (blocks - count) * whole
     at_loss = stored + budget.activations - blocks * whole  # what is saved outside the blocks stays
-    # If the last block is a plain one, it is freed before the first is recomputed.
-    in_block = stored - kept_bytes + whole + budget.block_gradients if (blocks - 1) % every == 0 else 0
-    return budget.change(activations=max(at_loss, in_block - budget.loss))
+    head = model.get_output_embeddings().weight
+    head_gradient = min(budget.gradients, tensor_bytes(head) * head.requires_grad)
+    in_block = stored - kept_bytes + whole + budget.block_gradients + head_gradient
+    last_kept = (blocks - 1) % every == 0  # a plain last block is freed before the first is recomputed
+    return budget.change(activations=max(at_loss, last_kept * (in_block - budget.after_activations)))
 
 
 def free_gradients(budget: Budget, model: Any) -> Budget:
@@ -237,14 +242,3 @@ def _embedding_copies(model: Any) -> int:
     """Tied weights: the output layer's part waits until the embedding's arrives, and their sum is new."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return 2 * tensor_bytes(embedding) if head is embedding and embedding.requires_grad else 0
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _quantization_state(parameter: torch.Tensor) -> list[torch.Tensor | None]:
-    state = getattr(parameter, "quant_state", None)
-    nested = getattr(state, "state2", None)
-    own = [state.absmax, state.code, getattr(state, "offset", None)] if state else []
-    return own + ([nested.absmax, nested.code] if nested else [])

@@ -53,12 +53,7 @@ class Row:
 
 
 class Ladder:
-    """Rows in the order of the steps. The first one is the baseline.
-
-    Args:
-        name: of the notebook or benchmark; the file is `<runs_dir>/<name>.json`.
-        folder: where the file goes, default `machine.runs_dir()`.
-    """
+    """Rows in the order of the steps, the first is the baseline; kept in `<folder, or runs_dir()>/<name>.json`."""
 
     def __init__(self, name: str, *, folder: Path | None = None) -> None:
         if not name or Path(name).name != name:
@@ -69,12 +64,16 @@ class Ladder:
 
     def add(self, name: str, measured: Measurement, *, predicted: int, loss: float | None = None) -> Row:
         """Append a row, save the file and return the row. Raises ValueError for a name that is taken."""
-        if any(row.name == name for row in self.rows):
-            raise ValueError(f"the ladder already has a row {name!r}: give this step another name")
+        tokens_per_second = measured.tokens_per_second
+        return self.append(Row(name, int(predicted), measured.peak_bytes, measured.seconds, tokens_per_second, loss))
+
+    def append(self, row: Any) -> Any:
+        """Append a finished row, of this or another kind, and save the file."""
+        if any(other.name == row.name for other in self.rows):
+            raise ValueError(f"the ladder already has a row {row.name!r}: give this step another name")
         if not self.rows and self.path.exists():  # an earlier run keeps its rows, under the time they were measured
             measured_at = datetime.datetime.fromtimestamp(self.path.stat().st_mtime)
             os.replace(self.path, self.path.with_suffix(f".{measured_at:%Y%m%d-%H%M%S}.json"))
-        row = Row(name, int(predicted), measured.peak_bytes, measured.seconds, measured.tokens_per_second, loss)
         self.rows.append(row)
         self.save()
         return row
@@ -167,7 +166,7 @@ def percent(change: float) -> str:
 
 def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     """Draw the rows of a ladder or of a recorded results file: peak memory left, time per step right."""
-    figure, (memory, time) = _figure(rows, (9, 0.45 * len(rows) + 1.3), bars=True, ncols=2, width_ratios=(3, 1))
+    figure, (memory, time) = blank_figure(rows, (9, 0.45 * len(rows) + 1.3), bars=True, ncols=2, width_ratios=(3, 1))
     names = [row["name"] for row in rows]
     peaks, predicted = ([row[key] / MIB for row in rows] for key in ("peak_bytes", "predicted_bytes"))
     memory.barh(names, peaks, color=["#9aa5b1", *["#2f6f9f"] * (len(rows) - 1)], height=0.65)
@@ -191,7 +190,7 @@ def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
 
 def budget_chart(budgets: dict[str, Any]) -> Any:
     """Draw predicted budgets as stacked bars, one per step: which term does each recipe shrink?"""
-    figure, axes = _figure(budgets, (9, 0.4 * len(budgets) + 1.3), bars=True)
+    figure, axes = blank_figure(budgets, (9, 0.4 * len(budgets) + 1.3), bars=True)
     left = [0.0] * len(budgets)
     for term, color in BUDGET_COLORS.items():
         sizes = [budget.at_peak()[term] / MIB for budget in budgets.values()]
@@ -204,7 +203,7 @@ def budget_chart(budgets: dict[str, Any]) -> Any:
 
 def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
     """Draw curves of (optimizer step, held-out loss), one line per training run."""
-    figure, axes = _figure([point for curve in curves.values() for point in curve], (7, 3))
+    figure, axes = blank_figure([point for curve in curves.values() for point in curve], (7, 3))
     for name, curve in curves.items():
         axes.plot(*zip(*curve, strict=True), marker="o", label=name)
     axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
@@ -215,7 +214,7 @@ def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
 
 def change_chart(changes: dict[str, Any]) -> Any:
     """Draw `honest_evaluation.Comparison`s: each change with its interval, beside the line of no change."""
-    figure, axes = _figure(changes, (7, 0.35 * len(changes) + 1), bars=True)
+    figure, axes = blank_figure(changes, (7, 0.35 * len(changes) + 1), bars=True)
     for name, change in changes.items():
         reach = [[change.difference - change.low], [change.high - change.difference]]
         axes.errorbar(change.difference, name, xerr=reach, fmt="o", color="#2f6f9f", capsize=4)
@@ -224,7 +223,7 @@ def change_chart(changes: dict[str, Any]) -> Any:
     return figure
 
 
-def _figure(content: Any, size: tuple[float, float], *, bars: bool = False, **options: Any) -> tuple[Any, Any]:
+def blank_figure(content: Any, size: tuple[float, float], *, bars: bool = False, **options: Any) -> tuple[Any, Any]:
     """A figure without frames and its axes, closed: a notebook shows what is returned, and would show it twice."""
     if not content:
         raise ValueError("there is nothing to draw: add a row or a point first")

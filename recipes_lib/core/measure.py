@@ -9,15 +9,19 @@ and are not seen.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,6 +90,42 @@ def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[st
     return seconds
 
 
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Inside, tensors have shapes but no data: operators cost no memory and hardly any time, and `PeakMemory` counts
+    the bytes that they would take, kernel by kernel as on this device. What reads a value raises an error."""
+    from transformers import masking_utils
+
+    # To skip the [S, S] mask, transformers looks at the positions for packed documents. There are none to see.
+    blind = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    with FakeTensorMode(), blind:
+        yield
+
+
+def dry() -> bool:
+    """True inside `dry_run`, where no value can be read."""
+    return active_fake_mode() is not None
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters and buffers as stored, each storage once (tied weights are one)."""
+    states = [t for p in model.parameters() for t in _quantization_state(p) if t is not None]  # scales of 4-bit weights
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _quantization_state(parameter: torch.Tensor) -> list[torch.Tensor | None]:
+    state = getattr(parameter, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    own = [state.absmax, state.code, getattr(state, "offset", None)] if state else []
+    return own + ([nested.absmax, nested.code] if nested else [])
+
+
 class PeakMemory:
     """Context manager: `peak` so far, and `current` while inside, in bytes of live tensors on this machine's device.
 
@@ -105,7 +145,7 @@ class PeakMemory:
             raise ValueError(f"limit_bytes={limit_bytes}: give a positive number of bytes, or None for no limit")
         self._peak = 0
         self._limit = limit_bytes
-        self._account = None if machine().device == "cuda" else _LiveBytes(limit_bytes)
+        self._account = _LiveBytes(limit_bytes) if dry() or machine().device == "cpu" else None
 
     @property
     def peak(self) -> int:
@@ -155,7 +195,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, limit: int | None) -> None:
         super().__init__()
-        self._limit = limit
+        self._limit, self._dry = limit, dry()
         self.current = self.peak = 0
 
     def __enter__(self) -> _LiveBytes:
@@ -188,10 +228,11 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        # Fake tensors are what a dry run counts; in a real one, those of torch.compile hold no memory.
+        if tensor.layout != torch.strided or isinstance(tensor, FakeTensor) != self._dry:
             return
         storage = tensor.untyped_storage()
-        if storage.device.type != "cpu":  # torch.compile's fake tensors: they name a device and hold no memory
+        if storage.device.type != ("meta" if self._dry else "cpu"):
             return
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)

@@ -190,7 +190,7 @@ def estimate_activation_offload(budget: Budget, model: Any, *, batch_size: int, 
     """What the last block keeps, or what backward holds in it when the loss (`budget.loss` be final) is free."""
     elsewhere = (len(decoder_blocks(model)) - 1) * budget.one_block
     in_block = budget.one_block + budget.block_gradients
-    return budget.change(activations=max(budget.activations - elsewhere, in_block - budget.loss))
+    return budget.change(activations=max(budget.activations - elsewhere, in_block - budget.after_activations))
 
 
 def _unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:

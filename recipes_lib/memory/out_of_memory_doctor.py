@@ -175,9 +175,9 @@ def estimate_remedies(budget: Budget, model: Any, *, batch_size: int, seq_len: i
         lora = {"activations": whole.activations * 2 // width + casts, "loss": min(plan.loss, inputs)}
         lora["one_block"] = whole.one_block * 2 // width + casts // len(decoder_blocks(model))
         lora["block_gradients"] = whole.block_gradients * 4 // width  # the adapters' are in fp32
-        lora = whole.change(**lora, last_gradients=0, embedding_gradient=0)
+        lora |= {"gradients": adapters, "states": 2 * adapters, "last_gradients": 0, "embedding_gradient": 0}
+        lora = whole.change(**lora, weights=plan.weights * 2 // width + adapters)
         lora = checkpoint_budget(lora, model, tokens=tokens, kept=hidden * 2 // width - hidden)  # 16-bit inputs
-        lora = lora.change(weights=plan.weights * 2 // width + adapters, gradients=adapters, states=2 * adapters)
         plan = add("LoRA, 16-bit base", lora.change(carried=adapters * (rows < batch_size)))
     quantized = sum(int(p.numel() * ((2 if full else width) - NF4)) for p in linears if p.is_floating_point())
     add("QLoRA", plan.change(weights=plan.weights - quantized))

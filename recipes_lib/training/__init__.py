@@ -1,5 +1,6 @@
 """The training loop.
 
+curriculum               short rows first, long ones later, the same tokens in every step
 dynamic_batch            halve the micro-batch on out-of-memory, keep the effective batch
 exact_resume             go on after a kill with the identical losses
 gradient_accumulation    a large effective batch in the memory of a small one

@@ -3,7 +3,14 @@ import copy
 import pytest
 import torch
 
-from recipes_lib.architecture.rope import apply_rope_scaling, estimate_rope_scaling
+from recipes_lib.architecture.rope import (
+    apply_rope_scaling,
+    check_length,
+    estimate_rope_scaling,
+    position_losses,
+    rope_frequencies,
+    rotate,
+)
 from recipes_lib.core.model import model_of_shape
 
 SHORT, LONG = torch.arange(1, 33)[None], torch.arange(1, 113)[None]  # the trained length is 64
@@ -46,6 +53,10 @@ def test_frequencies_follow_the_formula_and_the_model_uses_them(shape, kind):
     seq_len = LONG.shape[1] if kind == "dynamic" else 64
     expected = inverse_frequencies(kind, 4.0, base=plain.config.rope_parameters["rope_theta"], seq_len=seq_len)
     torch.testing.assert_close(scaled.model.rotary_emb.inv_freq.double(), expected, rtol=1e-5, atol=1e-7)
+    base = plain.config.rope_parameters["rope_theta"]
+    ours, sharpen = rope_frequencies(16, base=base, kind=kind, factor=4.0, trained=64, seq_len=seq_len)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-7)
+    assert sharpen == pytest.approx(scaled.model.rotary_emb.attention_scaling)
     assert (scaled(LONG).logits - plain(LONG).logits).abs().max() > 1e-3
     short = (scaled(SHORT).logits - plain(SHORT).logits).abs().max()
     assert short == 0 if kind == "dynamic" else short > 1e-3, "dynamic leaves short texts alone"
@@ -60,14 +71,71 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again(LONG).logits, scaled(LONG).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (1, 2), (2, 10)])
+def test_rotation_equals_that_of_transformers(heads, head_dim, dtype):
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    sizes = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "head_dim": head_dim}
+    q, k = torch.randn(2, 2, heads, 37, head_dim, dtype=dtype)
+    positions = torch.stack([torch.arange(37), torch.arange(5000, 5037)])
+    cos, sin = LlamaRotaryEmbedding(LlamaConfig(**sizes))(q, positions)
+    frequencies, _ = rope_frequencies(head_dim, base=10000.0)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for ours, theirs in zip((q, k), apply_rotary_pos_emb(q, k, cos, sin)):
+        torch.testing.assert_close(rotate(ours, positions, frequencies), theirs, **tolerance)
+
+
+def test_only_distances_matter():
+    q, k = torch.randn(2, 1, 1, 6, 32, dtype=torch.float64)
+    frequencies, _ = rope_frequencies(32, base=10000.0)
+    scores = []
+    for start in (0, 900):
+        positions = torch.arange(start, start + 6)
+        scores.append(rotate(q, positions, frequencies) @ rotate(k, positions, frequencies).mT)
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3)  # angles are fp32: 900 radians to 6e-5
+    assert (scores[0] - q @ k.mT).abs().max() > 0.1
+
+
+def test_losses_along_a_text():
+    model = small("tiny-llama")
+    losses = position_losses(model, SHORT, window=10)
+    assert len(losses) == 4  # 31 predictions
+    with torch.no_grad():
+        logits = model(SHORT).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, SHORT[0, 1:], reduction="none")
+    torch.testing.assert_close(torch.tensor(losses), torch.stack([p.mean() for p in expected.split(10)]))
+    for row, window in ((SHORT, 0), (SHORT[0], 5), (SHORT[:, :1], 5), (SHORT.repeat(2, 1), 5)):
+        with pytest.raises(ValueError, match="one row"):
+            position_losses(model, row, window=window)
+
+
 def test_estimate():
     assert estimate_rope_scaling(small("tiny-qwen3"), factor=4.0) == 256
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_lengths_that_are_not_meant_are_refused(kind):
+    model = small("tiny-qwen3")
+    assert check_length(model, 64) == 64
+    with pytest.raises(ValueError, match=r"end at 64; remedy: apply_rope_scaling\(model, kind='yarn', factor=2\)"):
+        check_length(model, 65)
+    apply_rope_scaling(model, kind=kind, factor=4.0)
+    assert check_length(model, 256) == 256
+    with pytest.raises(ValueError, match="end at 256"):
+        check_length(model, 257)
+    with pytest.raises(ValueError, match="end at 1,024; remedy: none"):
+        check_length(model_of_shape("tiny-gpt2", device="cpu"), 1025)
 
 
 def test_bad_input():
     model = small("tiny-llama")
     with pytest.raises(ValueError, match="choose one of linear, dynamic, yarn"):
         apply_rope_scaling(model, kind="magic", factor=4)
+    with pytest.raises(ValueError, match="give an even head_dim"):
+        rope_frequencies(15, base=1e4)
+    with pytest.raises(ValueError, match="and for dynamic and yarn the trained length"):
+        rope_frequencies(16, base=1e4, kind="yarn", factor=2)
     with pytest.raises(ValueError, match="a factor above 1"):
         apply_rope_scaling(model, kind="yarn", factor=1)
     with pytest.raises(ValueError, match="no single rotary embedding"):

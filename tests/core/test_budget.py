@@ -29,6 +29,15 @@ def test_prediction_of_five_families(family, size, dtype):
     assert predicted == pytest.approx(measured_peak(model, *size), rel=0.03)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prediction_of_eager_attention_on_a_long_row(family, dtype):
+    model = model_of_shape(family, layers=4, dtype=dtype, device="cpu")
+    model.set_attn_implementation("eager")
+    predicted = budget_of(model, batch_size=1, seq_len=400).peak
+    assert predicted == pytest.approx(measured_peak(model, 1, 400), rel=0.03)
+
+
 def test_prediction_of_the_real_model():
     model = load_model(device="cpu")
     assert budget_of(model, batch_size=2, seq_len=64).peak == pytest.approx(measured_peak(model, 2, 64), rel=0.01)

@@ -118,6 +118,6 @@ def test_show_prints_code_without_docstring(capsys):
     show(chart)
     printed = capsys.readouterr().out
     assert printed.startswith("def chart(") and "Draw the rows" not in printed and "barh" in printed
-    show(Ladder.add)  # a method, whose docstring is indented
+    show(Ladder.append)  # a method, whose docstring is indented
     printed = capsys.readouterr().out
-    assert printed.startswith("def add(") and "Append a row" not in printed and "    self.save()" in printed
+    assert printed.startswith("def append(") and "Append a finished" not in printed and "    self.save()" in printed
