@@ -52,7 +52,7 @@ def compare_attention(shape: str, lengths: list[int], eager_to: int) -> Iterator
     model, rows = model_of_shape(shape, layers=1, dtype=_dtype()), []
     for seq_len in lengths:
         costs = measure_attention(model, seq_len=seq_len, eager=seq_len <= eager_to)
-        rows += [{"tokens": seq_len, "kernel": kernel} | vars(cost) for kernel, cost in costs.items()]
+        rows += [{"tokens": seq_len, "kernel": kernel} | cost._asdict() for kernel, cost in costs.items()]
         yield {"shape": shape, "why": best_kernel(model).why, "rows": rows}
 
 
@@ -186,7 +186,7 @@ def qlora_context(shape: str, layers: int | None, most: int) -> Iterator[dict[st
     def step(tokens: int) -> None:
         ids = torch.arange(tokens, device=model.device)[None] * 7919 % model.config.vocab_size
         start = time.perf_counter()
-        with offload_activations(model, to=host):
+        with offload_activations(model, to=host, min_bytes=4096):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

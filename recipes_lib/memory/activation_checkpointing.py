@@ -64,10 +64,10 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     """
     blocks = decoder_blocks(model)
     _check(blocks, mode, every)
-    if any(isinstance(block, _Checkpointed) or getattr(block, "gradient_checkpointing", False) for block in blocks):
+    if any(hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False) for block in blocks):
         raise ValueError(
-            "this model is checkpointed already: call remove_activation_checkpointing(model) or, for "
-            "Hugging Face's own, model.gradient_checkpointing_disable() first"
+            "this model is checkpointed already: call remove_activation_checkpointing(model) (or that of nested "
+            "checkpointing) or, for Hugging Face's own, model.gradient_checkpointing_disable() first"
         )
     # A subclass rather than a new `forward` on the block: nothing is bound to this very block, so a deep
     # copy gets its own, and no reference cycle keeps the model's memory.

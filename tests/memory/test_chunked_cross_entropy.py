@@ -1,4 +1,3 @@
-import contextlib
 import copy
 import gc
 import inspect
@@ -23,7 +22,7 @@ from recipes_lib.memory.chunked_cross_entropy import (
     estimate_chunked_cross_entropy,
     remove_chunked_cross_entropy,
 )
-from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
+from tests.conftest import assert_same_gradients, gradients, make_batch
 
 OPTIONS = [
     {},
@@ -120,6 +119,7 @@ def test_16_bit_value_and_gradients_are_right(monkeypatch, device, dtype, chunk_
 def test_fp16_keeps_small_gradients():
     """Over 40,000 tokens the mean's gradients are below what fp16 can show; the scaled loss brings them back."""
     hidden, weight, _, labels = make_tensors((40_000,), 8, 32, torch.float16)
+    weight = (weight.detach() / 100).requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = with_gradients(reference(*exact, labels), exact, factor=2.0**14)
     got = with_gradients(chunked_cross_entropy(hidden, weight, labels), [hidden, weight], factor=2.0**14)
@@ -174,7 +174,7 @@ def test_multiplies_targets_only_and_only_for_what_trains():
     assert account.operations == product and not loss.requires_grad
 
 
-def test_memory_is_gradients_and_a_chunk():
+def test_memory_is_a_chunk_and_the_gradients_of_what_trains():
     hidden, weight, _, labels = make_tensors((2048,), 32, 4096)
 
     def extra(loss_of, frozen=None):
@@ -189,7 +189,7 @@ def test_memory_is_gradients_and_a_chunk():
     logits, states, matrix = 4 * 2048 * 4096, 4 * hidden.numel(), 4 * weight.numel()
     assert extra(lambda: cross_entropy(linear(hidden, weight), labels)) > 2 * logits
     chunk = 2 * logits * 64 // 2048  # the block that is worked on is as large as the chunk here
-    for frozen, gradient in ((None, states + matrix), (weight, states), (hidden, matrix)):
+    for frozen, gradient in ((weight, states), (hidden, matrix)):
         got = extra(lambda: chunked_cross_entropy(hidden, weight, labels, chunk_size=64), frozen)
         assert got == pytest.approx(gradient + chunk, rel=0.05)
         assert (hidden.grad is None, weight.grad is None) == (hidden is frozen, weight is frozen)
@@ -413,10 +413,12 @@ def test_a_head_that_trains_alone_beside_adapters(llama, batch):
 # --- the estimate --------------------------------------------------------------------------------
 
 
-def measured_and_planned(shape, batch_size, seq_len, *, prompt=0, adapters=False, chunk_size=None, **model_options):
+def measured_and_planned(shape, batch_size, seq_len, *, prompt=0, adapters=False, frozen=False, chunk_size=None,
+                         **model_options):  # fmt: skip
     """Peak of the second AdamW step (the first one creates the states), and the estimate of it."""
     gc.collect()  # the models before this one are not part of the step
     model, sizes = model_of_shape(shape, device="cpu", **model_options), {"batch_size": batch_size, "seq_len": seq_len}
+    model.get_output_embeddings().requires_grad_(not frozen)
     plan = budget_of(model, **sizes)
     if adapters:
         plan, model = estimate_lora(plan, model, **sizes), apply_lora(model)
@@ -428,29 +430,35 @@ def measured_and_planned(shape, batch_size, seq_len, *, prompt=0, adapters=False
     labels[:, :prompt] = -100
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
-    def step():
-        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+    def step(length):
+        model(input_ids=ids[:, -length:], labels=labels[:, -length:], use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    step(8)
     with PeakMemory() as memory:
-        step()
+        step(seq_len)
     return memory.peak, plan.peak
 
 
-@pytest.mark.parametrize("shape", FAMILIES)
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gemma2", "tiny-gpt2"])
 def test_peak_as_estimated(shape):
     measured, planned = measured_and_planned(shape, 16, 64, layers=6, chunk_size=64, prompt=48)
     assert planned == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize("options", [{}, {"prompt": 384}, {"prompt": 384, "adapters": True}])
+@pytest.mark.parametrize("options", [{"prompt": 384}, {"prompt": 384, "adapters": True}])
 def test_peak_of_a_large_vocabulary_as_estimated(options):
-    """Without a prompt as a dry run: it has no labels, as if each of them were a target."""
-    with contextlib.nullcontext() if options else dry_run():
-        measured, planned = measured_and_planned("smollm2-135m", 1, 512, layers=2, **options)
-    assert planned == pytest.approx(measured, rel=0.02)
+    measured, planned = measured_and_planned("smollm2-135m", 1, 512, layers=2, **options)
+    assert planned == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_peak_without_a_prompt_as_estimated(frozen):
+    """As a dry run: it has no labels, as if each of them were a target."""
+    with dry_run():
+        measured, planned = measured_and_planned("smollm2-135m", 1, 512, layers=2, frozen=frozen)
+    assert planned == pytest.approx(measured, rel=0.005)
 
 
 @pytest.mark.parametrize("chunk_size", [200, 512])
@@ -537,7 +545,7 @@ def measure_losses(*, rounds=3, **sizes):
 
 def test_against_other_implementations():
     """Same value, less memory than all logits, in less time than torch's loss, whose chunks are small, takes."""
-    found = measure_losses(tokens=256, vocab=8192, width=128, chunk_size=32, rounds=2)
+    found = measure_losses(tokens=256, vocab=4096, width=128, chunk_size=32, rounds=2)
     for name, way in found.items():
         assert way["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5), name
     chunked, plain = found["chunked"], found["plain"]
