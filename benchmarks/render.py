@@ -69,7 +69,9 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
     "curriculum": lambda facts: "loss on long rows {:.3f}, fixed length {:.3f}, at equal compute".format(
         *(statistics.fmean(facts["curriculum"][schedule]) for schedule in ("curriculum", "fixed length"))
     ),
-    "rope": lambda facts: f"loss at the end {facts['rope']['none'][-1]:.2f}, with YaRN {facts['rope']['yarn'][-1]:.2f}",
+    "rope": lambda facts: (
+        f"loss at the end {facts['curves']['none'][-1]:.2f}, with YaRN {facts['curves']['yarn'][-1]:.2f}"
+    ),
     "Trainer": lambda facts: beside(facts["production"], "Trainer"),
     "SFTTrainer": lambda facts: beside(facts["production"], "SFTTrainer"),
 }
@@ -274,14 +276,15 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
     """A row of a ladder, or a fact beside it, as the cell of a table: memory and time against the baseline."""
     shown = []
     for device in ("cpu", "cuda"):
-        run = newest(LADDERS[number], device, row=None if name in FACTS else name, folder=folder)
+        part = "rope" if name == "rope" else LADDERS[number]  # a part of its own: it takes too long for a notebook
+        run = newest(part, device, row=None if name in FACTS else name, folder=folder)
         rows = {row["name"]: row for row in run["rows"]} if run else {}
         where = "CPU" if device == "cpu" else run and run["name"]
         latest = newest(LADDERS[number], device, folder=folder)
         if run and device == "cpu" and any(run[key] != latest[key] for key in ("name", "native_bf16", "date")):
             where = f"CPU {'with' if run['native_bf16'] else 'without'} native bf16"  # the newest has no such row
         if run and name in FACTS:
-            shown.append(f"{where}: {FACTS[name](run['facts'])}")
+            shown.append(f"{where}: {FACTS[name](run.get('facts', run))}")
         elif name in rows and number == "04":
             first, row = run["rows"][0], rows[name]
             longer = f"{row['tokens'] / first['tokens']:.1f}× the baseline's length"

@@ -66,9 +66,9 @@ def test_notebook_04_in_numbers(tmp_path):
     facts |= {"local": {"tokens": 16384, "speedup": {"sliding window": 5.25}, "ideal": {"sliding window": 6.5}}}
     facts |= {"curriculum": {"fixed length": [2.5, 2.75], "curriculum": [2.25, 2.5]}}
     facts["loss"] = {"ours": {"seconds": 1.0, "peak_bytes": 5}, "torch": {"seconds": 4.0}, "plain": {"peak_bytes": 10}}
-    facts |= {"rope": {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}}
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
     record.keep(render.LADDERS["04"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
+    record.keep("rope", {"curves": {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}}, facts=machine, folder=tmp_path)
     headline = render.block("headline-04", folder=tmp_path)
     assert "**100 → 3,000 tokens:**" in headline and "**30 times as long**" in headline
     assert "within 4 GiB" in headline and "with the same loss to 2e-06" in headline and "by 10.0% at most" in headline

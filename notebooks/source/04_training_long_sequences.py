@@ -22,7 +22,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest sequence that a memory holds, and which recipe moves that limit |
 # | **You need** | Python and PyTorch basics; no GPU, no login |
-# | **Time** | six to ten minutes on two CPU cores |
+# | **Time** | eight to twenty minutes on two CPU cores |
 # | **Cost** | free on a laptop or a Colab T4 |
 
 # %% [markdown]
@@ -452,7 +452,7 @@ facts |= {
     "price": price,
     "curriculum": reached,
 }
-ladder.note(**facts, loss={which: vars(cost) for which, cost in beside.items()}, rope=rope["curves"])
+ladder.note(**facts, loss={which: vars(cost) for which, cost in beside.items()})
 assert all(abs(row.prediction_error) < 0.1 for row in rows), "the predictions hold"
 assert loss_error < (1e-4 if here.device == "cpu" else 2e-2), "the same loss"
 assert [row.tokens for row in rows] == sorted(row.tokens for row in rows), "every rung is longer"
