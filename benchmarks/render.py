@@ -69,8 +69,8 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
     "curriculum": lambda facts: "loss on long rows {:.3f}, fixed length {:.3f}, at equal compute".format(
         *(statistics.fmean(facts["curriculum"][schedule]) for schedule in ("curriculum", "fixed length"))
     ),
-    "rope": lambda facts: (
-        f"loss at the end {facts['curves']['none'][-1]:.2f}, with YaRN {facts['curves']['yarn'][-1]:.2f}"
+    "rope": lambda facts: "loss at {:,} tokens {:.2f}, with YaRN {:.2f}".format(
+        facts["tokens"], *(facts["curves"][kind][-1] for kind in ("none", "yarn"))
     ),
     "Trainer": lambda facts: beside(facts["production"], "Trainer"),
     "SFTTrainer": lambda facts: beside(facts["production"], "SFTTrainer"),
@@ -278,7 +278,7 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
     for device in ("cpu", "cuda"):
         part = "rope" if name == "rope" else LADDERS[number]  # a part of its own: it takes too long for a notebook
         run = newest(part, device, row=None if name in FACTS else name, folder=folder)
-        rows = {row["name"]: row for row in run["rows"]} if run else {}
+        rows = {row["name"]: row for row in run.get("rows", [])} if run else {}
         where = "CPU" if device == "cpu" else run and run["name"]
         latest = newest(LADDERS[number], device, folder=folder)
         if run and device == "cpu" and any(run[key] != latest[key] for key in ("name", "native_bf16", "date")):

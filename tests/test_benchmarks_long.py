@@ -68,7 +68,8 @@ def test_notebook_04_in_numbers(tmp_path):
     facts["loss"] = {"ours": {"seconds": 1.0, "peak_bytes": 5}, "torch": {"seconds": 4.0}, "plain": {"peak_bytes": 10}}
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
     record.keep(render.LADDERS["04"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
-    record.keep("rope", {"curves": {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}}, facts=machine, folder=tmp_path)
+    curves = {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}
+    record.keep("rope", {"tokens": 12288, "curves": curves}, facts=machine, folder=tmp_path)
     headline = render.block("headline-04", folder=tmp_path)
     assert "**100 → 3,000 tokens:**" in headline and "**30 times as long**" in headline
     assert "within 4 GiB" in headline and "with the same loss to 2e-06" in headline and "by 10.0% at most" in headline
@@ -80,7 +81,7 @@ def test_notebook_04_in_numbers(tmp_path):
         "loss": "CPU: 0.25× the time of `F.linear_cross_entropy` in chunks, 0.50× the memory of all logits",
         "sliding window": "CPU: 5.2× faster at 16,384 tokens, 6.5× fewer pairs",
         "curriculum": "CPU: loss on long rows 2.375, fixed length 2.625, at equal compute",
-        "rope": "CPU: loss at the end 5.00, with YaRN 1.20",
+        "rope": "CPU: loss at 12,288 tokens 5.00, with YaRN 1.20",
     }
     assert {name: render.cell("04", name, folder=tmp_path) for name in cells} == cells
     assert render.block("gpu-04", folder=tmp_path) == render.NONE_YET
