@@ -212,7 +212,7 @@ def length_chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     for y, length in enumerate(tokens):
         axes.annotate(f"{length:,}", (length, y), (8, 0), textcoords="offset points", va="center")
     axes.set(xscale="log", xlabel="longest sequence that fits, tokens", xlim=(min(tokens) / 2, max(tokens) * 2))
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper right", frameon=False)
     figure.suptitle(title, fontsize=11)
     return figure
 

@@ -226,7 +226,7 @@ checkpoint_plan = on(lean_plan, estimate_activation_checkpointing)
 climb("+ checkpointing", checkpoint_plan, lambda model: apply_activation_checkpointing(lean(model)))
 
 # %% [markdown]
-# Now one block at a time is whole, and in it the MLP is widest.
+# Ten times as long: now one block at a time is whole, and in it the MLP is widest.
 #
 # ### 4. Tiled MLP
 #
@@ -348,7 +348,7 @@ for which, adapt in variants.items():
     print(f"{which:<18} loss {price[which]:.3f}")
 
 # %% [markdown]
-# Reading less makes this model worse, on this text at once; sinks, the first tokens that all read, repair a part. Such patterns are for models that train with them: Mistral and Gemma were.
+# Reading less makes this model worse at once; the sinks, four first tokens that all read, repair most of it: a trained model parks attention there. Such patterns are for models that train with them: Mistral and Gemma were.
 #
 # ### 7. Curriculum: short texts first
 #
@@ -370,6 +370,8 @@ for schedule, losses in reached.items():
     print(f"{schedule:<13} loss on rows of {long} characters:", *[f"{loss:.3f}" for loss in losses])
 
 # %% [markdown]
+# At equal compute the curriculum takes more steps, and ends lower with every seed. These are the first minutes of a tiny model: where training is long, expect less.
+#
 # ### 8. RoPE scaling: beyond the trained length
 #
 # **Rotary positions can be stretched:** by slower turning (linear), a larger base (dynamic NTK), or slowing only the pairs of dimensions that never turned whole (YaRN). Without it a text may be longer than anything the model has seen. `check_length` says so before it happens in silence.
@@ -401,6 +403,8 @@ if fast() or here.device == "cuda":
 position_chart(rope["curves"], window=rope["window"], trained=8192)
 
 # %% [markdown]
+# Without scaling the loss climbs behind the dashed line. Linear scaling changes every angle, so it hurts everywhere until the model is trained with it; YaRN and the larger base keep what it knows.
+#
 # ### Several GPUs: context parallelism
 #
 # When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every row, and keys and values travel around a ring. A hop hides behind its own computation from a certain length per GPU on:
