@@ -148,7 +148,8 @@ def longer_texts(run: dict[str, Any]) -> str:
     return (
         f"**{first['tokens']:,} → {last['tokens']:,} tokens:** the longest text on which every weight of "
         f"{facts['model']} trains within {facts['limit_bytes'] / 2**30:.0f} GiB, "
-        f"**{last['tokens'] / first['tokens']:.0f} times as long**, with the same loss to {facts['loss_error']:.0e}."
+        f"**{last['tokens'] / first['tokens']:.0f} times as long**, with the same loss to {facts['loss_error']:.0e}"
+        f"{', found by dry steps, which count the bytes of real ones' * (run['device'] == 'cpu')}."
     )
 
 
