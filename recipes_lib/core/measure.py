@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -195,7 +195,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, limit: int | None) -> None:
         super().__init__()
-        self._limit, self._dry = limit, dry()
+        self._limit, self._mode = limit, active_fake_mode()
         self.current = self.peak = 0
 
     def __enter__(self) -> _LiveBytes:
@@ -228,11 +228,11 @@ class _LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
-        # Fake tensors are what a dry run counts; in a real one, those of torch.compile hold no memory.
-        if tensor.layout != torch.strided or isinstance(tensor, FakeTensor) != self._dry:
+        # A dry run counts its own fake tensors; those of torch.compile hold no memory.
+        if tensor.layout != torch.strided or getattr(tensor, "fake_mode", None) is not self._mode:
             return
         storage = tensor.untyped_storage()
-        if storage.device.type != ("meta" if self._dry else "cpu"):
+        if storage.device.type != ("meta" if self._mode else "cpu"):
             return
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)

@@ -252,7 +252,7 @@ def test_peak_falls_as_estimated(shape):
     assert model.config._attn_implementation == "eager"
     eager, fused = peak_of(model, ids), peak_of(apply_flash_attention(model), ids)
     assert fused < 0.75 * eager
-    assert planned.peak == pytest.approx(fused, rel=0.03)
+    assert planned.peak == pytest.approx(fused, rel=0.06)
     assert plan.peak - planned.peak == pytest.approx(eager - fused, rel=0.1)
     assert estimate_flash_attention(planned, model, **sizes) == planned  # it has the kernel already
 
