@@ -43,8 +43,7 @@ from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.pure_bf16 import bf16_adamw
-
-CAP = 24 * 10**9  # of a 24 GB card
+from recipes_lib.training.curriculum import flops_per_token
 
 
 def compare_attention(shape: str, lengths: list[int], eager_to: int) -> Iterator[dict[str, Any]]:
@@ -104,18 +103,9 @@ def full_parameter_step(
         "peak_gib": memory.peak / GIB,
         "host_gib": moved / GIB,
         "seconds": seconds,
-        "tflops": model_flops(model, seq_len) / seconds / 1e12,
+        "tflops": seq_len * flops_per_token(model, seq_len=seq_len) / seconds / 1e12,
         "loss": loss,
     }
-
-
-def model_flops(model: Any, seq_len: int) -> float:
-    """Forward and backward without what is recomputed: 6 per token and weight, 6 S Q per token and layer."""
-    config = model.config
-    width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size)
-    table = model.get_input_embeddings().weight.numel()  # it is looked up; a tied one multiplies as well
-    weights = model.num_parameters() - table * (not config.tie_word_embeddings)
-    return 6.0 * weights * seq_len + 6.0 * config.num_hidden_layers * width * seq_len**2
 
 
 def ablation(shape: str, layers: int | None, most: int) -> Iterator[dict[str, Any]]:
@@ -123,41 +113,35 @@ def ablation(shape: str, layers: int | None, most: int) -> Iterator[dict[str, An
     meta = model_of_shape(shape, layers=layers, device="meta", dtype=_dtype())
     width = meta.dtype.itemsize
     memory = 0.9 * machine().memory_bytes if machine().device == "cuda" else GIB
-    sizes = {"batch_size": 1}
 
-    def plain(S: int) -> Budget:
-        states = {"states": 2 * width * meta.num_parameters()}
-        plan = budget_of(meta, seq_len=S, **sizes).change(**states)
-        return estimate_optimizer_in_backward(estimate_activation_checkpointing(plan, meta, seq_len=S, **sizes), meta)
-
-    def fused(S: int, tile: int | None = None) -> Budget:
-        plan = budget_of(meta, seq_len=S, **sizes).change(states=2 * width * meta.num_parameters())
-        plan = estimate_chunked_cross_entropy(plan, meta, seq_len=S, **sizes)
-        if tile:
-            plan = estimate_tiled_mlp(plan, meta, seq_len=S, tile_size=tile, **sizes)
-        return estimate_optimizer_in_backward(estimate_activation_checkpointing(plan, meta, seq_len=S, **sizes), meta)
-
-    def offloaded(S: int, tile: int | None = None) -> Budget:
-        plan, inputs = fused(S, tile), len(meta.model.layers) * S * width * meta.config.hidden_size
-        return plan.change(activations=max(plan.activations - inputs, plan.one_block + plan.block_gradients))
+    def planned(S: int, *, fused: bool = False, tiled: bool = False, offload: bool = False) -> Budget:
+        sizes = {"batch_size": 1, "seq_len": S}
+        plan = budget_of(meta, **sizes).change(states=2 * width * meta.num_parameters())
+        if fused:
+            plan = estimate_chunked_cross_entropy(plan, meta, **sizes)
+        if tiled:
+            plan = estimate_tiled_mlp(plan, meta, tile_size=tile, **sizes)
+        plan = estimate_optimizer_in_backward(estimate_activation_checkpointing(plan, meta, **sizes), meta)
+        if offload:
+            inputs = len(meta.model.layers) * S * width * meta.config.hidden_size
+            plan = plan.change(activations=max(plan.activations - inputs, plan.one_block + plan.block_gradients))
+        return plan
 
     tile = 16 if shape.startswith("tiny") else 8192
     flash = lambda model: apply_activation_checkpointing(apply_flash_attention(model))  # noqa: E731
     loss = lambda model: apply_chunked_cross_entropy(flash(model))  # noqa: E731
     tiled = lambda model: apply_tiled_mlp(loss(model), tile_size=tile)  # noqa: E731
     ways = {
-        "plain, with checkpointing": (flash, plain, False),
-        "+ chunked loss": (loss, fused, False),
-        "+ checkpoints on the host": (loss, offloaded, True),
-        "+ tiled MLP": (tiled, partial(offloaded, tile=tile), True),
+        "plain, with checkpointing": (flash, {}),
+        "+ chunked loss": (loss, {"fused": True}),
+        "+ checkpoints on the host": (loss, {"fused": True, "offload": True}),
+        "+ tiled MLP": (tiled, {"fused": True, "offload": True, "tiled": True}),
     }
     rows: dict[str, Any] = {}
-    for name, (adapt, plan, offload) in ways.items():
-        longest = predicted_longest(plan, limit_bytes=int(memory))
-        rows[name] = {"predicted_tokens": longest} | _until_it_fits(
-            lambda S, adapt=adapt, offload=offload: full_parameter_step(shape, layers, adapt, S, offload=offload),
-            min(longest, most),
-        )
+    for name, (adapt, recipes) in ways.items():
+        longest = predicted_longest(partial(planned, **recipes), limit_bytes=int(memory))
+        step = partial(full_parameter_step, shape, layers, adapt, offload="offload" in recipes)
+        rows[name] = {"predicted_tokens": longest} | _until_it_fits(step, min(longest, most))
         yield {"shape": shape, "layers": layers, "most": most, "rows": rows}
 
 
@@ -172,11 +156,11 @@ def longest_step(shape: str, layers: int | None, seq_len: int) -> Iterator[dict[
     yield {"shape": shape, "layers": layers, "asked": seq_len} | found
 
 
-def qlora_context(shape: str, layers: int | None, most: int) -> Iterator[dict[str, Any]]:
-    """The longest context of QLoRA under the cap of a 24 GB card, checkpoints on the host, by bisection."""
+def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterator[dict[str, Any]]:
+    """The longest context of QLoRA under a cap of so many bytes, at most `most` tokens, checkpoints on the host."""
     seed_everything(0)
     model = apply_qlora(model_of_shape(shape, layers=layers, dtype=_dtype()), rank=16)
-    tile, cap = min(4096, most), min(CAP, machine().memory_bytes)
+    tile = min(4096, most)
     apply_activation_checkpointing(
         apply_tiled_mlp(apply_chunked_cross_entropy(apply_flash_attention(model)), tile_size=tile, norms=True)
     )
@@ -194,7 +178,7 @@ def qlora_context(shape: str, layers: int | None, most: int) -> Iterator[dict[st
 
     step(64)
     peak = peak_of(step, optimizer.zero_grad, limit_bytes=cap)
-    found = find_longest(peak, limit_bytes=cap, start=most, resolution=0.1)
+    found = find_longest(peak, limit_bytes=cap, start=most, most=most, resolution=0.1)
     yield {
         "shape": shape,
         "layers": layers,

@@ -235,7 +235,13 @@ class LossCost:
 
 
 def compare_losses(
-    *, tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float32, rounds: int = 3
+    *,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype = torch.float32,
+    chunk_size: int | None = None,
+    rounds: int = 3,
 ) -> dict[str, LossCost]:
     """Cross-entropy over all logits, our chunks, and the libraries that are here: PyTorch's (from 2.13 on), Liger's.
 
@@ -249,7 +255,8 @@ def compare_losses(
     parts = zip(h.split(256), y.split(256))  # fp64 logits of all tokens are gigabytes
     exact = sum(F.cross_entropy(a.double() @ w.double().T, b, reduction="sum").item() for a, b in parts) / tokens
     h, w = h.requires_grad_(), w.requires_grad_()
-    ways = {"plain": lambda: F.cross_entropy((h @ w.T).float(), y), "ours": lambda: chunked_cross_entropy(h, w, y)}
+    ways = {"plain": lambda: F.cross_entropy((h @ w.T).float(), y)}
+    ways["ours"] = lambda: chunked_cross_entropy(h, w, y, chunk_size=chunk_size)
     if hasattr(F, "linear_cross_entropy"):  # without options it makes all logits
         default, rows = (
             torch.nn.LinearCrossEntropyOptions(**o) for o in ({}, {"chunking_method": None, "batch_chunk_size": 256})

@@ -60,18 +60,20 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
     return fits
 
 
-def find_longest(peak: Callable[[int], int], *, limit_bytes: int, start: int, resolution: float = 0.01) -> Search:
+def find_longest(
+    peak: Callable[[int], int], *, limit_bytes: int, start: int, resolution: float = 0.01, most: int = LONGEST
+) -> Search:
     """Bisect for the longest sequence whose step stays within `limit_bytes`, from a guess `start`.
 
     Args:
         peak: takes a step of so many tokens; gives its peak in bytes, or raises torch.OutOfMemoryError.
         resolution: stop when the shortest length that failed is at most this part above the longest that passed.
-    Raises ValueError for a start below 1 or a resolution outside (0, 1), and if nothing fits.
+        most: the longest length to try; where it fits, it is the result.
+    Raises ValueError for a start outside 1 … `most`, a resolution outside (0, 1), and if nothing fits.
     """
-    if start < 1 or not 0 < resolution < 1:
-        raise ValueError(
-            f"start={start}, resolution={resolution}: start at 1 token or more, resolution between 0 and 1"
-        )
+    if not 1 <= start <= most or not 0 < resolution < 1:
+        given = f"start={start}, most={most}, resolution={resolution}"
+        raise ValueError(f"{given}: start at 1 token or more and at `most`, resolution between 0 and 1")
     peaks: dict[int, int | None] = {}
 
     def fits(tokens: int) -> bool:
@@ -82,10 +84,10 @@ def find_longest(peak: Callable[[int], int], *, limit_bytes: int, start: int, re
         return peaks[tokens] is not None and peaks[tokens] <= limit_bytes
 
     # A bracket first: the guess is good, so go away from it by little, then by more.
-    low, high, tokens, stride = 0, LONGEST, start, resolution
-    while not (low and high < LONGEST):
+    low, high, tokens, stride = 0, most + 1, start, resolution
+    while low < most and not (low and high <= most):
         if fits(tokens):
-            low, tokens = tokens, math.ceil(tokens * (1 + stride))
+            low, tokens = tokens, min(math.ceil(tokens * (1 + stride)), most)
         else:
             high, tokens = tokens, math.floor(tokens * (1 - min(stride, 0.5)))
         if tokens < 1:

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from recipes_lib.attention import sliding_window
 from recipes_lib.core.model import model_of_shape
 
 FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
@@ -30,6 +31,13 @@ def forget_the_last_failure():
     """Its traceback holds a model, which would count in what the next tests measure."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def forget_masks():
+    """They stay for the next step, and would count likewise."""
+    yield
+    sliding_window._block_bias.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +80,26 @@ def assert_same_gradients(got, expected, *, atol=1e-6, rtol=1e-5):
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_equal(got, expected):
+    """To the last bit."""
+    assert got.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+def run(model, batch, **options):
+    """Loss and gradients; the seed makes dropout repeatable."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(**batch, **{"use_cache": False} | options).loss
+    loss.backward()
+    return {"loss": loss.detach()} | gradients(model)
+
+
+def without_cap(model):
+    """Gemma 2 caps its scores; everything else about it fits."""
+    for part in (model.config, *model.modules()):
+        if hasattr(part, "attn_logit_softcapping"):
+            part.attn_logit_softcapping = None
+    return model

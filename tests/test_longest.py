@@ -73,6 +73,13 @@ def test_bisection_within_the_resolution_and_with_few_steps():
     assert len(found.peaks) <= 4
 
 
+@pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (90, 90), (1, 2**30)])
+def test_where_everything_fits_the_most_is_the_result(start, most):
+    assert longest.find_longest(lambda tokens: 8, limit_bytes=8, start=start, most=most).tokens == most
+    found = longest.find_longest(cubic, limit_bytes=1000 + 100**3, start=start, resolution=0.001, most=most)
+    assert found.tokens == min(most, 100)
+
+
 def test_running_out_of_memory_is_a_length_that_does_not_fit():
     cleared = []
 
@@ -108,8 +115,9 @@ def test_prediction_is_the_largest_length_of_the_arithmetic():
 def test_bad_input():
     with pytest.raises(ValueError, match="not even one token fits"):
         longest.find_longest(cubic, limit_bytes=10, start=8)
-    for options in ({"start": 0}, {"start": 1, "resolution": 0}, {"start": 1, "resolution": 1}):
-        with pytest.raises(ValueError, match="1 token or more"):
+    wrong = {"start": 0}, {"start": 9, "most": 8}, {"start": 1, "resolution": 0}, {"start": 1, "resolution": 1}
+    for options in wrong:
+        with pytest.raises(ValueError, match="1 token or more and at `most`"):
             longest.find_longest(cubic, limit_bytes=10, **options)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from recipes_lib.core.model import decoder_blocks
 
@@ -91,10 +92,9 @@ def sliding_window_attention(
         raise ValueError(f"kernel={kernel!r} on {q.device.type}: choose auto, banded or, on CUDA, flex")
     if torch.is_autocast_enabled(q.device.type):  # rotary embeddings leave q and k in fp32 beside a v in 16 bits
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if kernel == "auto":
-        ampere = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        kernel = "flex" if ampere and importlib.util.find_spec("triton") else "banded"
-    if kernel == "flex" and window < q.shape[2]:
+    ampere = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    flex = kernel == "flex" or (kernel == "auto" and ampere and importlib.util.find_spec("triton"))
+    if flex and window < q.shape[2]:
         return _flex(q.shape[2], window, sinks, q.device)(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return _banded(q, k, v, window, sinks, scale)
 
@@ -130,7 +130,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, start: int, step: int, window: int,
         near = x[:, :, start - window : start + length].flatten(0, 1).unfold(1, window + step, step).transpose(2, 3)
         return torch.cat([x[:, :, None, :sinks].expand(-1, -1, N, -1, -1).flatten(0, 1), near], 2) if sinks else near
 
-    bias = _block_bias(step, window, sinks, H // KV, q.dtype, q.device)
+    bias = _block_bias(step, window, sinks, H // KV, q.dtype, q.device, active_fake_mode())
     out = F.scaled_dot_product_attention(q, windows(k), windows(v), bias, scale=scale)
     out = out.unflatten(2, (H // KV, step)).unflatten(0, (B, KV))  # [B, KV, N, G, C, E]
     return out.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)
@@ -143,9 +143,9 @@ def _band(queries: int, keys: int, window: int, sinks: int, device: torch.device
     return (key <= query) & ((key > query - window) | (key < sinks))
 
 
-@functools.lru_cache(maxsize=8)  # every layer saves it for backward: the same one
+@functools.lru_cache(maxsize=8)  # every layer saves it for backward: the same one; one without data in a dry run
 @torch.inference_mode(False)
-def _block_bias(step: int, window: int, sinks: int, groups: int, dtype: Any, device: torch.device) -> Tensor:
+def _block_bias(step: int, window: int, sinks: int, groups: int, dtype: Any, device: Any, dry_run: Any) -> Tensor:
     reads = F.pad(_band(step, window + step, window, 0, device), (sinks, 0), value=True).repeat(groups, 1)
     return torch.zeros(reads.shape, dtype=dtype, device=device).masked_fill_(~reads, float("-inf"))
 

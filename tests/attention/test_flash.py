@@ -19,28 +19,13 @@ from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
-from tests.conftest import assert_same_gradients, gradients, make_batch
-
-
-def without_cap(model):
-    """Gemma 2 caps its scores; everything else about it fits."""
-    for part in (model.config, *model.modules()):
-        if hasattr(part, "attn_logit_softcapping"):
-            part.attn_logit_softcapping = None
-    return model
+from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 
 
 def eager_twin(model):
     twin = copy.deepcopy(model)
     twin.set_attn_implementation("eager")
     return twin
-
-
-def run(model, batch, **options):
-    model.zero_grad()
-    loss = model(**batch, **{"use_cache": False} | options).loss
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
 
 
 def relative_error(got, expected):
@@ -252,7 +237,7 @@ def test_peak_falls_as_estimated(shape):
     assert model.config._attn_implementation == "eager"
     eager, fused = peak_of(model, ids), peak_of(apply_flash_attention(model), ids)
     assert fused < 0.75 * eager
-    assert planned.peak == pytest.approx(fused, rel=0.06)
+    assert planned.peak == pytest.approx(fused, rel=0.03)
     assert plan.peak - planned.peak == pytest.approx(eager - fused, rel=0.1)
     assert estimate_flash_attention(planned, model, **sizes) == planned  # it has the kernel already
 

@@ -10,10 +10,10 @@ from recipes_lib.attention.sliding_window import (
     estimate_sliding_window,
     sliding_window_attention,
 )
-from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import decoder_blocks, model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
-from tests.conftest import assert_same_gradients, gradients, make_batch
+from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 
 
 def reads(seq_len, window, sinks=0):
@@ -98,6 +98,15 @@ def test_memory_grows_with_the_sequence_and_not_its_square():
     assert masked[1] > 3.8 * masked[0] and banded[1] < masked[1] / 10
 
 
+def test_a_dry_run_leaves_no_mask_without_data():
+    qkv = random_qkv(1, 2, 2, 300, 8)
+    with dry_run():
+        without_data = [torch.empty(1, 2, 300, 8) for _ in qkv]
+        assert sliding_window_attention(*without_data, window=37).shape == (1, 2, 300, 8)
+    expected = with_gradients(lambda *x: dense(*x, 37), qkv)
+    torch.testing.assert_close(with_gradients(lambda *x: sliding_window_attention(*x, window=37), qkv), expected)
+
+
 def test_saved_for_backward_is_little_more_than_flash_attention_saves():
     """Q, K, V, the output, and one more copy of it for what reads the output."""
     leaves = random_qkv(1, 6, 2, 2048, 16)
@@ -131,20 +140,6 @@ def reference_twin(model, reach):
         attention = next(module for module in block.modules() if hasattr(module, "is_causal"))
         attention.register_forward_pre_hook(hook_of(window, sinks), with_kwargs=True)
     return twin
-
-
-def run(model, batch, **options):
-    model.zero_grad()
-    loss = model(**batch, **{"use_cache": False} | options).loss
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
-
-
-def without_cap(model):
-    for part in (model.config, *model.modules()):
-        if hasattr(part, "attn_logit_softcapping"):
-            part.attn_logit_softcapping = None
-    return model
 
 
 @pytest.mark.parametrize(("seq_len", "options"), [(23, {"window": 7}), (150, {"window": 20, "layers": [1]})])

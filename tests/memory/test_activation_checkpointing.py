@@ -13,22 +13,7 @@ from recipes_lib.memory.activation_checkpointing import (
     estimate_activation_checkpointing,
     remove_activation_checkpointing,
 )
-from tests.conftest import FAMILIES, gradients, make_batch
-
-
-def run(model, batch, **options):
-    """Loss and gradients; the seed makes dropout repeatable."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = model(**batch, **{"use_cache": False} | options).loss
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
-
-
-def assert_equal(got, expected):
-    """To the last bit."""
-    assert got.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+from tests.conftest import FAMILIES, assert_equal, gradients, make_batch, run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

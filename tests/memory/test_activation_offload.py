@@ -16,7 +16,7 @@ from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
 from recipes_lib.memory import activation_offload
 from recipes_lib.memory.activation_offload import estimate_activation_offload, offload_activations
-from tests.conftest import FAMILIES, gradients, make_batch
+from tests.conftest import FAMILIES, assert_equal, gradients, make_batch
 
 # Not the system's temporary directory, which may be a RAM disk. The file has no name and leaves nothing.
 to_disk = functools.partial(offload_activations, to="disk", min_bytes=512, directory=os.path.dirname(__file__))
@@ -32,12 +32,6 @@ def run(model, batch, offload=None, backwards=1):
             loss.backward(retain_graph=left > 0)
     assert handle is None or handle.moved_bytes > 0
     return {"loss": loss.detach()} | gradients(model)
-
-
-def assert_equal(got, expected):
-    """To the last bit."""
-    assert got.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
 def full_rows(batch_size, seq_len):

@@ -1,7 +1,6 @@
 import copy
 import gc
 import inspect
-import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,9 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recipes_lib.bench import compare_losses
 from recipes_lib.core.budget import budget_of
-from recipes_lib.core.measure import PeakMemory, dry_run, in_turns
+from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory import chunked_cross_entropy as module
@@ -491,76 +491,22 @@ def test_estimate_refuses_bad_input(llama):
 # --- against other implementations ---------------------------------------------------------------
 
 
-def losses_of(*, tokens, vocab, width, dtype=torch.float32, device="cpu", chunk_size=None):
-    """The ways to compute a loss and its gradients that are installed here: name -> step, which returns the loss."""
-    hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(vocab, width, device=device) / width**0.5).to(dtype).requires_grad_()
-    labels = torch.randint(0, vocab, (tokens,), device=device)
-    ways = {
-        "plain": lambda: cross_entropy(linear(hidden, weight).float(), labels),
-        "chunked": lambda: chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size),
-    }
-    if hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch 2.13
-        fused, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions
-        ways["torch, default"] = lambda: fused(hidden, weight, labels, options=options())
-        fixed = options(chunking_method=None, batch_chunk_size=256)
-        ways["torch, 256 rows"] = lambda: fused(hidden, weight, labels, options=fixed)
-    if device == "cuda":
-        try:
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-            ways["liger"] = lambda: LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
-        except ImportError:
-            pass
-
-    def step_of(loss_of):
-        def step():
-            loss = loss_of()
-            loss.backward()
-            hidden.grad = weight.grad = None
-            return loss.item()
-
-        return step
-
-    return {name: step_of(loss_of) for name, loss_of in ways.items()}
-
-
-def measure_losses(*, rounds=3, **sizes):
-    """Loss, median seconds and bytes beyond the inputs of each way: `measure_losses(tokens=…, vocab=…, width=…)`.
-
-    On a CPU the bytes inside of torch's own fused loss are not seen: it is one operator.
-    """
-    steps = losses_of(**sizes)
-    found = {}
-    for name, step in steps.items():
-        gc.collect()
-        with PeakMemory() as memory:
-            before = memory.current
-            loss = step()
-        found[name] = {"loss": loss, "bytes": memory.peak - before}
-    for name, seconds in in_turns(steps, rounds=rounds).items():
-        found[name]["seconds"] = statistics.median(seconds)
-    return found
-
-
 def test_against_other_implementations():
     """Same value, less memory than all logits, in less time than torch's loss, whose chunks are small, takes."""
-    found = measure_losses(tokens=256, vocab=4096, width=128, chunk_size=32, rounds=2)
-    for name, way in found.items():
-        assert way["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5), name
-    chunked, plain = found["chunked"], found["plain"]
-    assert chunked["bytes"] < 0.4 * plain["bytes"] and chunked["seconds"] < 2 * plain["seconds"]
-    assert "torch, default" not in found or chunked["seconds"] < found["torch, default"]["seconds"]
+    found = compare_losses(tokens=256, vocab=4096, hidden=128, chunk_size=32, rounds=2)
+    assert all(cost.error < 1e-5 for cost in found.values())
+    ours, plain = found["ours"], found["plain"]
+    assert ours.peak_bytes < 0.4 * plain.peak_bytes and ours.seconds < 2 * plain.seconds
+    assert "torch" not in found or ours.seconds < found["torch"].seconds
 
 
 @pytest.mark.gpu
 def test_a_large_vocabulary_on_gpu():
     """The output layer of an 8B model: the gradient of W is 1.05 GB of this, and the products run at full speed."""
-    found = measure_losses(tokens=8192, vocab=128_256, width=4096, dtype=torch.bfloat16, device="cuda", rounds=5)
-    assert found["chunked"]["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-4)
-    assert found["chunked"]["bytes"] < 1.4e9 < found["plain"]["bytes"]
-    assert found["chunked"]["seconds"] < 1.3 * found["plain"]["seconds"]
-    assert "liger" not in found or found["chunked"]["seconds"] < found["liger"]["seconds"]
+    found = compare_losses(tokens=8192, vocab=128_256, hidden=4096, dtype=torch.bfloat16, rounds=5)
+    ours, plain = found["ours"], found["plain"]
+    assert ours.error < 1e-4 and ours.peak_bytes < 1.4e9 < plain.peak_bytes and ours.seconds < 1.3 * plain.seconds
+    assert "Liger" not in found or ours.seconds < found["Liger"].seconds
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from recipes_lib.memory.nested_checkpointing import (
     remove_nested_checkpointing,
 )
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
-from tests.conftest import FAMILIES, gradients, make_batch
+from tests.conftest import FAMILIES, assert_equal, gradients, make_batch, run
 
 
 @pytest.fixture(params=FAMILIES)
@@ -33,21 +33,6 @@ def five(request):
 @pytest.fixture
 def llama():
     return model_of_shape("tiny-llama", layers=5, device="cpu")
-
-
-def run(model, batch, **options):
-    """Loss and gradients; the seed makes dropout repeatable."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = model(**batch, **{"use_cache": False} | options).loss
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
-
-
-def assert_equal(got, expected):
-    """To the last bit."""
-    assert got.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

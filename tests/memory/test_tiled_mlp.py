@@ -20,24 +20,9 @@ from recipes_lib.memory.activation_checkpointing import (
 )
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp, remove_tiled_mlp
-from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
+from tests.conftest import FAMILIES, assert_equal, assert_same_gradients, gradients, make_batch, run
 
 WIDE = 160  # feed-forward width of the small models but GPT-2
-
-
-def run(model, batch, **options):
-    """Loss and gradients; the seed makes dropout repeatable."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = model(**batch, **{"use_cache": False} | options).loss
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
-
-
-def assert_equal(got, expected):
-    """To the last bit."""
-    assert got.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
 def without_checkpoints(model):
