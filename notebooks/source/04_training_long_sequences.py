@@ -142,8 +142,7 @@ def climb(row, plan, adapt, optimizer=adamw):
     seed_everything(0)
     expected = predicted_longest(plan, limit_bytes=limit)
     anew = lambda: arrange(build(), adapt, optimizer)
-    also = lengths if expected < 8192 else lengths[:2]
-    found[row] = search(anew, expected=expected, limit_bytes=limit, also=also)
+    found[row] = search(anew, expected=expected, limit_bytes=limit, also=lengths[: 3 if expected < 8192 else 2])
     step, _ = arrange(load_model(), adapt, optimizer) if name == "smollm2-135m" and not layers else anew()
     step(16)  # makes the optimizer's states
     with PeakMemory() as memory:
