@@ -87,9 +87,9 @@ def find_longest(
     low, high, tokens, stride = 0, most + 1, start, resolution
     while low < most and not (low and high <= most):
         if fits(tokens):
-            low, tokens = tokens, min(math.ceil(tokens * (1 + stride)), most)
+            low, tokens = tokens, min(max(tokens + 1, math.floor(tokens * (1 + stride))), most)
         else:
-            high, tokens = tokens, math.floor(tokens * (1 - min(stride, 0.5)))
+            high, tokens = tokens, min(tokens - 1, math.ceil(tokens / (1 + stride)))
         if tokens < 1:
             raise ValueError(f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})")
         stride *= 2

@@ -71,6 +71,7 @@ def test_bisection_within_the_resolution_and_with_few_steps():
     found = longest.find_longest(cubic, limit_bytes=1000 + 10_000**3, start=10_100, resolution=0.01)
     assert 9_900 <= found.tokens <= 10_000
     assert len(found.peaks) <= 4
+    assert len(longest.find_longest(cubic, limit_bytes=1000 + 10_000**3, start=10_050).peaks) == 2
 
 
 @pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (90, 90), (1, 2**30)])

@@ -185,7 +185,7 @@ climb("flash attention", flash_plan, apply_flash_attention)
 layer = model_of_shape(name, layers=1, dtype=dtype)
 print(best_kernel(layer).why)
 for S in (256, 512) if fast() else (1024, 2048, 4096, 16384) if here.device == "cpu" else (4096, 16384, 65536):
-    for kernel, cost in measure_attention(layer, seq_len=S, eager=S <= 4096, rounds=2).items():
+    for kernel, cost in measure_attention(layer, seq_len=S, eager=S <= 4096, rounds=1).items():
         speed = f"{cost.forward_seconds + cost.backward_seconds:8.3f} s {cost.tflops:7.2f} TFLOP/s"
         print(f"{S:>6,} tokens, {kernel:<6}{speed} {cost.peak_bytes / 2**20:8,.0f} MiB")
 layer = None
