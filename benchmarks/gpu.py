@@ -295,7 +295,8 @@ def main() -> None:
     if options.fast:
         os.environ["RECIPES_FAST"] = "1"
     print(machine())
-    failed = []
+    # Tensors of many sizes, each a large part of the card: without it the gaps between them are lost.
+    environment, failed = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ, []
     for name in options.parts:
         start = time.perf_counter()
         print(f"\n== {name}: {(PARTS[name].__doc__ or '').splitlines()[0]}", flush=True)
@@ -303,7 +304,7 @@ def main() -> None:
         # A CPU run has no ten-minute limit to keep.
         limit = SECONDS[name] if machine().device == "cuda" else 1800
         try:
-            subprocess.run(command, check=True, cwd=ROOT, timeout=limit)
+            subprocess.run(command, check=True, cwd=ROOT, timeout=limit, env=environment)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             failed.append(name)
             print(f"-- {name} failed: {error}", flush=True)

@@ -87,7 +87,7 @@ def full_parameter_step(
 
     def step(tokens: int) -> tuple[float, int]:
         ids = torch.arange(tokens, device=model.device)[None] * 7919 % model.config.vocab_size
-        with offload_activations(model, to=host) if offload else contextlib.nullcontext() as moved:
+        with offload_activations(model, to=host, in_flight=1) if offload else contextlib.nullcontext() as moved:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
         handle.step()
@@ -160,6 +160,9 @@ def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterat
     """The longest context of QLoRA under a cap of so many bytes, at most `most` tokens, checkpoints on the host."""
     seed_everything(0)
     model = apply_qlora(model_of_shape(shape, layers=layers, dtype=_dtype()), rank=16)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # beside adapters in fp32 each layer would keep its input in fp32 as well
+            parameter.data = parameter.data.to(_dtype())
     tile = min(4096, most)
     apply_activation_checkpointing(
         apply_tiled_mlp(apply_chunked_cross_entropy(apply_flash_attention(model)), tile_size=tile, norms=True)
@@ -170,7 +173,7 @@ def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterat
     def step(tokens: int) -> None:
         ids = torch.arange(tokens, device=model.device)[None] * 7919 % model.config.vocab_size
         start = time.perf_counter()
-        with offload_activations(model, to=host, min_bytes=4096):
+        with offload_activations(model, to=host, min_bytes=4096, in_flight=1):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

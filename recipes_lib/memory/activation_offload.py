@@ -6,7 +6,7 @@ Idea       Autograd asks a pair of hooks where to keep each saved tensor, and th
                forward    block 0 -> block 1 -> … -> block L-1 -> loss     copied out beside the
                              |          |            (stays: it is          computation, and back
                backward   block 0 <- block 1 <- … <- needed first)          ahead of its use
-Saves      What L-1 of L blocks save. One block stays; IN_FLIGHT storages are on their way.
+Saves      What L-1 of L blocks save, but for `in_flight` storages that are on their way.
 Costs      Two transfers of every byte, which hide behind the computation if the link is fast enough.
 Use when   Checkpointing is not enough; on top of it only block inputs travel. Not when it is: it is simpler.
 In production   `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and TRL `activation_offloading`.
@@ -29,29 +29,30 @@ from torch.autograd.graph import saved_tensors_hooks
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.model import decoder_blocks
 
-IN_FLIGHT = 4  # storages on their way in one direction: enough to keep a link busy, less than a block
 DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
 
 
 @contextlib.contextmanager
-def offload_activations(model: Any, *, to: str = "host", min_bytes: int = 65536, directory: str | None = None) -> Any:
+def offload_activations(
+    model: Any, *, to: str = "host", min_bytes: int = 65536, in_flight: int = 4, directory: str | None = None
+) -> Any:
     """Run forward and backward of `model` inside this; the handle's `moved_bytes` says what went out.
 
     Args:
-        to: "host" copies to pinned memory on a second CUDA stream, "disk" writes an unnamed file.
-        min_bytes: smaller storages stay. directory: of the file, by default /var/tmp (/tmp is often memory).
+        to: "host" copies to pinned memory on a second CUDA stream, "disk" to an unnamed file in `directory` (/var/tmp).
+        min_bytes: smaller storages stay. in_flight: at a time in one direction; 1 if each is large beside the memory.
     Raises ValueError for what cannot work here ("host" without CUDA, a directory in memory) or moves nothing,
     OSError for a disk without room, RuntimeError for in-place changes of saved tensors and a backward outside.
     """
     blocks, devices = decoder_blocks(model), list({parameter.device for parameter in model.parameters()})
-    if to not in ("host", "disk") or min_bytes < 1:
-        raise ValueError(f"to={to!r}, min_bytes={min_bytes}: `to` is host or disk, and min_bytes 1 or more")
+    if to not in ("host", "disk") or min(min_bytes, in_flight) < 1:
+        raise ValueError(f"{to=}, {min_bytes=}, {in_flight=}: `to` is host or disk, the others 1 or more")
     if len(blocks) < 2 or len(devices) > 1:
         raise ValueError(f"{len(blocks)} block(s) on {len(devices)} device(s): two blocks on one device are needed")
     if to == "host" and devices[0].type != "cuda":
         raise ValueError(f"to='host': the activations of a model on {devices[0]} are there already; use to='disk'")
     store = _Host(devices[0]) if to == "host" else _Disk(devices[0], Path(directory or DIRECTORY))
-    offloader = Offloader(model, store, min_bytes)
+    offloader = Offloader(model, store, min_bytes, in_flight)
     first = blocks[0].register_forward_pre_hook(lambda *_: offloader.switch(True))
     last = blocks[-1].register_forward_pre_hook(lambda *_: offloader.switch(False))
     with contextlib.closing(store), first, last, saved_tensors_hooks(offloader.pack, offloader.unpack):
@@ -78,8 +79,8 @@ class _Saved:
 class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
 
-    def __init__(self, model: Any, store: _Host | _Disk, min_bytes: int) -> None:
-        self.moved_bytes, self.largest, self._min_bytes = 0, 0, min_bytes
+    def __init__(self, model: Any, store: _Host | _Disk, min_bytes: int, in_flight: int) -> None:
+        self.moved_bytes, self.largest, self._min_bytes, self._in_flight = 0, 0, min_bytes, in_flight
         self._store, self._device, self._going, self._ahead = store, None, [], set()
         self._weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         self._known, self._order = weakref.WeakValueDictionary(), []  # both weak: the graph owns what it saved
@@ -103,7 +104,7 @@ class Offloader:
         saved = self._known.get(storage._cdata)
         # An address may be another storage's by now, and an in-place operator makes another value.
         if saved is None or saved.origin() is not storage or saved.version != tensor._version:
-            self._finish(IN_FLIGHT - 1)
+            self._finish(self._in_flight - 1)
             saved = self._known[storage._cdata] = _Saved(tensor)
             self._store.move(saved, out=True)
             self._going.append(saved)
@@ -119,7 +120,7 @@ class Offloader:
         if saved.bytes is None:
             self._store.move(saved, out=False)
         self._ahead.discard(saved)
-        while self._order and len(self._ahead) < IN_FLIGHT:
+        while self._order and len(self._ahead) < self._in_flight:
             if (earlier := self._order.pop()()) is not None and earlier.bytes is None:
                 self._store.move(earlier, out=False)
                 self._ahead.add(earlier)

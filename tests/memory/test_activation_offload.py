@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from recipes_lib.core.budget import block_bytes, budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
-from recipes_lib.memory import activation_offload
 from recipes_lib.memory.activation_offload import estimate_activation_offload, offload_activations
 from tests.conftest import FAMILIES, assert_equal, gradients, make_batch
 
@@ -48,9 +47,8 @@ def test_same_loss_and_gradients(shape, dtype, batch):
 
 @pytest.mark.parametrize("in_flight", [1, 100])
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 2), (3, 7), (1, 61)])
-def test_odd_shapes_and_queues(llama, monkeypatch, batch_size, seq_len, in_flight):
-    monkeypatch.setattr(activation_offload, "IN_FLIGHT", in_flight)
-    everything = functools.partial(to_disk, min_bytes=1)
+def test_odd_shapes_and_queues(llama, batch_size, seq_len, in_flight):
+    everything = functools.partial(to_disk, min_bytes=1, in_flight=in_flight)
     batch = full_rows(batch_size, seq_len)
     assert_equal(run(llama, batch, everything), run(llama, batch))
 
@@ -150,10 +148,9 @@ class InPlace(torch.nn.Module):
 
 
 @pytest.mark.parametrize("when", ["before", "unused"])
-def test_modified_in_place_as_autograd_allows(llama, batch, when, monkeypatch):
-    monkeypatch.setattr(activation_offload, "IN_FLIGHT", 1)
+def test_modified_in_place_as_autograd_allows(llama, batch, when):
     decoder_blocks(llama)[0].mlp.act_fn = InPlace(when)
-    assert_equal(run(llama, batch, to_disk), run(llama, batch))
+    assert_equal(run(llama, batch, functools.partial(to_disk, in_flight=1)), run(llama, batch))
 
 
 def test_modified_in_place_after_it_was_saved(llama, batch):
@@ -229,6 +226,7 @@ def test_what_cannot_work_is_refused(llama, batch, tmp_path):
         ({}, "use to='disk'"),
         ({"to": "tape"}, "host or disk"),
         ({"to": "disk", "min_bytes": 0}, "1 or more"),
+        ({"to": "disk", "in_flight": 0}, "1 or more"),
         (
             {"to": "disk", "min_bytes": 2**30, "directory": os.path.dirname(__file__)},
             "nothing moved, the largest saved storage has [1-9]",
@@ -278,15 +276,14 @@ def test_peak_of_the_real_model_as_estimated():
 @pytest.mark.gpu
 @pytest.mark.parametrize("to", ["host", "disk"])
 @pytest.mark.parametrize("in_flight", [1, 4, 100])
-def test_same_loss_and_gradients_for_less_memory_on_gpu(to, in_flight, monkeypatch):
-    monkeypatch.setattr(activation_offload, "IN_FLIGHT", in_flight)
+def test_same_loss_and_gradients_for_less_memory_on_gpu(to, in_flight):
     model = model_of_shape("tiny-llama", layers=8, dtype=torch.bfloat16, device="cuda")
     batch = {name: tensor.cuda() for name, tensor in make_batch(64, 256).items()}
     with PeakMemory() as plain:
         expected = run(model, batch)
     for _ in range(3):  # a race would not show every time
         with PeakMemory() as offloaded:
-            got = run(model, batch, functools.partial(to_disk, to=to))
+            got = run(model, batch, functools.partial(to_disk, to=to, in_flight=in_flight))
         for name, value in expected.items():  # kernels with atomics do not repeat to the last bit
             torch.testing.assert_close(got[name], value, atol=2e-2, rtol=5e-2)
         assert in_flight > 4 or offloaded.peak < 0.7 * plain.peak
