@@ -1,5 +1,6 @@
 """Small models of five families, batches of unequal lengths, and the comparison that the tests share."""
 
+import gc
 import os
 import sys
 
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: run `pytest -m gpu` on a machine that has one"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_what_is_there():
+    """`PeakMemory` walks through all objects hundreds of times; those of imports are no longer among them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
