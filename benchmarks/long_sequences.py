@@ -50,7 +50,12 @@ def compare_attention(shape: str, lengths: list[int], eager_to: int) -> Iterator
     """Eager attention (where its scores fit) and the best kernel: seconds, TFLOP/s and bytes of one layer."""
     model, rows = model_of_shape(shape, layers=1, dtype=_dtype()), []
     for seq_len in lengths:
-        costs = measure_attention(model, seq_len=seq_len, eager=seq_len <= eager_to)
+        try:
+            costs = measure_attention(model, seq_len=seq_len, eager=seq_len <= eager_to)
+        except torch.OutOfMemoryError:
+            costs = None
+        if costs is None:  # the scores: they cost their row, and no other
+            costs = measure_attention(model, seq_len=seq_len, eager=False)
         rows += [{"tokens": seq_len, "kernel": kernel} | cost._asdict() for kernel, cost in costs.items()]
         yield {"shape": shape, "why": best_kernel(model).why, "rows": rows}
 
@@ -67,7 +72,7 @@ def stretched(seq_len: int, window: int, texts: int) -> Iterator[dict[str, Any]]
     rows = torch.tensor(ids[: texts * seq_len], device=machine().device).view(texts, 1, seq_len)
     curves: dict[str, list[float]] = {}
     for kind in ("none", *KINDS):
-        model = load_model().eval()
+        model = apply_flash_attention(load_model().eval())
         if kind in KINDS:
             apply_rope_scaling(model, kind=kind, factor=2)
         losses = [position_losses(model, row, window=window) for row in rows]
@@ -108,11 +113,10 @@ def full_parameter_step(
     }
 
 
-def ablation(shape: str, layers: int | None, most: int) -> Iterator[dict[str, Any]]:
-    """The ladder of the record, each row at the longest that the arithmetic allows, but at most `most` tokens."""
+def ablation(shape: str, layers: int | None, cap: int) -> Iterator[dict[str, Any]]:
+    """The ladder of the record under a cap of so many bytes, each row at the longest that the arithmetic allows."""
     meta = model_of_shape(shape, layers=layers, device="meta", dtype=_dtype())
     width = meta.dtype.itemsize
-    memory = 0.9 * machine().memory_bytes if machine().device == "cuda" else GIB
 
     def planned(S: int, *, fused: bool = False, tiled: bool = False, offload: bool = False) -> Budget:
         sizes = {"batch_size": 1, "seq_len": S}
@@ -139,21 +143,24 @@ def ablation(shape: str, layers: int | None, most: int) -> Iterator[dict[str, An
     }
     rows: dict[str, Any] = {}
     for name, (adapt, recipes) in ways.items():
-        longest = predicted_longest(partial(planned, **recipes), limit_bytes=int(memory))
+        longest = predicted_longest(partial(planned, **recipes), limit_bytes=cap)
         step = partial(full_parameter_step, shape, layers, adapt, offload="offload" in recipes)
-        rows[name] = {"predicted_tokens": longest} | _until_it_fits(step, min(longest, most))
-        yield {"shape": shape, "layers": layers, "most": most, "rows": rows}
+        with PeakMemory(limit_bytes=int(1.05 * cap)):  # the arithmetic may be off by a little
+            rows[name] = {"predicted_tokens": longest} | _until_it_fits(step, longest)
+        yield {"shape": shape, "layers": layers, "cap_gib": cap / GIB, "rows": rows}
 
 
 def longest_step(shape: str, layers: int | None, seq_len: int) -> Iterator[dict[str, Any]]:
     """One full-causal, full-parameter step with nested checkpoints, as long as the card and ten minutes allow."""
 
     def adapt(model: Any) -> Any:
-        model = apply_tiled_mlp(apply_chunked_cross_entropy(apply_flash_attention(model)), tile_size=min(8192, seq_len))
+        model = apply_chunked_cross_entropy(apply_flash_attention(model))
+        model = apply_tiled_mlp(model, tile_size=min(8192, seq_len), norms=True)
         return apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
 
-    found = _until_it_fits(lambda S: full_parameter_step(shape, layers, adapt, S), seq_len)
-    yield {"shape": shape, "layers": layers, "asked": seq_len} | found
+    asked = {"shape": shape, "layers": layers, "asked": seq_len}
+    yield asked  # what a run that is cut leaves
+    yield asked | _until_it_fits(lambda S: full_parameter_step(shape, layers, adapt, S), seq_len)
 
 
 def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterator[dict[str, Any]]:
@@ -181,30 +188,25 @@ def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterat
 
     step(64)
     peak = peak_of(step, optimizer.zero_grad, limit_bytes=cap)
+    asked = {"shape": shape, "layers": layers, "cap_gib": cap / GIB, "asked": most}
+    yield asked  # what a run that is cut leaves
     found = find_longest(peak, limit_bytes=cap, start=most, most=most, resolution=0.1)
-    yield {
-        "shape": shape,
-        "layers": layers,
-        "cap_gib": cap / GIB,
-        "tokens": found.tokens,
-        "peak_gib": found.peak_bytes / GIB,
-        "seconds": seconds[found.tokens],
-        "tried": {str(tokens): bytes_ and bytes_ / GIB for tokens, bytes_ in found.peaks.items()},
-    }
+    tried = {str(tokens): bytes_ and bytes_ / GIB for tokens, bytes_ in found.peaks.items()}
+    peak_gib, took = found.peak_bytes / GIB, seconds[found.tokens]
+    yield asked | {"tokens": found.tokens, "peak_gib": peak_gib, "seconds": took, "tried": tried}
 
 
 def _until_it_fits(step: Callable[[int], dict[str, Any]], seq_len: int, attempts: int = 4) -> dict[str, Any]:
     """The step at `seq_len`, or at an eighth less each time that memory runs out."""
-    for _ in range(attempts):
-        try:
+    for attempt in range(attempts):
+        seq_len = seq_len * 7 // 8 if attempt else seq_len
+        with contextlib.suppress(torch.OutOfMemoryError):
             return step(seq_len)
-        except torch.OutOfMemoryError:
-            seq_len = seq_len * 7 // 8
-        gc.collect()  # outside of the handler, whose traceback holds the model
+        gc.collect()  # the traceback held the model
         if machine().device == "cuda":
             torch.cuda.empty_cache()
     return {"failed": f"out of memory, {seq_len} tokens and more"}
 
 
 def _dtype() -> torch.dtype:
-    return torch.bfloat16 if machine().device == "cuda" else torch.float32
+    return torch.bfloat16 if machine().device == "cuda" and machine().native_bf16 else torch.float32

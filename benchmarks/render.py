@@ -30,8 +30,8 @@ LADDERS = {
 NOTES = {
     "01": "Time is relative to the baseline's step; rows with + keep checkpointing on. Mixed precision has a row where "
     "16-bit products are not emulated.",
-    "04": "Found to within 1 %. Time: forward and backward of six blocks at {timed_at:,} tokens, in turns, relative to "
-    "the baseline's.",
+    "04": "Found to within 1 %; the prediction against where the bytes reach the limit. Time: forward and backward at "
+    "{timed_at:,} tokens, in turns, relative to the baseline's.",
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
 }
 UNSURE = "Times are of a few steps each: on a shared CPU they change from run to run, and bytes do not."
@@ -59,9 +59,14 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
         facts["slopes"]["flash attention"], facts["slopes"]["baseline"]
     ),
     "loss": lambda facts: (
-        "{:.2f}× the time of `F.linear_cross_entropy` in chunks, {:.2f}× the memory of all logits".format(
-            facts["loss"]["ours"]["seconds"] / facts["loss"]["torch"]["seconds"],
+        "{:.2f}× the memory and {:.2f}× the time of all logits; {} of `F.linear_cross_entropy`".format(
             facts["loss"]["ours"]["peak_bytes"] / facts["loss"]["plain"]["peak_bytes"],
+            facts["loss"]["ours"]["seconds"] / facts["loss"]["plain"]["seconds"],
+            " and ".join(
+                f"{facts['loss']['ours']['seconds'] / cost['seconds']:.2f}× the time{name.removeprefix('torch')}"
+                for name, cost in facts["loss"].items()
+                if name.startswith("torch")
+            ),
         )
     ),
     "sliding window": lambda facts: faster(facts["local"], "sliding window"),
@@ -122,7 +127,7 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
 
 
 def prediction(run: dict[str, Any]) -> str:
-    kinds = {"tokens": "predicted_tokens", "peak_bytes": "predicted_bytes"}
+    kinds = {"crossing": "predicted_tokens", "peak_bytes": "predicted_bytes"}
     found, predicted = next((key, kinds[key]) for key in kinds if kinds[key] in run["rows"][0])
     errors = [abs(row[predicted] / row[found] - 1) for row in run["rows"]]
     most = f"by {max(errors):.1%} at most" if max(errors) >= 0.0005 else "by less than 0.1%"
@@ -206,15 +211,18 @@ def lengths(run: dict[str, Any] | None) -> str:
     if run is None:
         return NONE_YET
     first = run["rows"][0]
-    lines = ["| step | predicted tokens | longest found | to the baseline | time |", "|---|--:|--:|--:|--:|"]
+    lines = ["| step | predicted tokens | off by | longest found | to the baseline | time |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
     for row in run["rows"]:
         lines.append(
-            f"| {row['name']} | {row['predicted_tokens']:,} | {row['tokens']:,} | "
+            f"| {row['name']} | {row['predicted_tokens']:,} | {row['predicted_tokens'] / row['crossing'] - 1:+.1%} | "
+            f"{row['tokens']:,} | "
             f"{row['tokens'] / first['tokens']:.1f}× | {row['seconds'] / first['seconds']:.2f}× |"
         )
     facts = run["facts"]
     what = f"{facts['model']} in {facts['limit_bytes'] / 2**30:.0f} GiB of tensors."
-    return "\n".join([*lines, "", f"*{machine_line(run)}. {what} {NOTES['04'].format(**facts)}*"])
+    notes = [f"{machine_line(run)}. {what} {NOTES['04'].format(**facts)}", *[UNSURE] * (run["device"] == "cpu")]
+    return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
 
 
 def versus(run: dict[str, Any] | None) -> str:

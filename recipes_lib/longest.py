@@ -1,7 +1,8 @@
 """The longest sequence that fits into a memory: predicted with arithmetic, found by bisection, kept as a ladder.
 
     expected = predicted_longest(lambda S: budget_of(model, batch_size=1, seq_len=S), limit_bytes=4 * GIB)
-    found = find_longest(peak, limit_bytes=4 * GIB, start=expected)  # peak(S) -> bytes, or out of memory
+    step(16)  # AdamW makes its states at the end of the first step: let that one be short
+    found = find_longest(peak_of(step, optimizer.zero_grad), limit_bytes=4 * GIB, start=expected)
 
 On a GPU `peak` takes a real step. On a CPU, where a step of so many tokens takes minutes, it takes a *dry* one
 (`core.measure.dry_run`): the same operators on tensors without data, counted by the same account. `Ladder`'s rows then
@@ -40,6 +41,16 @@ class Search:
     def peak_bytes(self) -> int:
         return self.peaks[self.tokens]
 
+    @property
+    def crossing(self) -> float:
+        """Where the bytes reach the limit, in tokens: on the line between the longest that fits and the next length
+        above it, or the former if nothing is known of the latter's bytes (it ran out of memory)."""
+        above = min((tokens for tokens in self.peaks if tokens > self.tokens), default=self.tokens)
+        if above == self.tokens or self.peaks[above] is None:
+            return self.tokens
+        share = (self.limit_bytes - self.peak_bytes) / (self.peaks[above] - self.peak_bytes)
+        return self.tokens + share * (above - self.tokens)
+
 
 def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int:
     """The largest S with `plan(S).peak <= limit_bytes`, by bisection over the arithmetic.
@@ -66,7 +77,8 @@ def find_longest(
     """Bisect for the longest sequence whose step stays within `limit_bytes`, from a guess `start`.
 
     Args:
-        peak: takes a step of so many tokens; gives its peak in bytes, or raises torch.OutOfMemoryError.
+        peak: takes a step of so many tokens; gives its peak in bytes, or raises torch.OutOfMemoryError. Take a short
+            step before, which makes the optimizer's states: the first length would be judged without them.
         resolution: stop when the shortest length that failed is at most this part above the longest that passed.
         most: the longest length to try; where it fits, it is the result.
     Raises ValueError for a start outside 1 … `most`, a resolution outside (0, 1), and if nothing fits.
@@ -144,11 +156,13 @@ def recorded(part: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One step: tokens as predicted and as found; time and loss of a step at a length that every row can do."""
+    """One step: tokens as predicted, as found, and where the bytes reach the limit (`Search.crossing`); time and loss
+    of a step at a length that every row can do."""
 
     name: str
     predicted_tokens: int
     tokens: int
+    crossing: float
     peak_bytes: int
     seconds: float | None
     loss: float | None
@@ -156,7 +170,7 @@ class LengthRow:
     @property
     def prediction_error(self) -> float:
         """Relative, positive if the prediction was too high."""
-        return self.predicted_tokens / self.tokens - 1
+        return self.predicted_tokens / self.crossing - 1
 
 
 class LengthLadder(Ladder):
@@ -164,7 +178,7 @@ class LengthLadder(Ladder):
 
     def add(self, name: str, found: Search, *, predicted: int, loss: float | None = None) -> LengthRow:
         """Append a row, save the file and return the row. Raises ValueError for a name that is taken."""
-        return self.append(LengthRow(name, predicted, found.tokens, found.peak_bytes, None, loss))
+        return self.append(LengthRow(name, predicted, found.tokens, found.crossing, found.peak_bytes, None, loss))
 
     def retime(self, name: str, seconds: float) -> None:
         """Give a row the time of a step that took turns with those of the other rows."""
@@ -229,7 +243,8 @@ def growth_chart(curves: dict[str, dict[int, int]], *, fixed_bytes: int, limit_b
         tokens = sorted(curve)
         grown = [(curve[length] - fixed_bytes) / GIB for length in tokens]
         axes.plot(tokens, grown, marker="o", markersize=3.5, label=f"{name}: slope {slope(curve, fixed_bytes):.2f}")
-    axes.axhline((limit_bytes - fixed_bytes) / GIB, color="#9aa5b1", linestyle="--", linewidth=1)
+    left = (limit_bytes - fixed_bytes) / GIB
+    axes.axhline(left, color="#9aa5b1", linestyle="--", linewidth=1, label=f"the limit: {limit_bytes / GIB:.1f} GiB")
     axes.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="GiB beyond weights and states")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -241,12 +256,13 @@ def slope(curve: dict[int, int], fixed_bytes: int = 0) -> float:
     return math.log((more - fixed_bytes) / (less - fixed_bytes)) / math.log(long / short)
 
 
-def position_chart(curves: dict[str, list[float]], *, window: int, trained: int) -> Any:
+def position_chart(curves: dict[str, list[float]], *, window: int, trained: int, title: str) -> Any:
     """Draw the loss of every `window` tokens against their position, with a line where the training length ends."""
     figure, axes = blank_figure(curves, (8, 3.2))
     for name, losses in curves.items():
-        axes.plot([(i + 0.5) * window for i in range(len(losses))], losses, label=name)
+        axes.plot([(i + 0.5) * window for i in range(len(losses))], losses, label=name, alpha=0.8)
     axes.axvline(trained, color="#9aa5b1", linestyle="--", linewidth=1)
     axes.set(xlabel="position in the text (dashed: length of the training)", ylabel="loss, nats per token")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(title, fontsize=11)
     return figure

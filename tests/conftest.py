@@ -96,6 +96,13 @@ def assert_equal(got, expected):
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
+def assert_near(got, expected, tolerance):
+    """Each tensor, in the Euclidean norm: a gradient of zeros is as far away as it can be."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).float().norm() <= tolerance * value.float().norm(), name
+
+
 def run(model, batch, **options):
     """Loss and gradients; the seed makes dropout repeatable."""
     torch.manual_seed(1)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks import long_sequences, record, render
@@ -28,9 +27,8 @@ def test_gpu_parts_on_cpu_sizes(tmp_path):
     assert [row["tokens"] for row in found["attention"]["rows"]] == [64, 64, 128, 128]
     assert all(way["error"] < 1e-4 for way in found["loss"]["ways"].values())
     assert {len(curve) for curve in found["rope"]["curves"].values()} == {3} and len(found["rope"]["curves"]) == 4
-    assert [row["tokens"] for row in found["ablation"]["rows"].values()] == [512] * 4
-    losses = [row["loss"] for row in found["ablation"]["rows"].values()]
-    assert losses == pytest.approx([losses[0]] * 4, abs=1e-4), "no row changes the maths"
+    tokens = [row["tokens"] for row in found["ablation"]["rows"].values()]
+    assert len(tokens) == 4 and tokens == sorted(set(tokens)), "each recipe brings some"
     assert found["longest"]["tokens"] == 512 and found["longest"]["peak_gib"] > 0
     assert found["context"]["tokens"] >= 64
 
@@ -52,26 +50,43 @@ def test_losses_side_by_side():
 
 
 def test_notebook_04_in_numbers(tmp_path):
-    rows = [{"name": "baseline", "predicted_tokens": 110, "tokens": 100, "peak_bytes": 1, "seconds": 2.0, "loss": 2.5}]
-    rows.append(rows[0] | {"name": "everything combined", "predicted_tokens": 3000, "tokens": 3000, "seconds": 5.0})
+    rows = [
+        {
+            "name": "baseline",
+            "predicted_tokens": 110,
+            "tokens": 99,
+            "crossing": 100,
+            "peak_bytes": 1,
+            "seconds": 2.0,
+            "loss": 2.5,
+        }
+    ]
+    rows.append(
+        rows[0]
+        | {"name": "everything combined", "predicted_tokens": 3000, "tokens": 2970, "crossing": 3000, "seconds": 5.0}
+    )
     facts = {"model": "tiny", "limit_bytes": 4 * 2**30, "timed_at": 64, "loss_error": 2e-6}
     facts |= {"slopes": {"baseline": 1.5, "flash attention": 1.0}}
     facts |= {"local": {"tokens": 16384, "speedup": {"sliding window": 5.25}, "ideal": {"sliding window": 6.5}}}
     facts |= {"curriculum": {"fixed length": [2.5, 2.75], "curriculum": [2.25, 2.5]}}
-    facts["loss"] = {"ours": {"seconds": 1.0, "peak_bytes": 5}, "torch": {"seconds": 4.0}, "plain": {"peak_bytes": 10}}
+    facts["loss"] = {
+        "ours": {"seconds": 1.0, "peak_bytes": 5},
+        "torch": {"seconds": 4.0},
+        "plain": {"seconds": 2.0, "peak_bytes": 10},
+    }
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
     record.keep(render.LADDERS["04"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
     curves = {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}
     record.keep("rope", {"tokens": 12288, "curves": curves}, facts=machine, folder=tmp_path)
     headline = render.block("headline-04", folder=tmp_path)
-    assert "**100 → 3,000 tokens:**" in headline and "**30 times as long**" in headline
+    assert "**99 → 2,970 tokens:**" in headline and "**30 times as long**" in headline
     assert "within 4 GiB" in headline and "with the same loss to 2e-06" in headline and "by 10.0% at most" in headline
     table = render.block("table-04", folder=tmp_path)
-    assert "| everything combined | 3,000 | 3,000 | 30.0× | 2.50× |" in table and "at 64 tokens" in table
+    assert "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table and "at 64 tokens" in table
     cells = {
         "everything combined": "CPU: 30.0× the baseline's length, 2.50× its time per token",
         "flash": "CPU: the memory grows with the power 1.00 of the length, eager 1.50",
-        "loss": "CPU: 0.25× the time of `F.linear_cross_entropy` in chunks, 0.50× the memory of all logits",
+        "loss": "CPU: 0.50× the memory and 0.50× the time of all logits; 0.25× the time of `F.linear_cross_entropy`",
         "sliding window": "CPU: 5.2× faster at 16,384 tokens, 6.5× fewer pairs",
         "curriculum": "CPU: loss on long rows 2.375, fixed length 2.625, at equal compute",
         "rope": "CPU: loss at 12,288 tokens 5.00, with YaRN 1.20",

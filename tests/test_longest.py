@@ -7,6 +7,8 @@ from recipes_lib import longest
 from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory, dry, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from tests.conftest import FAMILIES
 
 
@@ -104,6 +106,32 @@ def test_a_real_search_under_an_emulated_limit():
     assert peak(found.tokens) <= limit < peak(int(1.02 * found.tokens) + 1)
 
 
+def test_a_search_goes_on_after_a_backward_that_ran_out_of_memory():
+    """The optimizer has stepped for some weights by then."""
+    model = apply_activation_checkpointing(model_of_shape("tiny-llama", layers=3, device="cpu"))
+    optimizer = apply_optimizer_in_backward(model, lr=1e-5)
+
+    def step(tokens):
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+
+    step(4)
+    with PeakMemory() as now:
+        pass
+    limit = now.current + 3 * 2**20
+    found = longest.find_longest(
+        longest.peak_of(step, optimizer.zero_grad, limit_bytes=limit), limit_bytes=limit, start=3000
+    )
+    assert found.peaks[3000] is None and found.tokens > 100
+
+
+def test_where_the_bytes_reach_the_limit():
+    search = longest.Search(100, 1000, {100: 900, 110: 1100, 500: 9000})
+    assert search.crossing == 105
+    assert longest.Search(100, 1000, {100: 900, 110: None}).crossing == 100
+
+
 def test_prediction_is_the_largest_length_of_the_arithmetic():
     model = model_of_shape("tiny-llama", device="meta")
     plan = lambda tokens: budget_of(model, batch_size=1, seq_len=tokens)  # noqa: E731
@@ -148,6 +176,6 @@ def test_charts():
     assert longest.slope(curves["square"], 10) == pytest.approx(2)
     figure = longest.growth_chart(curves, fixed_bytes=10, limit_bytes=10**6)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["square: slope 2.00", "line: slope 1.00"]
-    figure = longest.position_chart({"plain": [3.0, 4.0]}, window=512, trained=512)
+    assert labels == ["square: slope 2.00", "line: slope 1.00", "the limit: 0.0 GiB"]
+    figure = longest.position_chart({"plain": [3.0, 4.0]}, window=512, trained=512, title="texts")
     assert list(figure.axes[0].lines[0].get_xdata()) == [256, 768]

@@ -85,7 +85,7 @@ print(here, "default model from " + model_source(), sep="\n")
 #
 # $a$ counts attention scores: heads × layers numbers for each pair of tokens. $b$ counts what every token leaves behind: activations of each layer, and a row of logits as wide as the vocabulary. Every recipe below removes a part of $a$ or $b$, so the longest $S$ under a given memory moves. The arithmetic is that of notebook 01, solved for $S$.
 #
-# On a CPU the memory is an exact budget of 4 GiB of tensors for the real SmolLM2-135M, all its weights trained in fp32. A GPU takes a larger shape and the whole card.
+# On a CPU the memory is an exact budget of 4 GiB of tensors for the real SmolLM2-135M, all its weights trained in fp32. A GPU takes a larger shape and 12 or 20 GiB.
 
 # %%
 sizes = {
@@ -108,6 +108,8 @@ print(base_plan(common))
 print(f"longest within {limit / GIB:.1f} GiB: {predicted_longest(base_plan, limit_bytes=limit):,} tokens")
 
 # %% [markdown]
+# The peak is the largest of three moments: here that in which backward begins, with weights, states, activations and loss. In a short text it is that in which the last gradient arrives, with all gradients in place of the last two; no recipe for activations helps there.
+#
 # ## Baseline: the plain loop
 #
 # Attention as in the formula, softmax(QKᵀ)V, called *eager*; every number kept until backward. `climb` first predicts the longest sequence, then searches it by bisection.
@@ -191,7 +193,7 @@ for S in (256, 512) if fast() else (1024, 2048, 4096, 16384) if here.device == "
 layer = None
 
 # %% [markdown]
-# Twice the length: four times the memory for eager attention, twice for flash. Time still grows with the square for both; flash only has less traffic.
+# Twice the length: four times the memory for eager attention, twice for flash. Time still grows with the square; where eager's scores leave the cache, faster.
 #
 # ### 2. Chunked cross-entropy
 #
@@ -213,7 +215,7 @@ for which, cost in beside.items():
     print(f"{which:<16}{cost}")
 
 # %% [markdown]
-# PyTorch's own `linear_cross_entropy` does the same, with the chunks of its default options or of 256 rows. The error is against fp64. (On a CPU the memory inside PyTorch's operator is not seen.)
+# The saving is memory; the time stays that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch's own `linear_cross_entropy` does the same, with the chunks of its default options, which are small and slow, or of 256 rows. The error is against fp64. (On a CPU the memory inside PyTorch's operator is not seen.)
 #
 # ### 3. Activation checkpointing
 #
@@ -236,7 +238,13 @@ climb("+ checkpointing", checkpoint_plan, lambda model: apply_activation_checkpo
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
 
 tile = {"tile_size": 2048 if fast() else 8192}
-tiled = lambda model, **options: apply_tiled_mlp(lean(model), **tile, **options)
+short = {"tile_size": common // 4}  # for the real steps on a CPU, whose texts would be a single tile
+
+
+def tiled(model, **options):
+    return apply_tiled_mlp(lean(model), **tile if dry() or here.device == "cuda" else short, **options)
+
+
 tiled_plan = on(lean_plan, estimate_tiled_mlp, **tile)
 checkpoint_plan = on(tiled_plan, estimate_activation_checkpointing)
 climb("+ tiled MLP", checkpoint_plan, lambda model: apply_activation_checkpointing(tiled(model)))
@@ -296,7 +304,7 @@ curves = {
 growth_chart(curves, fixed_bytes=fixed, limit_bytes=limit)
 
 # %% [markdown]
-# Dots are steps, the dashed line is what the memory leaves for them. The baseline bends towards slope 2; all others end at slope 1, where twice the memory is twice the text. From there each recipe moves the line down, not its slope.
+# Dots are steps, the dashed line is what the memory leaves for them. The baseline bends towards slope 2; all others towards slope 1, where twice the memory is twice the text, from below where gradients, which do not grow, are still a part. From there each recipe moves the line down, not its slope.
 #
 # The same notebook on a GPU:
 #
@@ -321,7 +329,7 @@ heads = (shape.config.num_attention_heads, *[shape.config.num_key_value_heads] *
 qkv = [torch.randn(1, n, S, 64, device=here.device, dtype=dtype, requires_grad=True) for n in heads]
 pattern = {"block_size": W // 4, "local": 4, "global_blocks": 1}
 ways = {
-    "full": partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True),
+    "full": partial(sliding_window_attention, window=S),  # one call of PyTorch's causal attention
     "sliding window": partial(sliding_window_attention, window=W),
     "block-sparse": partial(block_sparse_attention, **pattern),
 }
@@ -333,7 +341,7 @@ for way in ideal:
     print(f"{way}: {speedup[way]:.1f}× the speed of full attention on {S:,} tokens, {ideal[way]:.1f}× fewer pairs")
 
 # %% [markdown]
-# Block-sparse patterns add a few blocks that all tokens read. Both are exact for what they read; but the model was trained to read more. What does that cost without further training?
+# Block-sparse patterns add a few blocks that all tokens read; *sinks* are a few first tokens that stay readable beside the window. All are exact for what they read; but the model was trained to read more. What does that cost without further training?
 
 # %%
 reads, price = 512 if fast() else 2048, {}
@@ -349,7 +357,7 @@ for which, adapt in variants.items():
     print(f"{which:<18} loss {price[which]:.3f}")
 
 # %% [markdown]
-# Reading less makes this model worse at once; the sinks, four first tokens that all read, repair most of it: a trained model parks attention there. Such patterns are for models that train with them: Mistral and Gemma were.
+# Reading less makes this model worse at once; four sinks repair most of it: a trained model parks attention there. Such patterns are for models that train with them: Mistral and Gemma were.
 #
 # ### 7. Curriculum: short texts first
 #
@@ -386,24 +394,24 @@ except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# Longer texts than those of the training take SmolLM2 minutes on a CPU, so there the curves are the recorded ones of this very cell; a GPU measures them now.
+# Longer texts than those of the training take SmolLM2 minutes on a CPU, so there the curves come from a recorded run of the same steps (`python -m benchmarks.gpu --parts rope`); a GPU measures them now.
 
 
 # %%
 def along(kind, S, window):
-    model = load_model().eval()
+    model = apply_flash_attention(load_model().eval())
     model = apply_rope_scaling(model, kind=kind, factor=2) if kind in KINDS else model
     return position_losses(model, text[:, :S], window=window)
 
 
-rope = recorded("rope")
+rope, title = recorded("rope"), "SmolLM2-135M, one text of the standard library, recorded"
 if fast() or here.device == "cuda":
-    S, window = (600, 200) if fast() else (14_336, 1024)
+    (S, window), title = (600, 200) if fast() else (12_288, 1024), "SmolLM2-135M, one text, measured now"
     rope = {"window": window, "curves": {kind: along(kind, S, window) for kind in ("none", *KINDS)}}
-position_chart(rope["curves"], window=rope["window"], trained=8192)
+position_chart(rope["curves"], window=rope["window"], trained=8192, title=title)
 
 # %% [markdown]
-# Without scaling the loss climbs behind the dashed line. Linear scaling changes every angle, so it hurts everywhere until the model is trained with it; YaRN and the larger base keep what it knows.
+# Without scaling the loss climbs soon behind the dashed line. Linear scaling changes every angle, so it hurts everywhere until the model is trained with it; YaRN and the larger base keep what it knows.
 #
 # ### Several GPUs: context parallelism
 #

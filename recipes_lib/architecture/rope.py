@@ -42,7 +42,8 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
     """
     if kind not in KINDS or factor <= 1:
         raise ValueError(f"kind={kind!r}, factor={factor}: choose one of {', '.join(KINDS)}, and a factor above 1")
-    config, rotary = model.config, getattr(model.base_model, "rotary_emb", None)
+    causal = getattr(model, "get_base_model", lambda: model)()  # without adapters
+    config, rotary = causal.config, getattr(causal.base_model, "rotary_emb", None)
     known = getattr(config, "rope_parameters", None) or {}
     if rotary is None or "rope_type" not in known:
         raise ValueError(f"{type(model).__name__} has no single rotary embedding to scale: it cannot be stretched here")
@@ -55,7 +56,7 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
     }
     if kind != "dynamic":  # dynamic compares the text with the trained length, which therefore stays
         config.max_position_embeddings = int(config.max_position_embeddings * factor)
-    model.base_model.rotary_emb = type(rotary)(config=config).to(rotary.inv_freq.device)
+    causal.base_model.rotary_emb = type(rotary)(config=config).to(rotary.inv_freq.device)
     return model
 
 
@@ -105,16 +106,24 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) 
 def position_losses(model: Any, row: torch.Tensor, *, window: int) -> list[float]:
     """Mean loss of every `window` tokens along one text, row [1, S]: where does the model lose its way?
 
-    The logits are made window by window; 10,000 tokens of them would take gigabytes.
+    The logits are made window by window; 10,000 tokens of them would take gigabytes. Raises ValueError for another
+    shape, a window below 1, and a model that scales its logits (Cohere, Granite).
     """
+    causal = getattr(model, "get_base_model", lambda: model)()  # without adapters
+    scales = [getattr(causal.config, name, None) or 1 for name in ("logit_scale", "logits_scaling")]
+    if scales != [1, 1]:
+        raise ValueError(f"{type(causal).__name__} scales its logits: take the loss of model(labels=…)")
     if window < 1 or row.dim() != 2 or len(row) != 1 or row.shape[1] < 2:
         raise ValueError(
             f"window={window}, row {list(row.shape)}: give a window of 1 or more and one row [1, S], S > 1"
         )
-    hidden = model.base_model(input_ids=row, use_cache=False).last_hidden_state[0, :-1]  # [S - 1, D]
-    head = model.get_output_embeddings()
-    parts = zip(hidden.split(window), row[0, 1:].split(window))
-    return [torch.nn.functional.cross_entropy(head(part).float(), targets).item() for part, targets in parts]
+    hidden = causal.base_model(input_ids=row, use_cache=False).last_hidden_state[0, :-1]  # [S - 1, D]
+    cap, losses = getattr(causal.config, "final_logit_softcapping", None), []
+    for part, targets in zip(hidden.split(window), row[0, 1:].split(window)):
+        logits = causal.get_output_embeddings()(part).float()
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        losses.append(torch.nn.functional.cross_entropy(logits, targets).item())
+    return losses
 
 
 def check_length(model: Any, seq_len: int) -> int:
@@ -124,9 +133,11 @@ def check_length(model: Any, seq_len: int) -> int:
     """
     allowed = estimate_rope_scaling(model)
     if seq_len > allowed:
-        rotary = bool(getattr(model.config, "rope_parameters", None))
-        remedy = f"apply_rope_scaling(model, kind='yarn', factor={math.ceil(seq_len / allowed)})" if rotary else "none"
-        raise ValueError(f"seq_len={seq_len}: the positions of this model end at {allowed:,}; remedy: {remedy}")
+        known = getattr(model.config, "rope_parameters", None) or {}
+        trained = known.get("original_max_position_embeddings", model.config.max_position_embeddings)
+        remedy = f"apply_rope_scaling(model, kind='yarn', factor={math.ceil(seq_len / trained)})" if known else "none"
+        anew = " on the model as it was before its scaling" * (known.get("rope_type", "default") != "default")
+        raise ValueError(f"seq_len={seq_len}: the positions of this model end at {allowed:,}; remedy: {remedy}{anew}")
     return allowed
 
 

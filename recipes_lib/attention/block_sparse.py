@@ -11,7 +11,7 @@ Idea       Cut the sequence into blocks. A block of queries reads the `local` bl
 
            With `documents` it reads its own only. What is read is laid side by side for the dense kernel.
 Saves      Time: `estimate_block_sparse` is the share of the pairs that is left. Without `stride` the cost grows with
-           S, not S². It keeps what flash attention keeps for backward; no [S, S] tensor exists.
+           S, not S² (on CUDA all but making the mask). It keeps for backward what flash attention keeps.
 Costs      It is another model: what lies outside the pattern reaches a token only through the layers in between, and
            a pretrained model has to be trained further. Keeping documents apart (stride=1: all blocks) loses nothing.
 Use when   Attention is a large part of a step (half of it at S = 12 D), or documents share a row.

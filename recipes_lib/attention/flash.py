@@ -6,19 +6,17 @@ Idea       A block of queries meets the keys block by block, with a running maxi
                m' = max(m, scores)     sum' = sum * exp(m - m') + sum of exp(scores - m')     out' likewise, with V
 
            Backward makes each block of scores again from Q, K and the saved log of the sums.
-Saves      Per token and block, H * S scores and the K and V repeated to all heads; Q, K, V and the output stay. Time,
-           because the scores never leave the cache.
+Saves      Per token and block, H * S scores and the repeated K and V; Q, K, V and the output stay. And their traffic.
 Costs      Sums come in another order: equal to rounding, not to the bit.
 Use when   Always: most models have it by default, and `best_kernel` tells where they do not.
 Not when   You want to look at the attention weights (`output_attentions`).
 In production   `from_pretrained(attn_implementation=…)`: "sdpa", "flash_attention_2" or "flash_attention_3".
-Source     Dao et al., "FlashAttention" (arXiv 2205.14135); Dao, "FlashAttention-2" (arXiv 2307.08691); Shah et al.,
-           "FlashAttention-3" (arXiv 2407.08608); PyTorch's documentation of scaled_dot_product_attention (SDPA).
+Source     Dao et al., FlashAttention (arXiv 2205.14135); Dao, -2 (2307.08691); Shah et al., -3 (2407.08608).
 
-Traps, and what happens here. Capped scores (Gemma 2): SDPA has no cap and is refused. Grouped KV heads in fp32 on
-CUDA: no kernel takes them and the S^2 scores are back, so K and V are repeated. A padding mask becomes [B, 1, S, S],
-for which CUDA has no flash kernel: padding on the right gets none, since no token reads what follows it. Padding on the
-left, packed rows and a model's own sliding window do get the mask; for them flash-attn is the remedy on CUDA.
+Traps, and what happens here. Capped scores (Gemma 2): SDPA has no cap and is refused. Grouped KV heads on CUDA,
+in fp32 or before Ampere: no kernel takes them and the S^2 scores are back, so K and V are repeated. A padding mask is
+[B, 1, S, S], for which CUDA has no flash kernel: padding on the right gets none, since no token reads what follows it.
+Padding on the left, packed rows and a model's own window do get the mask; for them flash-attn is the remedy on CUDA.
 
 Shapes: B batch, H heads, KV key and value heads, S sequence, E head dimension.
 """
@@ -33,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes_lib.core.budget import Budget, budget_of, projection_widths
+from recipes_lib.core.budget import Budget, budget_of, projection_widths, without_grouped_heads
 from recipes_lib.core.measure import PeakMemory, in_turns
 
 # Names in transformers, best first, with the CUDA generations, the largest head and what else they can compute.
@@ -88,9 +86,9 @@ def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
     if name is None:
         raise ValueError(f"{passed}. Take set_attn_implementation('eager') or, on CUDA, 'flex_attention'")
     q, kv, _ = projection_widths(model.config)
-    repeated = " with K and V repeated to all heads, because none takes grouped ones in fp32" * (kv < q)
-    on_cuda = "memory-efficient kernel" + repeated if (dtype or model.dtype).itemsize == 4 else "flash kernel"
-    sdpa = {"cpu": "SDPA's flash kernel for CPUs", "cuda": f"SDPA's {on_cuda}"}.get(model.device.type, "SDPA")
+    sdpa = "SDPA's flash kernel" + " for CPUs" * (model.device.type == "cpu")
+    if without_grouped_heads(model.device, dtype or model.dtype):
+        sdpa = "SDPA's memory-efficient kernel" + " with K and V repeated, because it takes no grouped heads" * (kv < q)
     return Kernel(name, f"{sdpa if name == 'fused' else name.replace('_', ' ')}; {passed}".strip("; "))
 
 
@@ -132,7 +130,7 @@ def _fused(module, query, key, value, attention_mask, *, dropout=0.0, **options)
         if asked.get(name) is not None and asked[name] is not False:
             raise ValueError(f"the fused kernels have no {name} here: set it to 0 or None, or take 'eager' attention")
     cudnn, groups = module.config._attn_implementation == "fused_cudnn", query.shape[1] // key.shape[1]
-    if groups > 1 and value.is_cuda and value.dtype == torch.float32:
+    if groups > 1 and without_grouped_heads(value.device, value.dtype):
         key, value, module = repeat_kv(key, groups), repeat_kv(value, groups), SimpleNamespace(is_causal=True)
     first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(first, set_priority=True) if cudnn else contextlib.nullcontext():

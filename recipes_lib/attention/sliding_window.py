@@ -10,15 +10,12 @@ Idea       Only a band of the matrix exists. A block of C queries shares the W +
            The first W tokens are one small causal call. `sinks` keeps the first tokens of a text readable for all.
 Saves      S^2 / 2 scores become S * (W + C), with C = W / 4: S / (2.5 W) times fewer. There is no [S, S] mask.
 Costs      Another model: L layers see L * (W - 1) tokens back, so one trained with full attention must be tuned to it.
-           config.json does not keep the window: after from_pretrained apply it again. Beside flash attention, a layer
-           keeps one more copy of its output, and backward makes the gradients of K and V block by block, 1 + W / C
-           times their size. Sinks keep such copies of K and V too.
+           config.json does not keep the window: after from_pretrained apply it again. A layer keeps one more copy of
+           its output, and backward makes the gradients of K and V block by block, 1 + W / C times their size.
 Use when   Texts are much longer than W, and most of what a token needs is near: code, logs, books.
 Not when   S < 3 W; or the end of a text depends on its start: leave some layers full (`layers`), as Gemma does.
-In production   `sliding_window` in config.json (Mistral, Qwen, Gemma) with flash-attn, which also takes padding and
-           packed rows; FlexAttention, which `kernel="flex"` compiles here on CUDA.
-Source     Beltagy et al., "Longformer" (arXiv 2004.05150); Jiang et al., "Mistral 7B" (arXiv 2310.06825); Xiao et al.,
-           "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453).
+In production   `sliding_window` in config.json (Mistral, Qwen, Gemma) with flash-attn; FlexAttention, here on CUDA.
+Source     Longformer (arXiv 2004.05150); Mistral 7B (2310.06825); Xiao et al., attention sinks (2309.17453).
 
 Shapes: B batch, H heads, KV key and value heads, G = H / KV, S sequence, E head dimension, N blocks of C queries.
 """
@@ -26,8 +23,8 @@ Shapes: B batch, H heads, KV key and value heads, G = H / KV, S sequence, E head
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -65,7 +62,7 @@ def apply_sliding_window(model: Any, *, window: int, sinks: int = 0, layers: Ite
         own = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         own = own if kind == "sliding_attention" else None
         if layer in chosen and own is not None and (window > own or sinks):
-            raise ValueError(f"window={window}, sinks={sinks}: stay within layer {layer}'s own {own}, or leave it out")
+            raise ValueError(f"window={window}, sinks={sinks}: layer {layer} takes its own {own} at most, and no sinks")
         reach.append((window, sinks) if layer in chosen else (own, 0))
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -93,9 +90,10 @@ def sliding_window_attention(
     if torch.is_autocast_enabled(q.device.type):  # rotary embeddings leave q and k in fp32 beside a v in 16 bits
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     ampere = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    flex = kernel == "flex" or (kernel == "auto" and ampere and importlib.util.find_spec("triton"))
-    if flex and window < q.shape[2]:
-        return _flex(q.shape[2], window, sinks, q.device)(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if window < q.shape[2] and (kernel == "flex" or (kernel == "auto" and ampere and find_spec("triton"))):
+        return _flex(q.shape[2], window, sinks, q.device, active_fake_mode())(q, k, v, scale=scale, enable_gqa=True)
+    if q.is_cuda and (q.dtype == torch.float32 or not ampere):  # no fast kernel takes grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return _banded(q, k, v, window, sinks, scale)
 
 
@@ -116,8 +114,7 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: flo
 
 
 def _step(window: int, sinks: int) -> int:
-    """C: few queries waste few scores, fewer than 64 leave the kernel's tiles empty; sinks copy K and V per block."""
-    return max(64, window if sinks else window // 4)
+    return max(64, window if sinks else window // 4)  # few waste few scores, under 64 leave tiles empty
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, start: int, step: int, window: int, sinks: int, scale: Any) -> Tensor:
@@ -143,7 +140,7 @@ def _band(queries: int, keys: int, window: int, sinks: int, device: torch.device
     return (key <= query) & ((key > query - window) | (key < sinks))
 
 
-@functools.lru_cache(maxsize=8)  # every layer saves it for backward: the same one; one without data in a dry run
+@functools.lru_cache(maxsize=2)  # every layer saves it for backward: the same one; one without data in a dry run
 @torch.inference_mode(False)
 def _block_bias(step: int, window: int, sinks: int, groups: int, dtype: Any, device: Any, dry_run: Any) -> Tensor:
     reads = F.pad(_band(step, window + step, window, 0, device), (sinks, 0), value=True).repeat(groups, 1)
@@ -152,7 +149,7 @@ def _block_bias(step: int, window: int, sinks: int, groups: int, dtype: Any, dev
 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _flex(length: int, window: int, sinks: int, device: torch.device) -> Any:
+def _flex(length: int, window: int, sinks: int, device: torch.device, dry_run: Any) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def reads(batch, head, query, key):
@@ -169,6 +166,9 @@ def _attention(module, query, key, value, mask, *, dropout=0.0, scaling=None, **
     for name in ("a mask [S, S]", "dropout", "output_attentions", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"sliding window attention takes no {name}: set it to 0 or None in the model")
+    at = options.get("position_ids") if module.layer_idx == 0 and not active_fake_mode() else None
+    if at is not None and (at.diff() != 1).any():  # transformers sees it only without a cache and a mask
+        raise ValueError("positions restart, as in packed rows: give one text per row, padded on the right")
     queries, keys = query.shape[2], key.shape[2]
     window, sinks = module.reach[0] or keys, module.reach[1]
     if queries == keys:
@@ -187,8 +187,8 @@ def _no_mask(*, q_length, kv_length, q_offset, kv_offset, attention_mask, allow_
 
 
 def _check(window: int, sinks: int) -> None:
-    if window < 1 or sinks < 0:
-        raise ValueError(f"window={window}, sinks={sinks}: a window of 1 or more, and 0 or more sinks")
+    if window < 1 or sinks < 0 or int(window) != window:
+        raise ValueError(f"window={window}, sinks={sinks}: whole numbers, a window of 1 or more, 0 or more sinks")
 
 
 def estimate_sliding_window(*, seq_len: int, window: int) -> float:

@@ -142,16 +142,22 @@ def block_bytes(model: Any, *, seq_len: int) -> int:
 def _score_bytes(model: Any) -> tuple[int, int]:
     """Per attention score, saved and as gradients: of the softmax, which all but GPT-2 take in fp32, and of a soft cap.
 
-    Eager attention makes [heads, S, S]; so does SDPA on CUDA in fp32, where no kernel takes grouped KV heads.
+    Eager attention makes [heads, S, S]; so does SDPA on CUDA in fp32, or before Ampere, where no kernel takes grouped
+    KV heads.
     """
     (q, kv, _), size, family = projection_widths(model.config), model.dtype.itemsize, model.config.model_type
     kind = model.config._attn_implementation
-    plain = kind == "sdpa" and kv < q and size == 4 and model.device.type == "cuda"
+    plain = kind == "sdpa" and kv < q and without_grouped_heads(model.device, model.dtype)
     if not plain and kind != "eager":
         return 0, 0
     in_fp32 = size == 2 and family != "gpt2"
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     return size + 4 * in_fp32 + size * capped, 2 * size + 2 * in_fp32
+
+
+def without_grouped_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """True on CUDA if none of SDPA's fast kernels takes fewer heads of K and V than of Q: all but flash want equal."""
+    return device.type == "cuda" and (dtype.itemsize == 4 or torch.cuda.get_device_capability(device) < (8, 0))
 
 
 def final_norm_bytes(model: Any) -> int:

@@ -66,7 +66,7 @@ def remove_chunked_cross_entropy(model: Any) -> Any:
 def _chunked_class(base: type) -> type:
     @functools.wraps(base.forward)  # Trainer and generate() read its signature
     def forward(self, *args, skip_logits=None, **kwargs):
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+        labels, shifted, ignored = kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
         if labels is None or not (self.training if skip_logits is None else skip_logits):
             return base.forward(self, *args, **kwargs)
         head = self.get_output_embeddings()  # reads one token, and the same far larger: what becomes of these logits?
@@ -77,16 +77,16 @@ def _chunked_class(base: type) -> type:
         expected = torch.nn.functional.linear(read[0][:1, :1] * two, head.weight, bias).to(output.logits.dtype)
         expected = cap * torch.tanh(expected / cap) if cap else expected
         adapters = [p for p in head.parameters() if p.requires_grad and p is not head.weight and p is not bias]
-        if adapters or "aux_loss" in output or not (dry() or torch.allclose(output.logits, expected, 0.02, 1e-3)):
+        if adapters or "aux_loss" in output or not (dry() or torch.allclose(output.logits, expected, 0.02, 1e-3, True)):
             raise ValueError(f"{base.__name__} scales its logits, has adapters on them or adds a router's loss")
         options = {"bias": bias, "softcap": cap, "num_items": kwargs.get("num_items_in_batch")} | self.chunked_loss
         if shifted is None:  # the model predicts token t + 1 from token t
-            shifted = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-        loss = chunked_cross_entropy(read[0], head.weight, shifted.to(read[0].device), **options)
-        return type(output)(**dict(output) | {"loss": loss, "logits": None})
+            shifted = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignored)
+        loss = chunked_cross_entropy(read[0], head.weight, shifted.to(read[0].device), ignore_index=ignored, **options)
+        output = type(output)(**dict(output) | {"loss": loss, "logits": None})
+        return output if kwargs.get("return_dict", self.config.return_dict) is not False else output.to_tuple()
 
-    # A subclass: nothing is bound to the model, so a deep copy gets its own. `save_pretrained` stores the name.
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})  # of which copies are too
 
 
 def chunked_cross_entropy(
@@ -98,7 +98,7 @@ def chunked_cross_entropy(
 
     `chunk_size`: most rows of logits at a time (default: 64 MiB of them, 128 on a GPU). `z_loss` adds this times the
     squared log-sum-exp, a `softcap` c makes the logits c tanh(logits / c), `num_items` divides the sum: the targets of
-    the whole batch, of which this is a part. Returns the "mean" or "sum" in fp32 (of fp64: fp64); backward runs once.
+    the whole batch. Returns the "mean" or "sum", in fp32 or fp64; backward runs once.
     """
     terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     if any(x is not None and x <= 0 for x in (chunk_size, softcap)) or not 0 <= label_smoothing < 1 or z_loss < 0:
@@ -117,7 +117,7 @@ def chunked_cross_entropy(
         raise ValueError(f"a mean over {items} targets: give labels other than {ignore_index}, or num_items above 0")
     plan, train = _plan(hidden, weight, len(rows), chunk_size), torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
-        return _Loss.apply(hidden.flatten(0, -2), weight, bias, rows, targets, items, plan, terms, train)
+        return _Loss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows, targets, items, plan, terms, train)
 
 
 class _Loss(torch.autograd.Function):  # its gradients are the sum's until backward: the mean's would vanish in fp16

@@ -107,6 +107,8 @@ class StepInBackward(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients that an error left behind; after a complete backward there are none."""
         self.optimizer.zero_grad(set_to_none)
+        if len(self._stepped) < len(self._parameters):  # backward was cut short: the next one is the first again
+            self._stepped.clear()
 
     def remove(self) -> None:
         """Give the model back as it was: gradients stay in `.grad` again."""

@@ -78,7 +78,7 @@ class _Tiled:
             parts = _checkpointed_tiles(module, tokens, self.tile_size)
         else:
             parts = [module(tile) for tile in tokens.split(self.tile_size, dim=1)]
-        return torch.cat(parts, dim=1).view(*hidden.shape[:-1], -1)
+        return torch.cat(parts, dim=1).view(*hidden.shape[:-1], parts[0].shape[-1])
 
 
 def _checkpointed_tiles(module: Any, tokens: torch.Tensor, size: int) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from recipes_lib.architecture.rope import (
     rotate,
 )
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.fine_tuning.lora import apply_lora
 
 SHORT, LONG = torch.arange(1, 33)[None], torch.arange(1, 113)[None]  # the trained length is 64
 
@@ -110,6 +111,21 @@ def test_losses_along_a_text():
             position_losses(model, row, window=window)
 
 
+def test_losses_of_a_model_that_caps_its_logits_or_has_adapters():
+    model = model_of_shape("tiny-gemma2", device="cpu").eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(200)  # so that the cap matters
+    expected = model(input_ids=SHORT, labels=SHORT).loss.item()
+    assert position_losses(model, SHORT, window=31) == [pytest.approx(expected, rel=1e-5)]
+    adapted = apply_lora(model)
+    assert position_losses(adapted, SHORT, window=31) == [pytest.approx(expected, rel=1e-5)]
+    assert apply_rope_scaling(adapted, kind="linear", factor=2) is adapted
+    assert position_losses(adapted, SHORT, window=31) != [pytest.approx(expected, rel=1e-5)]
+    model.config.logits_scaling = 8.0
+    with pytest.raises(ValueError, match="scales its logits"):
+        position_losses(model, SHORT, window=31)
+
+
 def test_estimate():
     assert estimate_rope_scaling(small("tiny-qwen3"), factor=4.0) == 256
 
@@ -122,7 +138,7 @@ def test_lengths_that_are_not_meant_are_refused(kind):
         check_length(model, 65)
     apply_rope_scaling(model, kind=kind, factor=4.0)
     assert check_length(model, 256) == 256
-    with pytest.raises(ValueError, match="end at 256"):
+    with pytest.raises(ValueError, match=r"end at 256; .*factor=5\) on the model as it was before its scaling"):
         check_length(model, 257)
     with pytest.raises(ValueError, match="end at 1,024; remedy: none"):
         check_length(model_of_shape("tiny-gpt2", device="cpu"), 1025)

@@ -197,6 +197,7 @@ CASES = [  # compute capability, dtype, flash-attn installed, config -> kernel, 
     ((8, 0), torch.float16, {2, 3}, {}, "flash_attention_2", "flash_attention_3 needs CUDA capability 9.x"),
     ((8, 0), torch.bfloat16, set(), {}, "fused", "SDPA's flash kernel;"),
     ((7, 5), torch.float16, {2}, {}, "fused", "flash_attention_2 needs CUDA capability 8.x"),
+    ((7, 5), torch.float16, set(), {}, "fused", "K and V repeated"),
 ]
 
 

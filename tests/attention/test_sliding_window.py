@@ -80,7 +80,7 @@ def test_scale_and_the_mask_of_flex():
     expected = dense(q, k, v, 37, 5, scale=0.1)
     got = sliding_window_attention(q, k, v, window=37, sinks=5, scale=0.1)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-    flex = sliding_window._flex(160, 37, 5, q.device)(q, k, v, scale=0.1, enable_gqa=True)
+    flex = sliding_window._flex(160, 37, 5, q.device, None)(q, k, v, scale=0.1, enable_gqa=True)
     torch.testing.assert_close(flex, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -271,6 +271,10 @@ def test_batches_that_it_cannot_take_are_refused(llama, batch):
     for rows in (left, packed):
         with pytest.raises(ValueError, match="give one text per row, padded on the right"):
             model(**rows, use_cache=False)
+    everyone = {"attention_mask": torch.ones_like(batch["input_ids"])}
+    for options in ({}, everyone, everyone | {"use_cache": False}):  # of which transformers sees nothing
+        with pytest.raises(ValueError, match="positions restart, as in packed rows"):
+            model(**packed, **options)
     with pytest.raises(ValueError, match="no a mask"):
         model(**square, use_cache=False)
     with pytest.raises(ValueError, match="no output_attentions"):

@@ -151,6 +151,12 @@ def test_sum_of_micro_batches_is_the_whole_batch():
         torch.testing.assert_close(got, want)
 
 
+def test_one_token():
+    hidden, weight, _, _ = make_tensors((1,))
+    expected = cross_entropy(linear(hidden, weight), torch.tensor([3]))
+    torch.testing.assert_close(chunked_cross_entropy(hidden[0], weight, torch.tensor(3)), expected)
+
+
 def test_backward_runs_once():
     hidden, weight, _, labels = make_tensors()
     loss = chunked_cross_entropy(hidden, weight, labels)
@@ -271,6 +277,22 @@ def test_model_has_the_same_loss_and_gradients_without_logits(tiny, batch, num_i
     output, got = run(tiny, batch, num_items_in_batch=num_items)
     assert_same_gradients(got, expected, atol=0, rtol=0)
     assert output.logits.shape == (4, 23, 128)
+
+
+def test_options_of_the_ordinary_forward_are_kept(llama, batch):
+    rows = {
+        "input_ids": batch["input_ids"],
+        "labels": batch["input_ids"],
+        "ignore_index": int(batch["input_ids"][0, 5]),
+    }
+    expected = llama(**rows).loss
+    apply_chunked_cross_entropy(llama, chunk_size=5)
+    torch.testing.assert_close(llama(**rows).loss, expected)
+    assert isinstance(llama(**rows, return_dict=False), tuple)
+    torch.testing.assert_close(llama(**rows, return_dict=False)[0], expected)
+    with torch.no_grad():
+        llama.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
+    assert llama(**rows).loss.isnan(), "not an error that blames the model"
 
 
 def test_other_forwards_are_ordinary(tiny, batch):
