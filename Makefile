@@ -32,7 +32,7 @@ test: export OMP_NUM_THREADS := 1
 test: $(READY)  ## Lint, unit and parity tests, every notebook in small sizes, README commands
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=900 tests notebooks $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=900 notebooks tests $(ARGS)
 
 lab: $(VENV)/.lab  ## Open JupyterLab in notebooks/
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)

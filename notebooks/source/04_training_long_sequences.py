@@ -187,9 +187,8 @@ climb("flash attention", flash_plan, apply_flash_attention)
 layer = model_of_shape(name, layers=1, dtype=dtype)
 print(best_kernel(layer).why)
 for S in (256, 512) if fast() else (1024, 2048, 4096, 16384) if here.device == "cpu" else (4096, 16384, 65536):
-    for kernel, cost in measure_attention(layer, seq_len=S, eager=S <= 4096, rounds=1).items():
-        speed = f"{cost.forward_seconds + cost.backward_seconds:8.3f} s {cost.tflops:7.2f} TFLOP/s"
-        print(f"{S:>6,} tokens, {kernel:<6}{speed} {cost.peak_bytes / 2**20:8,.0f} MiB")
+    for kernel, (forth, back, speed, peak) in measure_attention(layer, seq_len=S, eager=S <= 4096, rounds=1).items():
+        print(f"{S:>6,} tokens, {kernel:<6}{forth + back:8.3f} s {speed:7.2f} TFLOP/s {peak / 2**20:8,.0f} MiB")
 layer = None
 
 # %% [markdown]
@@ -284,7 +283,7 @@ for row, adapt in again.items():
     loss = partial(model, input_ids=ids, labels=ids, use_cache=False)
     turns[row] = lambda model=model, loss=loss: (loss().loss.backward(), model.zero_grad())
     turns[row]()
-for row, seconds in in_turns(turns, rounds=1 if fast() else 3).items():
+for row, seconds in in_turns(turns, rounds=1 if fast() else 2).items():
     ladder.retime(row, min(seconds))
 turns = model = loss = None
 ladder
