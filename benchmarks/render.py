@@ -59,11 +59,12 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
         facts["slopes"]["flash attention"], facts["slopes"]["baseline"]
     ),
     "loss": lambda facts: (
-        "{:.2f}× the memory and {:.2f}× the time of all logits; {} of `F.linear_cross_entropy`".format(
+        "{:.2f}× the memory and {:.2f}× the time of all logits; of `F.linear_cross_entropy` {}".format(
             facts["loss"]["ours"]["peak_bytes"] / facts["loss"]["plain"]["peak_bytes"],
             facts["loss"]["ours"]["seconds"] / facts["loss"]["plain"]["seconds"],
-            " and ".join(
-                f"{facts['loss']['ours']['seconds'] / cost['seconds']:.2f}× the time{name.removeprefix('torch')}"
+            ", ".join(
+                f"{facts['loss']['ours']['seconds'] / cost['seconds']:.2f}× the time with "
+                f"{name.removeprefix('torch, ') if ',' in name else 'its default'}"
                 for name, cost in facts["loss"].items()
                 if name.startswith("torch")
             ),

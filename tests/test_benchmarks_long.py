@@ -86,7 +86,8 @@ def test_notebook_04_in_numbers(tmp_path):
     cells = {
         "everything combined": "CPU: 30.0× the baseline's length, 2.50× its time per token",
         "flash": "CPU: the memory grows with the power 1.00 of the length, eager 1.50",
-        "loss": "CPU: 0.50× the memory and 0.50× the time of all logits; 0.25× the time of `F.linear_cross_entropy`",
+        "loss": "CPU: 0.50× the memory and 0.50× the time of all logits; "
+        "of `F.linear_cross_entropy` 0.25× the time with its default",
         "sliding window": "CPU: 5.2× faster at 16,384 tokens, 6.5× fewer pairs",
         "curriculum": "CPU: loss on long rows 2.375, fixed length 2.625, at equal compute",
         "rope": "CPU: loss at 12,288 tokens 5.00, with YaRN 1.20",
