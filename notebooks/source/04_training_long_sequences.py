@@ -289,6 +289,8 @@ turns = model = loss = None
 ladder
 
 # %% [markdown]
+# Flash attention and the chunked loss cost no time. Checkpointing, tiles and nested checkpoints each compute a part once more.
+#
 # ## The picture
 
 # %%
