@@ -50,12 +50,11 @@ def compare_attention(shape: str, lengths: list[int], eager_to: int) -> Iterator
     """Eager attention (where its scores fit) and the best kernel: seconds, TFLOP/s and bytes of one layer."""
     model, rows = model_of_shape(shape, layers=1, dtype=_dtype()), []
     for seq_len in lengths:
-        try:
+        costs: dict[str, Any] = {}
+        with contextlib.suppress(torch.OutOfMemoryError):
             costs = measure_attention(model, seq_len=seq_len, eager=seq_len <= eager_to)
-        except torch.OutOfMemoryError:
-            costs = None
-        if costs is None:  # the scores: they cost their row, and no other
-            costs = measure_attention(model, seq_len=seq_len, eager=False)
+        # Where eager's scores do not fit, that costs its row and no other.
+        costs = costs or measure_attention(model, seq_len=seq_len, eager=False)
         rows += [{"tokens": seq_len, "kernel": kernel} | cost._asdict() for kernel, cost in costs.items()]
         yield {"shape": shape, "why": best_kernel(model).why, "rows": rows}
 

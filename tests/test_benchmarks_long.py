@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import long_sequences, record, render
@@ -40,7 +41,29 @@ def test_out_of_memory_shortens_the_row():
         return {"tokens": tokens}
 
     assert long_sequences._until_it_fits(step, 1000) == {"tokens": 765}
-    assert "out of memory" in long_sequences._until_it_fits(step, 5000)["failed"]
+    assert long_sequences._until_it_fits(step, 5000)["failed"] == "out of memory, 3349 tokens and more"
+
+
+def test_scores_that_do_not_fit_cost_their_row_only(monkeypatch):
+    real = long_sequences.measure_attention
+
+    def measured(model, *, seq_len, eager):
+        if eager and seq_len > 32:
+            raise torch.OutOfMemoryError("full")
+        return real(model, seq_len=seq_len, eager=eager, rounds=1)
+
+    monkeypatch.setattr(long_sequences, "measure_attention", measured)
+    *_, found = long_sequences.compare_attention("tiny-llama", [32, 64, 96], 64)
+    rows = [(row["tokens"], row["kernel"]) for row in found["rows"]]
+    assert rows == [(32, "eager"), (32, "fused"), (64, "fused"), (96, "fused")]
+
+
+def test_the_recipes_of_the_ablation_do_not_change_the_maths(monkeypatch):
+    """At one length for all: the loss is that of the same weights."""
+    monkeypatch.setattr(long_sequences, "predicted_longest", lambda plan, limit_bytes: 300)
+    *_, found = long_sequences.ablation("tiny-llama", 4, 2**30)
+    losses = [row["loss"] for row in found["rows"].values()]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-4)
 
 
 def test_losses_side_by_side():

@@ -6,7 +6,6 @@ Idea       Only a band of the matrix exists. A block of C queries shares the W +
                key       1 2 3 4 5 6 7 8         W = 4, C = 2: block by block, the keys are a view into K,
                query 6   - - x x x x             and all blocks have the same small mask [C, W + C],
                query 7   - - - x x x x           so one SDPA call takes them as the heads of a batch
-
            The first W tokens are one small causal call. `sinks` keeps the first tokens of a text readable for all.
 Saves      S^2 / 2 scores become S * (W + C), with C = W / 4: S / (2.5 W) times fewer. There is no [S, S] mask.
 Costs      Another model: L layers see L * (W - 1) tokens back, so one trained with full attention must be tuned to it.
@@ -32,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import active_fake_mode
 
+from recipes_lib.core.budget import without_grouped_heads
 from recipes_lib.core.model import decoder_blocks
 
 NAME = "recipes_sliding_window"  # transformers takes "sdpa" or "flash" in a name for its own
@@ -92,7 +92,7 @@ def sliding_window_attention(
     ampere = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0)
     if window < q.shape[2] and (kernel == "flex" or (kernel == "auto" and ampere and find_spec("triton"))):
         return _flex(q.shape[2], window, sinks, q.device, active_fake_mode())(q, k, v, scale=scale, enable_gqa=True)
-    if q.is_cuda and (q.dtype == torch.float32 or not ampere):  # no fast kernel takes grouped heads
+    if without_grouped_heads(q.device, q.dtype):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return _banded(q, k, v, window, sinks, scale)
 
@@ -187,7 +187,7 @@ def _no_mask(*, q_length, kv_length, q_offset, kv_offset, attention_mask, allow_
 
 
 def _check(window: int, sinks: int) -> None:
-    if window < 1 or sinks < 0 or int(window) != window:
+    if window < 1 or sinks < 0 or isinstance(window, float):
         raise ValueError(f"window={window}, sinks={sinks}: whole numbers, a window of 1 or more, 0 or more sinks")
 
 

@@ -86,7 +86,7 @@ def _chunked_class(base: type) -> type:
         output = type(output)(**dict(output) | {"loss": loss, "logits": None})
         return output if kwargs.get("return_dict", self.config.return_dict) is not False else output.to_tuple()
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})  # of which copies are too
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})  # a deep copy has it too
 
 
 def chunked_cross_entropy(

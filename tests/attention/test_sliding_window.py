@@ -246,6 +246,7 @@ def test_saved_models_do_not_name_the_window(llama, tmp_path):
 def test_models_that_cannot_have_it_are_refused(llama):
     for options, message in [
         ({"window": 0}, "window=0"),
+        ({"window": 64.0}, "whole numbers"),
         ({"window": 4, "sinks": -1}, "sinks=-1"),
         ({"window": 4, "layers": [0, 2]}, r"layers=\[0, 2\]: give indices from 0 to 1"),
         ({"window": 4, "layers": []}, "give indices"),
