@@ -23,18 +23,26 @@ from typing import Any
 
 import torch
 
-from recipes_lib.bench import LR, Bench
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.data import IGNORED, load_instructions
 from recipes_lib.core.machine import machine, require, seed_everything
 from recipes_lib.core.measure import PeakMemory, measure
-from recipes_lib.core.model import SHAPES, decoder_blocks, load_tokenizer, model_of_shape
-from recipes_lib.export import Settings
-from recipes_lib.finetune import Batch, Row, Step, adapt, micro_batches, training_steps
+from recipes_lib.core.model import SHAPES, load_tokenizer, model_of_shape
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, held_bytes
 from recipes_lib.precision.mixed_precision import NAMES
-from recipes_lib.production import hf_trainer
 from recipes_lib.training.exact_resume import rows_of_step
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences, padded_tokens
+from recipes_lib.workflows.bench.run import LR, Bench
+from recipes_lib.workflows.finetune.libraries import hf_trainer
+from recipes_lib.workflows.finetune.loop import (
+    Batch,
+    Row,
+    Step,
+    adapt,
+    micro_batches,
+    training_steps,
+)
+from recipes_lib.workflows.finetune.settings import Settings
 
 TOLERANCE = 0.02  # nats between losses: 16-bit sums in another order
 PAD = {"pad_token_id": 0}
@@ -93,21 +101,40 @@ def ways(sizes: Sizes) -> dict[str, Way]:
         found["ours, flex attention"] = Way(our_loop, "one row", (flex_attention,))
         if not sizes.gradient_checkpointing:  # torch.compile does not trace it
             found["ours, compiled blocks"] = Way(our_loop, "packed", (compiled_blocks,))
-            found["ours, flex attention, compiled blocks"] = Way(our_loop, "one row", (flex_attention, compiled_blocks))
+            found["ours, flex attention, compiled blocks"] = Way(
+                our_loop, "one row", (flex_attention, compiled_blocks)
+            )
     return found | {"Trainer + Liger, packed rows": Way(hf_trainer, "packed", (liger,))}
 
 
 def layouts(sizes: Sizes) -> dict[str, tuple[list[Row], Settings]]:
     """The rows and settings of a run: the same pairs padded, packed, and packed into one long row per step."""
     vocabulary = SHAPES[sizes.shape][5]  # that of a small shape is smaller than the tokenizer's
-    data = load_instructions(load_tokenizer(), max_tokens=sizes.max_tokens, limit=4 * sizes.steps * sizes.documents)
-    pairs = [{k: [i if i == IGNORED else i % vocabulary for i in ids] for k, ids in row.items()} for row in data]
-    run = {"base_model": sizes.shape, "data_file": "", "output_dir": "", "method": "qlora", "learning_rate": 2e-4}
-    run |= {"steps": sizes.steps, "warmup_steps": 0, "gradient_checkpointing": sizes.gradient_checkpointing}
+    data = load_instructions(
+        load_tokenizer(), max_tokens=sizes.max_tokens, limit=4 * sizes.steps * sizes.documents
+    )
+    pairs = [
+        {k: [i if i == IGNORED else i % vocabulary for i in ids] for k, ids in row.items()}
+        for row in data
+    ]
+    run = {
+        "base_model": sizes.shape,
+        "data_file": "",
+        "output_dir": "",
+        "method": "qlora",
+        "learning_rate": 2e-4,
+    }
+    run |= {
+        "steps": sizes.steps,
+        "warmup_steps": 0,
+        "gradient_checkpointing": sizes.gradient_checkpointing,
+    }
     run |= {"precision": NAMES[machine().compute_dtype]}
 
     def sized(rows: int, length: int, packing: bool) -> Settings:
-        return Settings(**run, rows_per_step=rows, micro_batch_size=rows, seq_len=length, packing=packing)
+        return Settings(
+            **run, rows_per_step=rows, micro_batch_size=rows, seq_len=length, packing=packing
+        )
 
     found = {"padded": (pairs, sized(sizes.documents, sizes.max_tokens, False))}
     for name, rows in (("packed", sizes.packs), ("one row", 1)):
@@ -119,7 +146,11 @@ def layouts(sizes: Sizes) -> dict[str, tuple[list[Row], Settings]]:
 def useful_share(rows: Sequence[Row], run: Settings) -> float:
     """The part of the tokens of all steps that is text."""
     options = {"rows": len(rows), "rows_per_step": run.rows_per_step, "seed": run.seed}
-    lengths = [len(rows[i]["input_ids"]) for step in range(run.steps) for i in rows_of_step(step, **options)]
+    lengths = [
+        len(rows[i]["input_ids"])
+        for step in range(run.steps)
+        for i in rows_of_step(step, **options)
+    ]
     return sum(lengths) / padded_tokens(lengths, batch_size=run.micro_batch_size)
 
 
@@ -146,7 +177,12 @@ def run_way(way: Way, sizes: Sizes, rows: Sequence[Row], run: Settings) -> dict[
             losses = [step.loss for step in way.train(model, rows, run=run, **PAD)]
         timed = way.train(model, rows, run=run, **PAD)[1:]  # the first makes AdamW's states
     speed = sum(step.tokens for step in timed) / sum(step.seconds for step in timed)
-    return {"tokens_per_second": speed, "peak_bytes": memory.peak, "losses": losses, "before_bytes": before}
+    return {
+        "tokens_per_second": speed,
+        "peak_bytes": memory.peak,
+        "losses": losses,
+        "before_bytes": before,
+    }
 
 
 def compare_ways(sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -154,7 +190,9 @@ def compare_ways(sizes: Sizes) -> Iterator[dict[str, Any]]:
     from transformers.models.llama import modeling_llama
 
     data, found, expected, original = layouts(sizes), {}, {}, dict(vars(modeling_llama))
-    facts = dataclasses.asdict(sizes) | {"useful_share": {name: useful_share(*run) for name, run in data.items()}}
+    facts = dataclasses.asdict(sizes) | {
+        "useful_share": {name: useful_share(*run) for name, run in data.items()}
+    }
     for name, way in ways(sizes).items():
         try:
             found[name] = run_way(way, sizes, *data[way.layout])
@@ -165,7 +203,9 @@ def compare_ways(sizes: Sizes) -> Iterator[dict[str, Any]]:
             expected[way.layout] = others
         except Exception as error:  # one way that fails, for whatever reason, costs only its row
             found[name] = found.get(name, {}) | {"failed": f"{type(error).__name__}: {error}"}
-        vars(modeling_llama).update(original)  # Liger replaces classes, for all models that come after
+        vars(modeling_llama).update(
+            original
+        )  # Liger replaces classes, for all models that come after
         torch.compiler.reset()
         gc.collect()
         if machine().device == "cuda":
@@ -183,14 +223,19 @@ def compare_updates(bench: Bench) -> Iterator[dict[str, Any]]:
         "8 bits, bitsandbytes": lambda: eight_bit_adamw(model, lr=LR),
     }
     if machine().device == "cuda":
-        kinds["8 bits, torchao"] = lambda: eight_bit_adamw(model, lr=LR, library="torchao", embedding_bits=8)
+        kinds["8 bits, torchao"] = lambda: eight_bit_adamw(
+            model, lr=LR, library="torchao", embedding_bits=8
+        )
         kinds["8 bits, bitsandbytes, paged"] = lambda: eight_bit_adamw(model, lr=LR, paged=True)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     for name, make in kinds.items():
         try:
             optimizer = make()
             seconds = measure(optimizer.step, repeats=3).seconds
-            found[name] = {"seconds": seconds, "bytes_per_parameter": held_bytes(optimizer) / parameters}
+            found[name] = {
+                "seconds": seconds,
+                "bytes_per_parameter": held_bytes(optimizer) / parameters,
+            }
         except Exception as error:
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
         optimizer = None  # its states would be alive beside the next one's

@@ -30,10 +30,10 @@ from benchmarks.finetune import Sizes, compare_updates, compare_ways
 from benchmarks.record import RESULTS, keep, keep_ladder
 from benchmarks.render import LADDERS
 from benchmarks.versus import compare, pairs
-from recipes_lib.bench import LR, Bench, techniques
-from recipes_lib.core.ladder import Ladder
 from recipes_lib.core.machine import GIB, TIERS, fast, machine, provenance, runs_dir
 from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.report.ladder import Ladder
+from recipes_lib.workflows.bench.run import LR, Bench, techniques
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,10 +43,15 @@ def limits() -> dict[str, Any]:
     n = 8192 if machine().device == "cuda" else 1024
     a, b = (torch.randn(n, n, device=machine().device, dtype=torch.bfloat16) for _ in range(2))
     product = measure(lambda: a @ b, warmup=3, repeats=10).seconds
-    source = torch.empty(GIB // (1 if machine().device == "cuda" else 16), dtype=torch.uint8, device=machine().device)
+    source = torch.empty(
+        GIB // (1 if machine().device == "cuda" else 16), dtype=torch.uint8, device=machine().device
+    )
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), warmup=3, repeats=10).seconds
-    return {"bf16_tflops": 2 * n**3 / product / 1e12, "copy_gb_per_s": 2 * source.numel() / copy / 1e9}
+    return {
+        "bf16_tflops": 2 * n**3 / product / 1e12,
+        "copy_gb_per_s": 2 * source.numel() / copy / 1e9,
+    }
 
 
 def notebook(name: str = LADDERS["01"]) -> dict[str, Any]:
@@ -125,16 +130,20 @@ def ladder() -> dict[str, Any]:
             measured = measure(step, tokens=bench.batch_size * bench.seq_len, repeats=3)
             kept.add(name, measured, predicted=plan.peak, loss=measured.result)
             print(kept.line(name), flush=True)
-        except Exception as error:  # one technique that fails, for whatever reason, costs only its row
+        except (
+            Exception
+        ) as error:  # one technique that fails, for whatever reason, costs only its row
             failed[name] = f"{type(error).__name__}: {error}"
         step = None
-        keep("ladder", {"rows": [vars(row) for row in kept.rows], "failed": failed}, folder=out_dir())
+        keep(
+            "ladder", {"rows": [vars(row) for row in kept.rows], "failed": failed}, folder=out_dir()
+        )
     return {}
 
 
 def qlora() -> dict[str, Any]:
     """QLoRA of the largest shape for this tier under an emulated 24 GB card (16 GB on a smaller one)."""
-    from recipes_lib.core.budget import weight_bytes
+    from recipes_lib.core.sizes import weight_bytes
     from recipes_lib.fine_tuning.qlora import apply_qlora
     from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
     from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
@@ -192,7 +201,11 @@ def finetune() -> dict[str, Any]:
 
 # shape, layers, batch, sequence of the full fine-tuning parts; shape, layers, rows, tokens of QLoRA; those of finetune
 SIZES: dict[str, tuple[tuple, tuple, Sizes]] = {
-    "fast": (("tiny-llama", 4, 8, 64), ("tiny-llama", 4, 4, 32), Sizes("tiny-llama", 2, 3, 128, 2, 3, True)),
+    "fast": (
+        ("tiny-llama", 4, 8, 64),
+        ("tiny-llama", 4, 4, 32),
+        Sizes("tiny-llama", 2, 3, 128, 2, 3, True),
+    ),
     "cpu": (
         ("smollm2-135m", 30, 4, 64),
         ("smollm2-135m", None, 4, 64),
@@ -258,7 +271,10 @@ LONG: dict[str, dict[str, tuple]] = {
     },
 }
 FOR_04 = (attention, loss, rope, notebook_04, ablation, longest, context)
-PARTS = {part.__name__: part for part in (limits, notebook, ladder, versus, qlora, finetune, notebook_05, *FOR_04)}
+PARTS = {
+    part.__name__: part
+    for part in (limits, notebook, ladder, versus, qlora, finetune, notebook_05, *FOR_04)
+}
 # Seconds that each part may take; every line is a call of its own, under ten minutes together.
 CALLS: list[dict[str, int]] = [
     {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110},
@@ -272,15 +288,25 @@ DEFAULT = list(CALLS[0])
 
 def out_dir() -> Path:
     """Small sizes prove that the code runs; they do not belong beside real results."""
-    return Path(os.environ.get("RECIPES_RESULTS") or (runs_dir() / "results" if fast() else RESULTS))
+    return Path(
+        os.environ.get("RECIPES_RESULTS") or (runs_dir() / "results" if fast() else RESULTS)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT, metavar="PART", help=", ".join(PARTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=DEFAULT, metavar="PART", help=", ".join(PARTS)
+    )
     parser.add_argument("--tier", choices=TIERS, help="run as another kind of machine")
-    parser.add_argument("--fast", action="store_true", help="small sizes; the numbers go to runs/results")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one part, in this process
+    parser.add_argument(
+        "--fast", action="store_true", help="small sizes; the numbers go to runs/results"
+    )
+    parser.add_argument(
+        "--here", action="store_true", help=argparse.SUPPRESS
+    )  # one part, in this process
     options = parser.parse_args()
     if options.here:
         name = options.parts[0]

@@ -21,14 +21,14 @@ import torch
 
 from recipes_lib import bench
 from recipes_lib.architecture.rope import KINDS, apply_rope_scaling, position_losses
-from recipes_lib.attention.flash import apply_flash_attention, best_kernel, measure_attention
-from recipes_lib.core.budget import Budget, budget_of
+from recipes_lib.attention.flash import apply_flash_attention, best_kernel
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.data import load_text
 from recipes_lib.core.machine import GIB, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.qlora import apply_qlora
-from recipes_lib.longest import find_longest, peak_of, predicted_longest
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,
@@ -39,11 +39,16 @@ from recipes_lib.memory.chunked_cross_entropy import (
     estimate_chunked_cross_entropy,
 )
 from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
-from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward, estimate_optimizer_in_backward
+from recipes_lib.memory.optimizer_in_backward import (
+    apply_optimizer_in_backward,
+    estimate_optimizer_in_backward,
+)
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.training.curriculum import flops_per_token
+from recipes_lib.workflows.bench.attention import measure_attention
+from recipes_lib.workflows.longest import find_longest, peak_of, predicted_longest
 
 
 def compare_attention(shape: str, lengths: list[int], eager_to: int) -> Iterator[dict[str, Any]]:
@@ -55,14 +60,18 @@ def compare_attention(shape: str, lengths: list[int], eager_to: int) -> Iterator
             costs = measure_attention(model, seq_len=seq_len, eager=seq_len <= eager_to)
         # Where eager's scores do not fit, that costs its row and no other.
         costs = costs or measure_attention(model, seq_len=seq_len, eager=False)
-        rows += [{"tokens": seq_len, "kernel": kernel} | cost._asdict() for kernel, cost in costs.items()]
+        rows += [
+            {"tokens": seq_len, "kernel": kernel} | cost._asdict() for kernel, cost in costs.items()
+        ]
         yield {"shape": shape, "why": best_kernel(model).why, "rows": rows}
 
 
 def compare_losses(tokens: int, hidden: int, vocab: int) -> Iterator[dict[str, Any]]:
     """The chunked loss beside plain cross-entropy, PyTorch's own fused one and Liger's."""
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
-    yield sizes | {"ways": {name: vars(c) for name, c in bench.compare_losses(**sizes, dtype=_dtype()).items()}}
+    yield sizes | {
+        "ways": {name: vars(c) for name, c in bench.compare_losses(**sizes, dtype=_dtype()).items()}
+    }
 
 
 def stretched(seq_len: int, window: int, texts: int) -> Iterator[dict[str, Any]]:
@@ -80,18 +89,31 @@ def stretched(seq_len: int, window: int, texts: int) -> Iterator[dict[str, Any]]
 
 
 def full_parameter_step(
-    shape: str, layers: int | None, adapt: Callable[[Any], Any], seq_len: int, *, offload: bool = False
+    shape: str,
+    layers: int | None,
+    adapt: Callable[[Any], Any],
+    seq_len: int,
+    *,
+    offload: bool = False,
 ) -> dict[str, Any]:
     """One step of bf16 weights and stochastic AdamW in backward; what ran out of memory says so."""
     seed_everything(0)
     model = adapt(model_of_shape(shape, layers=layers, dtype=_dtype()))
-    make = partial(bf16_adamw, rounding="stochastic") if _dtype() == torch.bfloat16 else torch.optim.AdamW
+    make = (
+        partial(bf16_adamw, rounding="stochastic")
+        if _dtype() == torch.bfloat16
+        else torch.optim.AdamW
+    )
     handle = apply_optimizer_in_backward(model, optimizer_class=make, lr=1e-5)
     host = "host" if machine().device == "cuda" else "disk"
 
     def step(tokens: int) -> tuple[float, int]:
         ids = torch.arange(tokens, device=model.device)[None] * 7919 % model.config.vocab_size
-        with offload_activations(model, to=host, in_flight=1) if offload else contextlib.nullcontext() as moved:
+        with (
+            offload_activations(model, to=host, in_flight=1)
+            if offload
+            else contextlib.nullcontext() as moved
+        ):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
         handle.step()
@@ -117,17 +139,23 @@ def ablation(shape: str, layers: int | None, cap: int) -> Iterator[dict[str, Any
     meta = model_of_shape(shape, layers=layers, device="meta", dtype=_dtype())
     width = meta.dtype.itemsize
 
-    def planned(S: int, *, fused: bool = False, tiled: bool = False, offload: bool = False) -> Budget:
+    def planned(
+        S: int, *, fused: bool = False, tiled: bool = False, offload: bool = False
+    ) -> Budget:
         sizes = {"batch_size": 1, "seq_len": S}
         plan = budget_of(meta, **sizes).change(states=2 * width * meta.num_parameters())
         if fused:
             plan = estimate_chunked_cross_entropy(plan, meta, **sizes)
         if tiled:
             plan = estimate_tiled_mlp(plan, meta, tile_size=tile, **sizes)
-        plan = estimate_optimizer_in_backward(estimate_activation_checkpointing(plan, meta, **sizes), meta)
+        plan = estimate_optimizer_in_backward(
+            estimate_activation_checkpointing(plan, meta, **sizes), meta
+        )
         if offload:
             inputs = len(meta.model.layers) * S * width * meta.config.hidden_size
-            plan = plan.change(activations=max(plan.activations - inputs, plan.one_block + plan.block_gradients))
+            plan = plan.change(
+                activations=max(plan.activations - inputs, plan.one_block + plan.block_gradients)
+            )
         return plan
 
     tile = 16 if shape.startswith("tiny") else 8192
@@ -167,13 +195,20 @@ def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterat
     seed_everything(0)
     model = apply_qlora(model_of_shape(shape, layers=layers, dtype=_dtype()), rank=16)
     for parameter in model.parameters():
-        if parameter.requires_grad:  # beside adapters in fp32 each layer would keep its input in fp32 as well
+        if (
+            parameter.requires_grad
+        ):  # beside adapters in fp32 each layer would keep its input in fp32 as well
             parameter.data = parameter.data.to(_dtype())
     tile = min(4096, most)
     apply_activation_checkpointing(
-        apply_tiled_mlp(apply_chunked_cross_entropy(apply_flash_attention(model)), tile_size=tile, norms=True)
+        apply_tiled_mlp(
+            apply_chunked_cross_entropy(apply_flash_attention(model)), tile_size=tile, norms=True
+        )
     )
-    optimizer, host = eight_bit_adamw(model, lr=1e-4), "host" if machine().device == "cuda" else "disk"
+    optimizer, host = (
+        eight_bit_adamw(model, lr=1e-4),
+        "host" if machine().device == "cuda" else "disk",
+    )
     seconds: dict[int, float] = {}
 
     def step(tokens: int) -> None:
@@ -195,7 +230,9 @@ def qlora_context(shape: str, layers: int | None, most: int, cap: int) -> Iterat
     yield asked | {"tokens": found.tokens, "peak_gib": peak_gib, "seconds": took, "tried": tried}
 
 
-def _until_it_fits(step: Callable[[int], dict[str, Any]], seq_len: int, attempts: int = 4) -> dict[str, Any]:
+def _until_it_fits(
+    step: Callable[[int], dict[str, Any]], seq_len: int, attempts: int = 4
+) -> dict[str, Any]:
     """The step at `seq_len`, or at an eighth less each time that memory runs out."""
     for attempt in range(attempts):
         seq_len = seq_len * 7 // 8 if attempt else seq_len

@@ -15,7 +15,18 @@ from typing import Any
 from recipes_lib.core.machine import provenance
 
 RESULTS = Path(__file__).parent / "results"
-FACTS = ("device", "name", "memory_bytes", "native_bf16", "cores", "tier", "versions", "fast", "date", "commit")
+FACTS = (
+    "device",
+    "name",
+    "memory_bytes",
+    "native_bf16",
+    "cores",
+    "tier",
+    "versions",
+    "fast",
+    "date",
+    "commit",
+)
 
 
 def results_file(facts: dict[str, Any]) -> Path:
@@ -28,7 +39,11 @@ def results_file(facts: dict[str, Any]) -> Path:
 
 
 def keep(
-    part: str, content: dict[str, Any], *, facts: dict[str, Any] | None = None, folder: Path | None = None
+    part: str,
+    content: dict[str, Any],
+    *,
+    facts: dict[str, Any] | None = None,
+    folder: Path | None = None,
 ) -> Path:
     """Add one part to the file, replacing an older one of that name, in one step: never half a file."""
     facts = facts or provenance()
@@ -36,7 +51,9 @@ def keep(
     path = (folder or RESULTS) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(path.read_text()) if path.exists() else {"parts": {}}
-    parts = old["parts"] | {part: content | {"commit": facts["commit"], "versions": facts["versions"]}}
+    parts = old["parts"] | {
+        part: content | {"commit": facts["commit"], "versions": facts["versions"]}
+    }
     new = {key: facts[key] for key in FACTS} | {"parts": parts}
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(new, indent=1) + "\n")
@@ -48,8 +65,12 @@ def keep_ladder(path: Path, *, folder: Path | None = None) -> Path:
     """Keep the ladder that a notebook or a bench wrote into runs/. Raises ValueError for small sizes."""
     ladder = json.loads(path.read_text())
     if ladder["fast"] and folder is None:
-        raise ValueError(f"{path} was measured in the small sizes of RECIPES_FAST=1: run it in full size first")
-    return keep(path.stem, {"facts": ladder["facts"], "rows": ladder["rows"]}, facts=ladder, folder=folder)
+        raise ValueError(
+            f"{path} was measured in the small sizes of RECIPES_FAST=1: run it in full size first"
+        )
+    return keep(
+        path.stem, {"facts": ladder["facts"], "rows": ladder["rows"]}, facts=ladder, folder=folder
+    )
 
 
 if __name__ == "__main__":

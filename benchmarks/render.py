@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS
-from recipes_lib.core.ladder import chart, percent
+from recipes_lib.report.charts import chart
+from recipes_lib.report.style import percent
 
 ROOT = Path(__file__).resolve().parents[1]
 LADDERS = {
@@ -34,20 +35,28 @@ NOTES = {
     "{timed_at:,} tokens, in turns, relative to the baseline's.",
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
 }
-UNSURE = "Times are of a few steps each: on a shared CPU they change from run to run, and bytes do not."
+UNSURE = (
+    "Times are of a few steps each: on a shared CPU they change from run to run, and bytes do not."
+)
 NONE_YET = "*No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*"
 MIB = 2**20
 FACTS = {  # what a notebook notes beside the rows of its ladder
     "mean of means": lambda facts: f"gradient off by {facts['naive_error']:.0%}",
-    "dynamic batch": lambda facts: "{} micro-batches expected, {} found".format(*facts["micro_batches"]),
-    "answers only": lambda facts: f"{facts['targets']:.0%} of the tokens carry loss",
-    "held-out loss": lambda facts: "{difference:+.2f} nats per token, {low:+.2f} to {high:+.2f}".format(
-        **facts["verdict"]
+    "dynamic batch": lambda facts: "{} micro-batches expected, {} found".format(
+        *facts["micro_batches"]
     ),
-    "8-bit states": lambda facts: ", ".join(f"{k} {v:.2f} bytes" for k, v in facts["state_bytes"].items()),
+    "answers only": lambda facts: f"{facts['targets']:.0%} of the tokens carry loss",
+    "held-out loss": lambda facts: (
+        "{difference:+.2f} nats per token, {low:+.2f} to {high:+.2f}".format(**facts["verdict"])
+    ),
+    "8-bit states": lambda facts: ", ".join(
+        f"{k} {v:.2f} bytes" for k, v in facts["state_bytes"].items()
+    ),
     "pure bf16": lambda facts: (
         "weights that move: "
-        + ", ".join(f"{name} {facts['changed'][name]:.0%}" for name in ("nearest", "stochastic", "master"))
+        + ", ".join(
+            f"{name} {facts['changed'][name]:.0%}" for name in ("nearest", "stochastic", "master")
+        )
     ),
     "packing": lambda facts: (
         f"{facts['useful']['packed'] / facts['useful']['padded']:.2f}× useful tokens/s, by sorting "
@@ -55,8 +64,10 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
     ),
     "merge": lambda facts: f"logits off by {facts['merge_error']:.1e} in a fresh process",
     "resume": lambda facts: f"losses {'identical' if facts['exact'] else 'differ'} after SIGKILL",
-    "flash": lambda facts: "the memory grows with the power {:.2f} of the length, eager {:.2f}".format(
-        facts["slopes"]["flash attention"], facts["slopes"]["baseline"]
+    "flash": lambda facts: (
+        "the memory grows with the power {:.2f} of the length, eager {:.2f}".format(
+            facts["slopes"]["flash attention"], facts["slopes"]["baseline"]
+        )
     ),
     "loss": lambda facts: (
         "{:.2f}× the memory and {:.2f}× the time of all logits; of `F.linear_cross_entropy` {}".format(
@@ -72,8 +83,13 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
     ),
     "sliding window": lambda facts: faster(facts["local"], "sliding window"),
     "block-sparse": lambda facts: faster(facts["local"], "block-sparse"),
-    "curriculum": lambda facts: "loss on long rows {:.3f}, fixed length {:.3f}, at equal compute".format(
-        *(statistics.fmean(facts["curriculum"][schedule]) for schedule in ("curriculum", "fixed length"))
+    "curriculum": lambda facts: (
+        "loss on long rows {:.3f}, fixed length {:.3f}, at equal compute".format(
+            *(
+                statistics.fmean(facts["curriculum"][schedule])
+                for schedule in ("curriculum", "fixed length")
+            )
+        )
     ),
     "rope": lambda facts: "loss at {:,} tokens {:.2f}, with YaRN {:.2f}".format(
         facts["tokens"], *(facts["curves"][kind][-1] for kind in ("none", "yarn"))
@@ -84,18 +100,29 @@ FACTS = {  # what a notebook notes beside the rows of its ladder
 
 
 def texts() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "notebooks" / "source").glob("*.py"))]
+    return [
+        ROOT / "README.md",
+        ROOT / "CHEATSHEET.md",
+        *sorted((ROOT / "notebooks" / "source").glob("*.py")),
+    ]
 
 
 def newest(
-    part: str, device: str, *, bf16: bool | None = None, row: str | None = None, folder: Path = RESULTS
+    part: str,
+    device: str,
+    *,
+    bf16: bool | None = None,
+    row: str | None = None,
+    folder: Path = RESULTS,
 ) -> dict[str, Any] | None:
     """The latest recorded part, as a notebook's ladder, with the facts of its machine: on "cpu" or "cuda", of any
     kind or of one with or without native bf16, and of those that have a certain `row`."""
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     files = [f for f in files if f["device"] == device and not f["fast"] and part in f["parts"]]
     files = [f for f in files if bf16 in (None, f["native_bf16"])]
-    files = [f for f in files if row is None or any(r["name"] == row for r in f["parts"][part]["rows"])]
+    files = [
+        f for f in files if row is None or any(r["name"] == row for r in f["parts"][part]["rows"])
+    ]
     latest = max(files, key=lambda f: f["date"], default=None)
     return latest and latest | latest["parts"][part]
 
@@ -167,7 +194,9 @@ def faster(local: dict[str, Any], way: str) -> str:
 def better_model(run: dict[str, Any]) -> str:
     """Notebook 05 in one sentence."""
     first, last, facts = run["rows"][0], run["rows"][-1], run["facts"]
-    verdict = "{difference:+.2f} nats per token, 95 % interval {low:+.2f} to {high:+.2f}".format(**facts["verdict"])
+    verdict = "{difference:+.2f} nats per token, 95 % interval {low:+.2f} to {high:+.2f}".format(
+        **facts["verdict"]
+    )
     return (
         f"**Held-out loss {facts['before']:.2f} → {last['loss']:.2f}** ({verdict}) by QLoRA on packed rows, with "
         f"**{1 - last['peak_bytes'] / first['peak_bytes']:.0%} less peak memory** than full fine-tuning on padded "
@@ -192,7 +221,10 @@ def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, no
     notes = [f"{machine_line(run)}. {note}", *[UNSURE] * (run["device"] == "cpu")]
     if other and other is not run and other["native_bf16"] != run["native_bf16"]:
         theirs = {row["name"]: time_ratio(row, other["rows"][0]) for row in other["rows"]}
-        lines = [f"{lines[0]} time, {'no ' * (not other['native_bf16'])}native bf16 |", f"{lines[1]}--:|"]
+        lines = [
+            f"{lines[0]} time, {'no ' * (not other['native_bf16'])}native bf16 |",
+            f"{lines[1]}--:|",
+        ]
         notes.append(f"Last column: the time on {machine_line(other)}.")
     else:
         theirs = {}
@@ -203,7 +235,9 @@ def table(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, no
             f"| {row['name']} | {row['predicted_bytes'] / MIB:,.0f} MiB | {row['peak_bytes'] / MIB:,.0f} MiB | "
             f"{percent(row['peak_bytes'] / first['peak_bytes'] - 1)} | {time_ratio(row, first):.2f}× |{last}"
         )
-    lines += [f"| {name} | | | | | {ratio:.2f}× |" for name, ratio in theirs.items() if name not in own]
+    lines += [
+        f"| {name} | | | | | {ratio:.2f}× |" for name, ratio in theirs.items() if name not in own
+    ]
     return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
 
 
@@ -222,7 +256,10 @@ def lengths(run: dict[str, Any] | None) -> str:
         )
     facts = run["facts"]
     what = f"{facts['model']} in {facts['limit_bytes'] / 2**30:.0f} GiB of tensors."
-    notes = [f"{machine_line(run)}. {what} {NOTES['04'].format(**facts)}", *[UNSURE] * (run["device"] == "cpu")]
+    notes = [
+        f"{machine_line(run)}. {what} {NOTES['04'].format(**facts)}",
+        *[UNSURE] * (run["device"] == "cpu"),
+    ]
     return "\n".join([*lines, "", f"*{' '.join(notes)}*"])
 
 
@@ -232,8 +269,12 @@ def versus(run: dict[str, Any] | None) -> str:
         return NONE_YET
     lines = ["| recipe | library | time | peak |", "|---|---|--:|--:|"]
     for technique, pair in run["pairs"].items():
-        ratios = [f"{pair[key]:.2f}×" if key in pair else "failed" for key in ("time_ratio", "peak_ratio")]
-        lines.append(f"| {technique.replace('_', ' ')} | {pair['library']} | {' | '.join(ratios)} |")
+        ratios = [
+            f"{pair[key]:.2f}×" if key in pair else "failed" for key in ("time_ratio", "peak_ratio")
+        ]
+        lines.append(
+            f"| {technique.replace('_', ' ')} | {pair['library']} | {' | '.join(ratios)} |"
+        )
     note = "The recipe's over the library's: below 1 the recipe wins."
     return "\n".join([*lines, "", f"*{machine_line(run)}. {note} {limits(run)}*"])
 
@@ -241,7 +282,9 @@ def versus(run: dict[str, Any] | None) -> str:
 def finetune(run: dict[str, Any] | None) -> str:
     """QLoRA by our loop beside the Trainer, as a markdown table."""
     if run is None:
-        return NONE_YET.replace("make gpu", 'make gpu ARGS="--parts finetune"')  # no default part: it takes minutes
+        return NONE_YET.replace(
+            "make gpu", 'make gpu ARGS="--parts finetune"'
+        )  # no default part: it takes minutes
     base = run["ways"]["Trainer"].get("tokens_per_second")
     lines = ["| way | useful tokens/s | to the Trainer | peak GiB |", "|---|--:|--:|--:|"]
     for name, row in run["ways"].items():
@@ -250,7 +293,9 @@ def finetune(run: dict[str, Any] | None) -> str:
             lines.append(f"| {name} | {why} | | |")
         else:
             ratio = f"{row['tokens_per_second'] / base:.2f}×" if base else ""
-            lines.append(f"| {name} | {row['tokens_per_second']:,.0f} | {ratio} | {row['peak_bytes'] / 2**30:.2f} |")
+            lines.append(
+                f"| {name} | {row['tokens_per_second']:,.0f} | {ratio} | {row['peak_bytes'] / 2**30:.2f} |"
+            )
     notes = [
         f"{machine_line(run)}. {run['shape']}, {run['layers'] or 'all'} layers, gradient checkpointing "
         f"{'on' if run['gradient_checkpointing'] else 'off'}. A padded step has {run['documents']} pairs of at "
@@ -286,19 +331,27 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
     """A row of a ladder, or a fact beside it, as the cell of a table: memory and time against the baseline."""
     shown = []
     for device in ("cpu", "cuda"):
-        part = "rope" if name == "rope" else LADDERS[number]  # a part of its own: it takes too long for a notebook
+        part = (
+            "rope" if name == "rope" else LADDERS[number]
+        )  # a part of its own: it takes too long for a notebook
         run = newest(part, device, row=None if name in FACTS else name, folder=folder)
         rows = {row["name"]: row for row in run.get("rows", [])} if run else {}
         where = "CPU" if device == "cpu" else run and run["name"]
         latest = newest(LADDERS[number], device, folder=folder)
-        if run and device == "cpu" and any(run[key] != latest[key] for key in ("name", "native_bf16", "date")):
+        if (
+            run
+            and device == "cpu"
+            and any(run[key] != latest[key] for key in ("name", "native_bf16", "date"))
+        ):
             where = f"CPU {'with' if run['native_bf16'] else 'without'} native bf16"  # the newest has no such row
         if run and name in FACTS:
             shown.append(f"{where}: {FACTS[name](run.get('facts', run))}")
         elif name in rows and number == "04":
             first, row = run["rows"][0], rows[name]
             longer = f"{row['tokens'] / first['tokens']:.1f}× the baseline's length"
-            shown.append(f"{where}: {longer}, {row['seconds'] / first['seconds']:.2f}× its time per token")
+            shown.append(
+                f"{where}: {longer}, {row['seconds'] / first['seconds']:.2f}× its time per token"
+            )
         elif name in rows:
             first, row = run["rows"][0], rows[name]
             memory = row["peak_bytes"] / first["peak_bytes"] - 1
@@ -314,7 +367,9 @@ def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
         return match[1] + "".join(f"{comment}{line}".rstrip() + "\n" for line in lines) + match[3]
 
     prefix = re.escape(comment)
-    text = re.sub(rf"({prefix}<!-- numbers:([\w-]+) -->\n)[\s\S]*?({prefix}<!-- end -->)", fill, text)
+    text = re.sub(
+        rf"({prefix}<!-- numbers:([\w-]+) -->\n)[\s\S]*?({prefix}<!-- end -->)", fill, text
+    )
     inline = r"(<!--m (\w+) ([^>]+?)-->).*?(<!--/m-->)"
     return re.sub(inline, lambda m: m[1] + cell(m[2], m[3], folder=folder) + m[4], text)
 
@@ -324,7 +379,9 @@ def draw() -> None:
     run = newest(LADDERS["01"], "cpu")
     if run:
         (ROOT / "docs").mkdir(exist_ok=True)
-        chart(run["rows"], title=machine_line(run)).savefig(ROOT / "docs" / "ladder-01.png", dpi=110)
+        chart(run["rows"], title=machine_line(run)).savefig(
+            ROOT / "docs" / "ladder-01.png", dpi=110
+        )
 
 
 def main() -> None:

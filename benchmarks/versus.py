@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.bench import LR, Bench
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import in_turns, measure
+from recipes_lib.workflows.bench.run import LR, Bench
 
 Side = Callable[[Any, Bench], tuple[Callable[[], float], Callable[[], None]]]
 
@@ -32,7 +32,9 @@ def recipe(technique: str) -> Side:
     return side
 
 
-def trainer_accumulation(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+def trainer_accumulation(
+    model: Any, bench: Bench
+) -> tuple[Callable[[], float], Callable[[], None]]:
     """The loop of `transformers.Trainer`: the model divides by the tokens of the whole batch."""
     batch, optimizer = bench.batch(model), torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     tokens = (batch["labels"][:, 1:] != IGNORED).sum()
@@ -51,7 +53,9 @@ def trainer_accumulation(model: Any, bench: Bench) -> tuple[Callable[[], float],
     return step, lambda: None
 
 
-def transformers_checkpointing(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+def transformers_checkpointing(
+    model: Any, bench: Bench
+) -> tuple[Callable[[], float], Callable[[], None]]:
     model.train()  # without this, transformers does not checkpoint
     # The newer name came in transformers 5.2x; the older one warns there. Both default to use_reentrant=False.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -68,7 +72,9 @@ def torch_save_on_cpu(model: Any, bench: Bench) -> tuple[Callable[[], float], Ca
     return offloaded, lambda: None
 
 
-def tutorial_step_in_backward(model: Any, bench: Bench) -> tuple[Callable[[], float], Callable[[], None]]:
+def tutorial_step_in_backward(
+    model: Any, bench: Bench
+) -> tuple[Callable[[], float], Callable[[], None]]:
     """PyTorch's tutorial: one optimizer per parameter, called by a hook. The hooks keep the model until removed."""
     optimizers = {p: torch.optim.AdamW([p], lr=LR, fused=True) for p in model.parameters()}
     batch = bench.batch(model)
@@ -91,7 +97,9 @@ def torchao_offload(model: Any, bench: Bench) -> tuple[Callable[[], float], Call
     from torchao.optim import CPUOffloadOptimizer
 
     parameters = list(model.parameters())
-    optimizer = CPUOffloadOptimizer(parameters, torch.optim.AdamW, offload_gradients=True, fused=True, lr=LR)
+    optimizer = CPUOffloadOptimizer(
+        parameters, torch.optim.AdamW, offload_gradients=True, fused=True, lr=LR
+    )
 
     def close() -> None:  # its hooks refer to it, and so to the model and its pinned copy
         for parameter in parameters:
@@ -104,14 +112,23 @@ def pairs() -> dict[str, tuple[Side, str, Side]]:
     """What can be compared on this machine: technique -> (recipe, name of the library's way, library)."""
     found = {
         "gradient_accumulation": ("transformers, num_items_in_batch", trainer_accumulation),
-        "activation_checkpointing": ("transformers activation_checkpointing_enable", transformers_checkpointing),
-        "optimizer_in_backward": ("PyTorch tutorial, a hook per parameter", tutorial_step_in_backward),
+        "activation_checkpointing": (
+            "transformers activation_checkpointing_enable",
+            transformers_checkpointing,
+        ),
+        "optimizer_in_backward": (
+            "PyTorch tutorial, a hook per parameter",
+            tutorial_step_in_backward,
+        ),
     }
     if machine().device == "cuda":
         found["activation_offload"] = ("torch save_on_cpu(pin_memory=True)", torch_save_on_cpu)
         if importlib.util.find_spec("torchao"):
             found["optimizer_offload"] = ("torchao CPUOffloadOptimizer", torchao_offload)
-    return {technique: (recipe(technique), name, library) for technique, (name, library) in found.items()}
+    return {
+        technique: (recipe(technique), name, library)
+        for technique, (name, library) in found.items()
+    }
 
 
 def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 9) -> dict[str, Any]:
@@ -121,7 +138,9 @@ def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 9) -> dict
     for who, side in sides.items():
         peaks[who], losses[who] = _peak_and_loss(bench, side)
     if abs(losses["recipe"] - losses["library"]) > 1e-2:
-        raise ValueError(f"the two do not train the same, so their times say nothing: losses {losses}")
+        raise ValueError(
+            f"the two do not train the same, so their times say nothing: losses {losses}"
+        )
     try:
         for who, side in sides.items():
             steps[who], close = side(bench.fresh(), bench)
@@ -133,7 +152,9 @@ def compare(bench: Bench, ours: Side, library: Side, *, rounds: int = 9) -> dict
             close()
     return {
         "seconds": {who: statistics.median(values) for who, values in seconds.items()},
-        "time_ratio": statistics.median(a / b for a, b in zip(seconds["recipe"], seconds["library"], strict=True)),
+        "time_ratio": statistics.median(
+            a / b for a, b in zip(seconds["recipe"], seconds["library"], strict=True)
+        ),
         "peak_bytes": peaks,
         "peak_ratio": peaks["recipe"] / peaks["library"],
         "loss": losses,

@@ -172,7 +172,9 @@ def stop(*_) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["run", "build", "prose"])
     parser.add_argument("notebook", help="a number, the start of a name, or all")
     options = parser.parse_args()

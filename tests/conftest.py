@@ -16,7 +16,9 @@ FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt
 def pytest_configure(config):
     os.environ.setdefault("RECIPES_FAST", "1")
     torch.set_num_threads(1)  # for models this small, threads cost more than they bring
-    if config.option.markexpr != "gpu":  # the same tests give the same answer on a machine with a GPU
+    if (
+        config.option.markexpr != "gpu"
+    ):  # the same tests give the same answer on a machine with a GPU
         os.environ["RECIPES_TIER"] = "cpu"
 
 
@@ -24,7 +26,11 @@ def pytest_collection_modifyitems(config, items):
     if config.option.markexpr != "gpu" or not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: run `pytest -m gpu` on a machine that has one"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="needs a GPU: run `pytest -m gpu` on a machine that has one"
+                    )
+                )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,7 +93,9 @@ def gradients(model):
 def assert_same_gradients(got, expected, *, atol=1e-6, rtol=1e-5):
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], gradient, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def assert_equal(got, expected):

@@ -11,15 +11,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import record, render
-from recipes_lib.bench import Bench, techniques
 from recipes_lib.core.machine import provenance
+from recipes_lib.workflows.bench.run import Bench, techniques
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def row(name, *, predicted, peak, seconds, tokens=100, loss=None):
     sizes = {"predicted_bytes": predicted * 2**20, "peak_bytes": int(peak * 2**20)}
-    return {"name": name, **sizes, "seconds": seconds, "tokens_per_second": tokens / seconds, "loss": loss}
+    return {
+        "name": name,
+        **sizes,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "loss": loss,
+    }
 
 
 def results(folder, rows=2):
@@ -51,32 +57,54 @@ def test_numbers_are_rendered_between_the_markers(tmp_path):
     results(tmp_path)
     old = "<!-- numbers:headline-01 -->\nstale\n<!-- end -->\n| <!--m 01 + QLoRA-->stale<!--/m--> |"
     new = render.render(old, folder=tmp_path)
-    assert "stale" not in new and "4 MiB → 2 MiB" in new and "50% less peak memory of tensors" in new
+    assert (
+        "stale" not in new and "4 MiB → 2 MiB" in new and "50% less peak memory of tensors" in new
+    )
     assert "CPU: -50% peak, 2.00× time" in new
     fact = render.render("<!--m 01 dynamic batch-->stale<!--/m-->", folder=tmp_path)
     assert "CPU: 2 micro-batches expected, 4 found" in fact
     assert render.render(new, folder=tmp_path) == new
-    assert render.NONE_YET in render.render("<!-- numbers:gpu-01 -->\n<!-- end -->", folder=tmp_path)
+    assert render.NONE_YET in render.render(
+        "<!-- numbers:gpu-01 -->\n<!-- end -->", folder=tmp_path
+    )
 
 
 def test_notebook_05_in_numbers(tmp_path):
     rows = [row("full fine-tuning", predicted=4, peak=4, seconds=1.0, loss=2.5)]
-    rows.append(row("everything combined", predicted=1.1, peak=1, seconds=1.0, tokens=400, loss=2.0))
+    rows.append(
+        row("everything combined", predicted=1.1, peak=1, seconds=1.0, tokens=400, loss=2.0)
+    )
     libraries = {"ours": {"peak_bytes": 50}, "Trainer": {"peak_bytes": 100, "time_ratio": 0.75}}
-    facts = {"before": 3.0, "verdict": {"difference": -1.0, "low": -1.2, "high": -0.8}, "production": libraries}
+    facts = {
+        "before": 3.0,
+        "verdict": {"difference": -1.0, "low": -1.2, "high": -0.8},
+        "production": libraries,
+    }
     facts |= {"steps": 3, "useful": {"packed": 30.0, "padded": 20.0, "by length": 25.0}}
     facts |= {"changed": {"nearest": 0.1, "stochastic": 1, "master": 0.5}}
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
-    record.keep(render.LADDERS["05"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
+    record.keep(
+        render.LADDERS["05"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path
+    )
     headline = render.block("headline-05", folder=tmp_path)
-    assert "**Held-out loss 3.00 → 2.00** (-1.00 nats per token, 95 % interval -1.20 to -0.80)" in headline
+    assert (
+        "**Held-out loss 3.00 → 2.00** (-1.00 nats per token, 95 % interval -1.20 to -0.80)"
+        in headline
+    )
     assert "Full fine-tuning reached 2.50; each took 3 steps." in headline
     assert "75% less peak memory" in headline and "in 0.25× the time per token" in headline
     assert "0.75× its time, 0.50× its peak" in headline
     assert "off by 10.0% at most" in headline
-    assert render.cell("05", "everything combined", folder=tmp_path) == "CPU: -75% peak, 0.25× time"  # per token
-    assert render.cell("05", "packing", folder=tmp_path) == "CPU: 1.50× useful tokens/s, by sorting 1.25×"
-    assert "nearest 10%, stochastic 100%, master 50%" in render.cell("05", "pure bf16", folder=tmp_path)
+    assert (
+        render.cell("05", "everything combined", folder=tmp_path) == "CPU: -75% peak, 0.25× time"
+    )  # per token
+    assert (
+        render.cell("05", "packing", folder=tmp_path)
+        == "CPU: 1.50× useful tokens/s, by sorting 1.25×"
+    )
+    assert "nearest 10%, stochastic 100%, master 50%" in render.cell(
+        "05", "pure bf16", folder=tmp_path
+    )
 
 
 def test_a_row_that_the_newest_machine_lacks_comes_from_one_that_has_it(tmp_path):
@@ -84,8 +112,16 @@ def test_a_row_that_the_newest_machine_lacks_comes_from_one_that_has_it(tmp_path
     facts = provenance() | {"fast": False, "device": "cpu"}
     both = ["baseline", "mixed precision"]
     for date, bf16, names in (("2026-01-02", True, both), ("2026-01-03", False, both[:1])):
-        content = {"rows": [row(name, predicted=4, peak=4, seconds=1.0) for name in names], "facts": {}}
-        record.keep(render.LADDERS["01"], content, facts=facts | {"date": date, "native_bf16": bf16}, folder=tmp_path)
+        content = {
+            "rows": [row(name, predicted=4, peak=4, seconds=1.0) for name in names],
+            "facts": {},
+        }
+        record.keep(
+            render.LADDERS["01"],
+            content,
+            facts=facts | {"date": date, "native_bf16": bf16},
+            folder=tmp_path,
+        )
     cell = render.cell("01", "mixed precision", folder=tmp_path)
     assert cell == "CPU with native bf16: +0% peak, 1.00× time"
     assert render.cell("01", "baseline", folder=tmp_path).startswith("CPU: ")
@@ -94,18 +130,27 @@ def test_a_row_that_the_newest_machine_lacks_comes_from_one_that_has_it(tmp_path
 
 def test_source_lines_keep_their_comment_prefix(tmp_path):
     results(tmp_path)
-    lines = render.render("# <!-- numbers:table-01 -->\n# <!-- end -->\n", comment="# ", folder=tmp_path).splitlines()
-    assert all(line.startswith("#") for line in lines) and any("| + QLoRA |" in line for line in lines)
+    lines = render.render(
+        "# <!-- numbers:table-01 -->\n# <!-- end -->\n", comment="# ", folder=tmp_path
+    ).splitlines()
+    assert all(line.startswith("#") for line in lines) and any(
+        "| + QLoRA |" in line for line in lines
+    )
 
 
 def test_texts_show_the_recorded_numbers():
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.render", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.render", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + "run: python -m benchmarks.render"
 
 
-@pytest.mark.parametrize("technique", [name for name in techniques() if name != "optimizer_offload"])
+@pytest.mark.parametrize(
+    "technique", [name for name in techniques() if name != "optimizer_offload"]
+)
 def test_bench_of_every_technique(technique, tmp_path, monkeypatch):
     monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
     ladder = Bench("tiny-llama", 8, 64, micro_batches=8, layers=8).run(technique, repeats=1)
@@ -133,11 +178,15 @@ def test_gpu_command_on_cpu_sizes(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--tier", "cpu", "--fast", "--parts"]
     environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
     parts = ["limits", "ladder", "versus", "qlora"]
-    done = subprocess.run([*command, *parts], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *parts], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "results").glob("*.json")
     found = json.loads(file.read_text())["parts"]
     assert set(found) == set(parts)
-    for technique, pair in found["versus"]["pairs"].items():  # the library trains the same: same loss after 5 steps
+    for technique, pair in found["versus"][
+        "pairs"
+    ].items():  # the library trains the same: same loss after 5 steps
         assert pair["loss"]["recipe"] == pytest.approx(pair["loss"]["library"], abs=1e-4), technique
         assert pair["peak_ratio"] < 1.05, technique

@@ -18,10 +18,12 @@ from benchmarks import finetune, gpu, record, render
 from benchmarks.finetune import Sizes, Way, our_loop
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.machine import provenance
-from recipes_lib.finetune import micro_batches
+from recipes_lib.workflows.finetune.loop import micro_batches
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = Sizes("tiny-llama", 2, documents=3, max_tokens=60, packs=2, steps=2, gradient_checkpointing=False)
+SIZES = Sizes(
+    "tiny-llama", 2, documents=3, max_tokens=60, packs=2, steps=2, gradient_checkpointing=False
+)
 
 
 @pytest.fixture
@@ -45,21 +47,44 @@ def rows_of(monkeypatch, sizes=SIZES, **ways):
 
 def test_the_part_on_cpu_sizes(tmp_path):
     """The command that a GPU machine runs, with the same code on small shapes."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--tier", "cpu", "--fast", "--parts", "finetune"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--tier",
+        "cpu",
+        "--fast",
+        "--parts",
+        "finetune",
+    ]
     environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "results").glob("*.json")
     part = json.loads(file.read_text())["parts"]["finetune"]
     found = part["ways"]
-    assert set(found) == {"Trainer", "ours", "Trainer, packed rows", "Trainer + Liger", "Trainer + Liger, packed rows"}
-    assert found["ours"]["losses"] == pytest.approx(found["Trainer, packed rows"]["losses"], abs=1e-4)
+    assert set(found) == {
+        "Trainer",
+        "ours",
+        "Trainer, packed rows",
+        "Trainer + Liger",
+        "Trainer + Liger, packed rows",
+    }
+    assert found["ours"]["losses"] == pytest.approx(
+        found["Trainer, packed rows"]["losses"], abs=1e-4
+    )
     for name, row in found.items():
         if "Liger" not in name:
-            assert row["tokens_per_second"] > 0 and row["peak_bytes"] > 2**20 and row["before_bytes"] < 2**16, name
+            assert (
+                row["tokens_per_second"] > 0
+                and row["peak_bytes"] > 2**20
+                and row["before_bytes"] < 2**16
+            ), name
     assert part["useful_share"]["padded"] < part["useful_share"]["packed"] <= 1
     states = {name: row["bytes_per_parameter"] for name, row in part["updates"].items()}
-    assert states["fp32, fused"] == pytest.approx(8, abs=0.01) and states["8 bits, bitsandbytes"] < 3
+    assert (
+        states["fp32, fused"] == pytest.approx(8, abs=0.01) and states["8 bits, bitsandbytes"] < 3
+    )
 
 
 def test_every_call_takes_less_than_ten_minutes():
@@ -92,9 +117,13 @@ def test_a_way_that_fails_costs_only_its_row(short_pairs, monkeypatch):
     )
     assert found["failing"] == {"failed": "RuntimeError: out of luck"}
     installed = importlib.util.find_spec("liger_kernel")
-    assert installed or found["missing"]["failed"].startswith("ImportError: this recipe needs liger_kernel")
+    assert installed or found["missing"]["failed"].startswith(
+        "ImportError: this recipe needs liger_kernel"
+    )
     assert seen[0] is not Other, "the patched class stayed"
-    assert found["last"]["before_bytes"] <= found["first"]["before_bytes"] + 2**16, "the failing way's model stayed"
+    assert found["last"]["before_bytes"] <= found["first"]["before_bytes"] + 2**16, (
+        "the failing way's model stayed"
+    )
     assert found["last"]["losses"] == found["first"]["losses"]
 
 
@@ -106,10 +135,14 @@ def test_a_way_that_trains_something_else_is_refused(short_pairs, monkeypatch):
         monkeypatch,
         ours=Way(our_loop, "packed"),
         other=Way(our_loop, "packed", (disturb,)),
-        padded=Way(our_loop, "padded", (disturb,)),  # the first of its layout has nothing to agree with
+        padded=Way(
+            our_loop, "padded", (disturb,)
+        ),  # the first of its layout has nothing to agree with
     )
     assert "does not train as others do" in found["other"]["failed"]
-    assert found["other"]["losses"] != found["ours"]["losses"], "its numbers are kept beside the reason"
+    assert found["other"]["losses"] != found["ours"]["losses"], (
+        "its numbers are kept beside the reason"
+    )
     assert "failed" not in found["ours"] and "failed" not in found["padded"]
 
 
@@ -128,7 +161,9 @@ def test_flex_attention_keeps_documents_apart(short_pairs, monkeypatch):
 def test_compiled_blocks_train_the_same_in_one_graph_each(short_pairs, monkeypatch):
     """`fullgraph` makes a graph break an error; tracing alone shows it."""
     compile_module, options = torch.nn.Module.compile, {"backend": "eager", "fullgraph": True}
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **given: compile_module(self, **options, **given))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **given: compile_module(self, **options, **given)
+    )
     rows, run = finetune.layouts(SIZES)["packed"]
     losses = []
     for change in (lambda model, batch: None, finetune.compiled_blocks):
@@ -143,32 +178,73 @@ def test_compiled_blocks_train_the_same_in_one_graph_each(short_pairs, monkeypat
 def test_every_way_runs_on_a_gpu():
     *_, last = finetune.compare_ways(Sizes("llama-3.2-1b", 2, 4, 128, 3, 3, False))
     failed = {name: row["failed"] for name, row in last["ways"].items() if "failed" in row}
-    assert all("Liger" in name and error.startswith("ImportError") for name, error in failed.items()), failed
-    assert all(row["before_bytes"] < 2**26 for name, row in last["ways"].items() if name not in failed)
+    assert all(
+        "Liger" in name and error.startswith("ImportError") for name, error in failed.items()
+    ), failed
+    assert all(
+        row["before_bytes"] < 2**26 for name, row in last["ways"].items() if name not in failed
+    )
     *_, last = finetune.compare_updates(gpu.Bench("llama-3.2-1b", 2, 64, micro_batches=2, layers=2))
     assert not [name for name, row in last["updates"].items() if "failed" in row], last
 
 
 def test_the_table_of_a_recorded_run(tmp_path):
-    row = {"tokens_per_second": 12_000.4, "peak_bytes": 40 * 2**30, "losses": [12.0], "before_bytes": 0}
+    row = {
+        "tokens_per_second": 12_000.4,
+        "peak_bytes": 40 * 2**30,
+        "losses": [12.0],
+        "before_bytes": 0,
+    }
     ways = {
         "Trainer": row | {"tokens_per_second": 5_000.0},
         "ours": row,
         "Trainer + Liger": {"failed": "ImportError: this recipe needs liger_kernel"},
         "ours, compiled blocks": {"failed": "OutOfMemoryError: too large"},
     }
-    sizes = {"shape": "llama-3.1-8b", "layers": None, "documents": 12, "max_tokens": 512, "packs": 8, "steps": 8}
-    content = sizes | {"gradient_checkpointing": False, "useful_share": {"padded": 0.42}, "ways": ways}
-    content |= {"parameters": 10**9, "updates": {"fp32": {"seconds": 0.01, "bytes_per_parameter": 8.0}}}
-    facts = provenance() | {"fast": False, "device": "cuda", "name": "Test GPU", "date": "2026-01-02"}
+    sizes = {
+        "shape": "llama-3.1-8b",
+        "layers": None,
+        "documents": 12,
+        "max_tokens": 512,
+        "packs": 8,
+        "steps": 8,
+    }
+    content = sizes | {
+        "gradient_checkpointing": False,
+        "useful_share": {"padded": 0.42},
+        "ways": ways,
+    }
+    content |= {
+        "parameters": 10**9,
+        "updates": {"fp32": {"seconds": 0.01, "bytes_per_parameter": 8.0}},
+    }
+    facts = provenance() | {
+        "fast": False,
+        "device": "cuda",
+        "name": "Test GPU",
+        "date": "2026-01-02",
+    }
     record.keep("finetune", content, facts=facts, folder=tmp_path)
     text = render.render("<!-- numbers:finetune-gpu -->\nstale\n<!-- end -->", folder=tmp_path)
-    assert "| ours | 12,000 | 2.40× | 40.00 |" in text and "| Trainer | 5,000 | 1.00× | 40.00 |" in text
-    assert "| Trainer + Liger | not installed | | |" in text and "| ours, compiled blocks | failed | | |" in text
-    assert "Test GPU" in text and "42% is text" in text and "fp32 10.0 ms and 8.0 bytes per parameter" in text
+    assert (
+        "| ours | 12,000 | 2.40× | 40.00 |" in text
+        and "| Trainer | 5,000 | 1.00× | 40.00 |" in text
+    )
+    assert (
+        "| Trainer + Liger | not installed | | |" in text
+        and "| ours, compiled blocks | failed | | |" in text
+    )
+    assert (
+        "Test GPU" in text
+        and "42% is text" in text
+        and "fp32 10.0 ms and 8.0 bytes per parameter" in text
+    )
     none = render.render("<!-- numbers:finetune-cpu -->\n<!-- end -->", folder=tmp_path)
     assert "No such run is recorded yet" in none and "--parts finetune" in none
-    del content["updates"], ways["Trainer"]["tokens_per_second"]  # cut off by the time limit, and a failed Trainer
+    del (
+        content["updates"],
+        ways["Trainer"]["tokens_per_second"],
+    )  # cut off by the time limit, and a failed Trainer
     ways["Trainer"]["failed"] = "OutOfMemoryError: too large"
     record.keep("finetune", content, facts=facts, folder=tmp_path)
     assert "| ours | 12,000 |  | 40.00 |" in render.block("finetune-gpu", folder=tmp_path)

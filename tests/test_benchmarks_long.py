@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import long_sequences, record, render
-from recipes_lib.bench import compare_losses
 from recipes_lib.core.machine import provenance
+from recipes_lib.workflows.bench.losses import compare_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +27,9 @@ def test_gpu_parts_on_cpu_sizes(tmp_path):
     assert set(found) == set(parts)
     assert [row["tokens"] for row in found["attention"]["rows"]] == [64, 64, 128, 128]
     assert all(way["error"] < 1e-4 for way in found["loss"]["ways"].values())
-    assert {len(curve) for curve in found["rope"]["curves"].values()} == {3} and len(found["rope"]["curves"]) == 4
+    assert {len(curve) for curve in found["rope"]["curves"].values()} == {3} and len(
+        found["rope"]["curves"]
+    ) == 4
     tokens = [row["tokens"] for row in found["ablation"]["rows"].values()]
     assert len(tokens) == 4 and tokens[-1] > 1.2 * tokens[0]
     assert found["longest"]["tokens"] == 512 and found["longest"]["peak_gib"] > 0
@@ -41,7 +43,9 @@ def test_out_of_memory_shortens_the_row():
         return {"tokens": tokens}
 
     assert long_sequences._until_it_fits(step, 1000) == {"tokens": 765}
-    assert long_sequences._until_it_fits(step, 5000)["failed"] == "out of memory, 3349 tokens and more"
+    assert (
+        long_sequences._until_it_fits(step, 5000)["failed"] == "out of memory, 3349 tokens and more"
+    )
 
 
 def test_scores_that_do_not_fit_cost_their_row_only(monkeypatch):
@@ -86,11 +90,23 @@ def test_notebook_04_in_numbers(tmp_path):
     ]
     rows.append(
         rows[0]
-        | {"name": "everything combined", "predicted_tokens": 3000, "tokens": 2970, "crossing": 3000, "seconds": 5.0}
+        | {
+            "name": "everything combined",
+            "predicted_tokens": 3000,
+            "tokens": 2970,
+            "crossing": 3000,
+            "seconds": 5.0,
+        }
     )
     facts = {"model": "tiny", "limit_bytes": 4 * 2**30, "timed_at": 64, "loss_error": 2e-6}
     facts |= {"slopes": {"baseline": 1.5, "flash attention": 1.0}}
-    facts |= {"local": {"tokens": 16384, "speedup": {"sliding window": 5.25}, "ideal": {"sliding window": 6.5}}}
+    facts |= {
+        "local": {
+            "tokens": 16384,
+            "speedup": {"sliding window": 5.25},
+            "ideal": {"sliding window": 6.5},
+        }
+    }
     facts |= {"curriculum": {"fixed length": [2.5, 2.75], "curriculum": [2.25, 2.5]}}
     facts["loss"] = {
         "ours": {"seconds": 1.0, "peak_bytes": 5},
@@ -98,14 +114,23 @@ def test_notebook_04_in_numbers(tmp_path):
         "plain": {"seconds": 2.0, "peak_bytes": 10},
     }
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
-    record.keep(render.LADDERS["04"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path)
+    record.keep(
+        render.LADDERS["04"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path
+    )
     curves = {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}
     record.keep("rope", {"tokens": 12288, "curves": curves}, facts=machine, folder=tmp_path)
     headline = render.block("headline-04", folder=tmp_path)
     assert "**99 → 2,970 tokens:**" in headline and "**30 times as long**" in headline
-    assert "within 4 GiB" in headline and "with the same loss to 2e-06" in headline and "by 10.0% at most" in headline
+    assert (
+        "within 4 GiB" in headline
+        and "with the same loss to 2e-06" in headline
+        and "by 10.0% at most" in headline
+    )
     table = render.block("table-04", folder=tmp_path)
-    assert "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table and "at 64 tokens" in table
+    assert (
+        "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table
+        and "at 64 tokens" in table
+    )
     cells = {
         "everything combined": "CPU: 30.0× the baseline's length, 2.50× its time per token",
         "flash": "CPU: the memory grows with the power 1.00 of the length, eager 1.50",

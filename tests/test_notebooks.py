@@ -95,11 +95,17 @@ def test_reading_budget(notebook):
 
 
 def test_headings_follow_the_template(notebook):
-    headings = [re.sub(r"[*_]", "", line).lower() for line in prose(notebook).splitlines() if line.startswith("#")]
+    headings = [
+        re.sub(r"[*_]", "", line).lower()
+        for line in prose(notebook).splitlines()
+        if line.startswith("#")
+    ]
     assert notebook.cells[0].source.startswith("# "), "the first cell is the title"
     assert [h for h in headings if h.startswith("# ")] == headings[:1], "one title"
     absent = [
-        what for what, pattern in HEADINGS.items() if not any(re.search(pattern, heading) for heading in headings)
+        what
+        for what, pattern in HEADINGS.items()
+        if not any(re.search(pattern, heading) for heading in headings)
     ]
     assert absent == []
 
@@ -130,6 +136,10 @@ def test_imports_from_the_package_exist(source):
             module = importlib.import_module(node.module)
             for alias in node.names:
                 submodule = (
-                    importlib.util.find_spec(f"{node.module}.{alias.name}") if hasattr(module, "__path__") else None
+                    importlib.util.find_spec(f"{node.module}.{alias.name}")
+                    if hasattr(module, "__path__")
+                    else None
                 )
-                assert submodule or hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                assert submodule or hasattr(module, alias.name), (
+                    f"{node.module} has no {alias.name}"
+                )

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-README, CHEATSHEET, CONTRIBUTING = (ROOT / f"{name}.md" for name in ("README", "CHEATSHEET", "CONTRIBUTING"))
+README, CHEATSHEET, CONTRIBUTING = (
+    ROOT / f"{name}.md" for name in ("README", "CHEATSHEET", "CONTRIBUTING")
+)
 # Made by commands, not part of the repository.
 GENERATED = ("runs/", ".venv/")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
@@ -82,7 +84,8 @@ def test_paths_in_the_readme_exist():
     missing = [
         token
         for token in paths
-        if not token.startswith(GENERATED) and not any(path.endswith("/" + token.rstrip("/")) for path in known)
+        if not token.startswith(GENERATED)
+        and not any(path.endswith("/" + token.rstrip("/")) for path in known)
     ]
     assert missing == []
 
@@ -103,7 +106,9 @@ def test_links_resolve(path):
             continue
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target)
+        ):
             broken.append(link)
     assert broken == []
 

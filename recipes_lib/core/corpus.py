@@ -18,7 +18,17 @@ from pathlib import Path
 
 INSTRUCTION = "Write the docstring of this Python function.\n\n"
 # Not text of the library proper: tests, generated tables, installed packages.
-SKIP = ("test", "tests", "idle_test", "site-packages", "lib2to3", "encodings", "pydoc_data", "ensurepip", "turtledemo")
+SKIP = (
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "ensurepip",
+    "turtledemo",
+)
 TOGETHER = 32  # modules whose functions are mixed
 
 
@@ -28,8 +38,14 @@ def modules(split: str) -> tuple[Path, ...]:
     root, found = Path(sysconfig.get_paths()["stdlib"]), []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not _skipped(name)]  # where os.walk does not go
-        found += [Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name[:-3])]
-    return tuple(path for path in sorted(found) if _held_out(path.relative_to(root)) == (split == "validation"))
+        found += [
+            Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name[:-3])
+        ]
+    return tuple(
+        path
+        for path in sorted(found)
+        if _held_out(path.relative_to(root)) == (split == "validation")
+    )
 
 
 def _skipped(name: str) -> bool:
@@ -49,7 +65,11 @@ def docstring_pairs(split: str) -> Iterator[dict[str, str]]:
     paths = list(modules(split))
     random.Random(0).shuffle(paths)
     # Some functions stand in two modules: once is enough, and one that is held out is not trained on.
-    seen = set() if split == "validation" else {pair["prompt"] for pair in docstring_pairs("validation")}
+    seen = (
+        set()
+        if split == "validation"
+        else {pair["prompt"] for pair in docstring_pairs("validation")}
+    )
     for start in range(0, len(paths), TOGETHER):
         for pair in _pairs(tuple(paths[start : start + TOGETHER])):
             if pair["prompt"] not in seen:
@@ -82,7 +102,10 @@ def _pairs_of(path: Path) -> Iterator[dict[str, str]]:
         completion = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
         if len(completion.split()) < 4:  # "Helper." says nothing about the code
             continue
-        code = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[node.body[0].end_lineno : node.end_lineno]
+        code = (
+            lines[node.lineno - 1 : node.body[0].lineno - 1]
+            + lines[node.body[0].end_lineno : node.end_lineno]
+        )
         code = "\n".join(line.removeprefix(" " * node.col_offset) for line in code)
         yield {"prompt": INSTRUCTION + code, "completion": completion}
 

@@ -65,14 +65,18 @@ def load_instructions(
     return Dataset.from_list(rows[:limit])
 
 
-def load_pairs(*, split: str = "train", dataset: str | Iterable[dict] | None = None) -> Iterator[dict[str, str]]:
+def load_pairs(
+    *, split: str = "train", dataset: str | Iterable[dict] | None = None
+) -> Iterator[dict[str, str]]:
     """The pairs of `load_instructions`, with its errors, as text; a warning counts those with an empty completion."""
     _check(split)
     if dataset is None:
         yield from docstring_pairs(split)
         return
     if split != "train" and (not isinstance(dataset, str) or os.path.exists(dataset)):
-        raise ValueError(f"split={split!r}: these pairs have no splits: give the held-out ones as a data set of theirs")
+        raise ValueError(
+            f"split={split!r}: these pairs have no splits: give the held-out ones as a data set of theirs"
+        )
     empty = 0
     for row in map(_pair, dataset) if not isinstance(dataset, str) else _read(dataset, split):
         if "messages" in row or row["completion"].strip():
@@ -91,7 +95,9 @@ def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> dict[str, lis
     if not completion.strip():
         raise ValueError("the completion is empty: there would be nothing to learn from this pair")
     head = tokenizer(f"{prompt}\n\n", add_special_tokens=False)["input_ids"]
-    tail = tokenizer(f"{completion}{tokenizer.eos_token or ''}", add_special_tokens=False)["input_ids"]
+    tail = tokenizer(f"{completion}{tokenizer.eos_token or ''}", add_special_tokens=False)[
+        "input_ids"
+    ]
     return {"input_ids": head + tail, "labels": [IGNORED] * len(head) + tail}
 
 
@@ -108,9 +114,13 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or not all(str(messages[i]["content"]).strip() for i in answers):
-        raise ValueError(f"nothing to learn: an empty answer, or no 'assistant' in {[m['role'] for m in messages]}")
+        raise ValueError(
+            f"nothing to learn: an empty answer, or no 'assistant' in {[m['role'] for m in messages]}"
+        )
     if answers[0] == 0:
-        raise ValueError("the conversation begins with an answer: give the message before it, of `user` or `system`")
+        raise ValueError(
+            "the conversation begins with an answer: give the message before it, of `user` or `system`"
+        )
 
     def ids_of(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -118,13 +128,17 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
     rows, done = [], ""  # the rows, and the text that the last one holds
     for i in answers:
         try:
-            question = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+            question = tokenizer.apply_chat_template(
+                messages[:i], tokenize=False, add_generation_prompt=True
+            )
             # The template's line break after the end mark is not learnt: generation stops at the mark.
             text = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False).rstrip("\n")
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
         if not text.startswith(question):
-            raise ValueError("the chat template rewrites the question once it is answered: the answer cannot be masked")
+            raise ValueError(
+                "the chat template rewrites the question once it is answered: the answer cannot be masked"
+            )
         if not rows or not question.startswith(done):
             rows.append({"input_ids": [], "labels": []})
             done = ""
@@ -141,7 +155,11 @@ def tokenize_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[dict[s
 
 
 def collate(
-    rows: Iterable[dict[str, list[int]]], *, pad_token_id: int, length: int | None = None, device: str = "cpu"
+    rows: Iterable[dict[str, list[int]]],
+    *,
+    pad_token_id: int,
+    length: int | None = None,
+    device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Right-pad rows to the longest, or to `length`: `input_ids` and `labels`, each [B, S].
 
@@ -151,7 +169,9 @@ def collate(
     rows = list(rows)
     longest = max((len(row["input_ids"]) for row in rows), default=0)
     if not longest or (length is not None and length < longest):
-        raise ValueError(f"cannot pad {len(rows)} rows with at most {longest} tokens to length={length}")
+        raise ValueError(
+            f"cannot pad {len(rows)} rows with at most {longest} tokens to length={length}"
+        )
     length = length or longest
 
     def padded(values: list[list[int]], fill: int) -> torch.Tensor:
@@ -192,13 +212,17 @@ def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -
 def load_text(*, split: str = "train") -> str:
     """The sources of the standard library as one long text, module after module."""
     _check(split)
-    return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in modules(split))
+    return "\n\n".join(
+        path.read_text(encoding="utf-8", errors="replace") for path in modules(split)
+    )
 
 
 def decode_with_mask(row: dict[str, list[int]], tokenizer: Any) -> str:
     """A row as text, with the parts that carry no loss between ⟦ and ⟧."""
     text = ""
-    for masked, part in itertools.groupby(zip(row["input_ids"], row["labels"]), lambda pair: pair[1] == IGNORED):
+    for masked, part in itertools.groupby(
+        zip(row["input_ids"], row["labels"]), lambda pair: pair[1] == IGNORED
+    ):
         piece = tokenizer.decode([token for token, _ in part])
         text += f"⟦{piece}⟧" if masked else piece
     return text
@@ -212,9 +236,15 @@ def _check(split: str) -> None:
 def _read(name: str, split: str) -> Iterator[dict[str, Any]]:
     """The checked rows of a JSON Lines file or of a data set of the hub."""
     if os.path.exists(name):
-        lines = [line for line in enumerate(Path(name).read_text(encoding="utf-8").split("\n"), 1) if line[1].strip()]
+        lines = [
+            line
+            for line in enumerate(Path(name).read_text(encoding="utf-8").split("\n"), 1)
+            if line[1].strip()
+        ]
         if not lines:
-            raise ValueError(f"{name} is empty (no rows): give lines with `prompt` and `completion`, or `messages`")
+            raise ValueError(
+                f"{name} is empty (no rows): give lines with `prompt` and `completion`, or `messages`"
+            )
         for number, line in lines:
             try:
                 yield _pair(json.loads(line))
@@ -225,7 +255,9 @@ def _read(name: str, split: str) -> Iterator[dict[str, Any]]:
 
     try:
         rows = load_dataset(name, split=split)
-    except Exception as error:  # the client raises many types: a missing name, split, network or token
+    except (
+        Exception
+    ) as error:  # the client raises many types: a missing name, split, network or token
         raise ValueError(
             f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a .jsonl file with "
             f"`prompt` and `completion`, or a hub id that this machine can reach"
@@ -236,12 +268,16 @@ def _read(name: str, split: str) -> Iterator[dict[str, Any]]:
 def _pair(row: dict[str, Any]) -> dict[str, Any]:
     """The columns that count, if they are what they should be."""
     if not isinstance(row, dict):
-        raise ValueError(f"a row is {str(row)[:40]!r}: give an object with `prompt` and `completion`, or `messages`")
+        raise ValueError(
+            f"a row is {str(row)[:40]!r}: give an object with `prompt` and `completion`, or `messages`"
+        )
     chat = row.get("messages")
     if chat is None and all(isinstance(row.get(name), str) for name in ("prompt", "completion")):
         return {"prompt": row["prompt"], "completion": row["completion"]}
     turns = chat if isinstance(chat, list) and all(isinstance(turn, dict) for turn in chat) else []
-    if not turns or not all(isinstance(turn.get(name), str) for turn in turns for name in ("role", "content")):
+    if not turns or not all(
+        isinstance(turn.get(name), str) for turn in turns for name in ("role", "content")
+    ):
         raise ValueError(
             f"a row has the columns {sorted(row)}; the texts `prompt` and `completion` are needed (rename them), or "
             f"`messages`, a list of turns with the texts `role` and `content`"

@@ -76,12 +76,16 @@ def machine() -> Machine:
         memory, name, device = properties.total_memory, properties.name, "cuda"
         # Asking torch.cuda.is_bf16_supported() says yes on a T4, where bf16 is emulated and slow.
         native_bf16 = properties.major >= 8
-        tier = wanted or ("gpu16" if memory < 20 * GIB else "gpu24" if memory < 60 * GIB else "gpu80")
+        tier = wanted or (
+            "gpu16" if memory < 20 * GIB else "gpu24" if memory < 60 * GIB else "gpu80"
+        )
     elif wanted in ("", "cpu"):
         memory, name, device, tier = _host_memory(), _cpu_name(), "cpu", "cpu"
         native_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        raise ValueError(f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu")
+        raise ValueError(
+            f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu"
+        )
     return Machine(device, name, memory, native_bf16, len(_cpu_affinity()), tier, _versions())
 
 
@@ -138,7 +142,11 @@ def _commit() -> str | None:
 
 def _cpu_affinity() -> set[int]:
     # A container often owns fewer cores than the host shows; macOS and Windows cannot tell.
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
 
 
 def _host_memory() -> int:
@@ -152,7 +160,9 @@ def _host_memory() -> int:
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 

@@ -42,7 +42,9 @@ class Measurement:
         return self.tokens / self.seconds if self.tokens else None
 
 
-def measure(step: Callable[[], Any], *, tokens: int | None = None, warmup: int = 1, repeats: int = 2) -> Measurement:
+def measure(
+    step: Callable[[], Any], *, tokens: int | None = None, warmup: int = 1, repeats: int = 2
+) -> Measurement:
     """Run `step` to warm up, then once under the memory account, then `repeats` times on the clock.
 
     The warm-up matters for memory too: AdamW allocates its states in the first step.
@@ -107,25 +109,6 @@ def dry() -> bool:
     return active_fake_mode() is not None
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and buffers as stored, each storage once (tied weights are one)."""
-    states = [t for p in model.parameters() for t in _quantization_state(p) if t is not None]  # scales of 4-bit weights
-    tensors = [*model.parameters(), *model.buffers(), *states]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _quantization_state(parameter: torch.Tensor) -> list[torch.Tensor | None]:
-    state = getattr(parameter, "quant_state", None)
-    nested = getattr(state, "state2", None)
-    own = [state.absmax, state.code, getattr(state, "offset", None)] if state else []
-    return own + ([nested.absmax, nested.code] if nested else [])
-
-
 class PeakMemory:
     """Context manager: `peak` so far, and `current` while inside, in bytes of live tensors on this machine's device.
 
@@ -142,7 +125,9 @@ class PeakMemory:
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         if limit_bytes is not None and limit_bytes <= 0:
-            raise ValueError(f"limit_bytes={limit_bytes}: give a positive number of bytes, or None for no limit")
+            raise ValueError(
+                f"limit_bytes={limit_bytes}: give a positive number of bytes, or None for no limit"
+            )
         self._peak = 0
         self._limit = limit_bytes
         self._account = _LiveBytes(limit_bytes) if dry() or machine().device == "cpu" else None
@@ -151,7 +136,9 @@ class PeakMemory:
     def peak(self) -> int:
         if self._account:
             return self._account.peak
-        return max(self._peak, torch.cuda.max_memory_allocated()) if self in self._open else self._peak
+        return (
+            max(self._peak, torch.cuda.max_memory_allocated()) if self in self._open else self._peak
+        )
 
     @property
     def current(self) -> int:
@@ -205,7 +192,9 @@ class _LiveBytes(TorchDispatchMode):
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):
                 self._see(thing)
-                if thing.is_leaf and thing.grad is not None:  # until it is read, the collector does not know it
+                if (
+                    thing.is_leaf and thing.grad is not None
+                ):  # until it is read, the collector does not know it
                     self._see(thing.grad)
         self.peak = self.current
         return super().__enter__()

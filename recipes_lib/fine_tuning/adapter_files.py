@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import tensor_bytes
 from recipes_lib.core.machine import require
+from recipes_lib.core.sizes import tensor_bytes
 
 BASE_FILE = "base_model.json"
 FRESH_PROCESS = """
@@ -57,9 +57,13 @@ def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool =
     """
     folder = Path(folder)
     if not isinstance(model, require("peft").PeftModel):
-        raise ValueError(f"{type(model).__name__} has no adapters to save: give the model that apply_lora returned")
+        raise ValueError(
+            f"{type(model).__name__} has no adapters to save: give the model that apply_lora returned"
+        )
     if folder.exists() and not overwrite:
-        raise ValueError(f"{folder} is there already: name another folder, or pass overwrite=True to replace it")
+        raise ValueError(
+            f"{folder} is there already: name another folder, or pass overwrite=True to replace it"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     replaced = scratch.with_name(f"{scratch.name}-replaced")
@@ -87,20 +91,30 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
     """
     folder, peft = Path(folder), require("peft")
     if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds no adapter: give the folder that save_adapter or save_pretrained wrote")
+        raise ValueError(
+            f"{folder} holds no adapter: give the folder that save_adapter or save_pretrained wrote"
+        )
     if isinstance(model, peft.PeftModel) or hasattr(model, "peft_config"):
         raise ValueError("the model has adapters already: give the base model")
     recorded = folder / BASE_FILE
-    if recorded.is_file() and json.loads(recorded.read_text())["fingerprint"] != base_fingerprint(model):
-        name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
-        raise ValueError(f"the adapter in {folder} was trained on another base ({name}): load that one first")
+    if recorded.is_file() and json.loads(recorded.read_text())["fingerprint"] != base_fingerprint(
+        model
+    ):
+        name = json.loads((folder / "adapter_config.json").read_text()).get(
+            "base_model_name_or_path"
+        )
+        raise ValueError(
+            f"the adapter in {folder} was trained on another base ({name}): load that one first"
+        )
     _check_shapes(model, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about peft itself
         return peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
 
 
-def save_merged(model: Any, folder: Path | str, *, tokenizer: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+def save_merged(
+    model: Any, folder: Path | str, *, tokenizer: Any, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Save a merged model and its tokenizer, the weights in `dtype`. Raises ValueError for adapters that are left,
     and for a folder that is there already.
 
@@ -129,7 +143,14 @@ def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
         expected = model.eval()(input_ids=rows, use_cache=False).logits.float().cpu()
     model.train(was_training)
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-c", FRESH_PROCESS, str(folder), json.dumps(rows.tolist()), f"{scratch}/logits"]
+        command = [
+            sys.executable,
+            "-c",
+            FRESH_PROCESS,
+            str(folder),
+            json.dumps(rows.tolist()),
+            f"{scratch}/logits",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
@@ -142,8 +163,12 @@ def base_fingerprint(model: Any) -> str:
 
     Raises ValueError for a model that has either.
     """
-    if hasattr(model, "peft_config") or any(getattr(p, "quant_state", None) for p in model.parameters()):
-        raise ValueError("adapters and 4-bit weights hide the base: take the fingerprint before you apply them")
+    if hasattr(model, "peft_config") or any(
+        getattr(p, "quant_state", None) for p in model.parameters()
+    ):
+        raise ValueError(
+            "adapters and 4-bit weights hide the base: take the fingerprint before you apply them"
+        )
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()[:VALUES].to("cpu", torch.bfloat16)

@@ -32,10 +32,16 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, loss_bytes
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.plain_step import loss_bytes
 
-ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")  # of an answer; a base model's text may end otherwise
+ENDS = (
+    "<end_of_turn>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+)  # of an answer; a base model's text may end otherwise
 
 
 def completion_only_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -51,11 +57,15 @@ def completion_only_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Te
         raise ValueError(f"every label is {IGNORED}: the batch has no token to train on")
     forward = getattr(model, "get_base_model", lambda: model)().forward
     if "logits_to_keep" not in inspect.signature(forward).parameters:
-        raise ValueError(f"{type(model).__name__} has no logits_to_keep: compute the loss from all of its logits")
+        raise ValueError(
+            f"{type(model).__name__} has no logits_to_keep: compute the loss from all of its logits"
+        )
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     output = model(**inputs, use_cache=False, logits_to_keep=keep)
     if getattr(output, "aux_loss", None) is not None:
-        raise ValueError("the router's auxiliary loss would be left out: set config.output_router_logits = False")
+        raise ValueError(
+            "the router's auxiliary loss would be left out: set config.output_router_logits = False"
+        )
     logits = output.logits.float().flatten(0, 1)  # [B*K, V]
     targets = labels[:, keep].flatten()
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -30,14 +30,19 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, budget_of, projection_widths
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.machine import require
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.plain_step import budget_of
 
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # of a mixture of experts
 # Layers of a block that read the same tensor, which is saved once for all of them. The attention's output
 # layer is not listed: what it reads is saved by the attention itself.
-READERS = (("q_proj", "k_proj", "v_proj", "c_attn"), ("gate_proj", "up_proj", "c_fc"), ("down_proj", "mlp.c_proj"))
+READERS = (
+    ("q_proj", "k_proj", "v_proj", "c_attn"),
+    ("gate_proj", "up_proj", "c_fc"),
+    ("down_proj", "mlp.c_proj"),
+)
 
 
 def apply_lora(
@@ -60,7 +65,12 @@ def apply_lora(
     Raises ValueError for rank < 1, alpha <= 0, dropout outside [0, 1), a name that matches no linear layer
     of the blocks, and a model that already has adapters.
     """
-    options = {"rank": rank, "alpha": alpha, "dropout": dropout, "target_modules": target_modules} | peft_options
+    options = {
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": dropout,
+        "target_modules": target_modules,
+    } | peft_options
     return add_adapters(model, lora_config(model, **options))
 
 
@@ -71,10 +81,14 @@ def add_adapters(model: Any, config: Any) -> Any:
         return require("peft").get_peft_model(model, config)
 
 
-def lora_config(model: Any, *, rank: int, alpha: float, dropout: float, target_modules: Any, **more: Any) -> Any:
+def lora_config(
+    model: Any, *, rank: int, alpha: float, dropout: float, target_modules: Any, **more: Any
+) -> Any:
     """Check the arguments of `apply_lora` against `model` and make peft's `LoraConfig` of them."""
     if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
-        raise ValueError(f"rank={rank}, alpha={alpha}, dropout={dropout}: give rank >= 1, alpha > 0, 0 <= dropout < 1")
+        raise ValueError(
+            f"rank={rank}, alpha={alpha}, dropout={dropout}: give rank >= 1, alpha > 0, 0 <= dropout < 1"
+        )
     targets = target_linears(model, target_modules=target_modules)
     # GPT-2 stores its weights as [in, out].
     transposed = not any(isinstance(layer, torch.nn.Linear) for layer in targets.values())
@@ -95,18 +109,26 @@ def merge_lora(model: Any) -> Any:
     Raises ValueError for a model without adapters, for 4-bit weights, and if a merged weight is not finite.
     """
     if not isinstance(model, require("peft").PeftModel):
-        raise ValueError(f"{type(model).__name__} has no adapters to merge: give the model that apply_lora returned")
+        raise ValueError(
+            f"{type(model).__name__} has no adapters to merge: give the model that apply_lora returned"
+        )
     if any(getattr(parameter, "quant_state", None) for parameter in model.parameters()):
-        raise ValueError("peft would round the merged weights to 4 bits again: use merge_qlora, which dequantizes them")
+        raise ValueError(
+            "peft would round the merged weights to 4 bits again: use merge_qlora, which dequantizes them"
+        )
     return model.merge_and_unload(safe_merge=True).requires_grad_(True)
 
 
-def target_linears(model: Any, *, target_modules: str | Sequence[str] = "all-linear") -> dict[str, torch.nn.Module]:
+def target_linears(
+    model: Any, *, target_modules: str | Sequence[str] = "all-linear"
+) -> dict[str, torch.nn.Module]:
     """The linear layers of the blocks that `target_modules` selects, by their full names."""
     from transformers.pytorch_utils import Conv1D
 
     if hasattr(model, "peft_config"):
-        raise ValueError("the model already has adapters: give the base model, or merge them first (merge_lora)")
+        raise ValueError(
+            "the model already has adapters: give the base model, or merge them first (merge_lora)"
+        )
     blocks = decoder_blocks(model)
     prefix = next(name for name, module in model.named_modules() if module is blocks)
     linears = {
@@ -115,7 +137,9 @@ def target_linears(model: Any, *, target_modules: str | Sequence[str] = "all-lin
         if isinstance(module, torch.nn.Linear | Conv1D) and ROUTERS.isdisjoint(name.split("."))
     }
     if target_modules == "all-linear":
-        experts = [f"{prefix}.{name}" for name, _ in blocks.named_parameters() if ".experts." in name]
+        experts = [
+            f"{prefix}.{name}" for name, _ in blocks.named_parameters() if ".experts." in name
+        ]
         fused = [name for name in experts if name.rpartition(".")[0] not in linears]
         if fused or not linears:
             raise ValueError(
@@ -134,9 +158,14 @@ def target_linears(model: Any, *, target_modules: str | Sequence[str] = "all-lin
     return {name: module for name, module in linears.items() if name in chosen}
 
 
-def lora_parameters(model: Any, *, rank: int = 16, target_modules: str | Sequence[str] = "all-linear") -> int:
+def lora_parameters(
+    model: Any, *, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
+) -> int:
     """Trainable parameters that `apply_lora` will add: the sum of r * (in + out) over the targets."""
-    return sum(rank * sum(_in_out(layer)) for layer in target_linears(model, target_modules=target_modules).values())
+    return sum(
+        rank * sum(_in_out(layer))
+        for layer in target_linears(model, target_modules=target_modules).values()
+    )
 
 
 def estimate_lora(budget: Budget, model: Any, *, rank: int = 16, dropout: float = 0.0, batch_size: int, seq_len: int,
@@ -150,7 +179,11 @@ def estimate_lora(budget: Budget, model: Any, *, rank: int = 16, dropout: float 
         alone = budget_of(model, **sizes)
     adapters = batch_size * seq_len * _change_per_token(model, rank, targets, dropout=dropout)
     # On a 16-bit base, backward also holds the fp32 gradients of an adapter's output and input.
-    casts = 4 * (model.config.hidden_size + projection_widths(model.config)[2]) * (model.dtype != torch.float32)
+    casts = (
+        4
+        * (model.config.hidden_size + projection_widths(model.config)[2])
+        * (model.dtype != torch.float32)
+    )
     return budget.change(
         weights=budget.weights + trainable,
         gradients=trainable,
@@ -165,23 +198,35 @@ def estimate_lora(budget: Budget, model: Any, *, rank: int = 16, dropout: float 
     )
 
 
-def _change_per_token(model: Any, rank: int, targets: dict[str, torch.nn.Module], *, dropout: float) -> int:
+def _change_per_token(
+    model: Any, rank: int, targets: dict[str, torch.nn.Module], *, dropout: float
+) -> int:
     """Bytes per token that the adapters save for backward, less what the frozen layers no longer do."""
     size = model.dtype.itemsize
-    copies = model.dtype != torch.float32  # peft casts the input to the adapter's fp32, once for each adapter
-    kept = 4 * copies if not dropout else 5 if model.device.type == "cuda" else 8  # what was dropped, and its mask
+    copies = (
+        model.dtype != torch.float32
+    )  # peft casts the input to the adapter's fp32, once for each adapter
+    kept = (
+        4 * copies if not dropout else 5 if model.device.type == "cuda" else 8
+    )  # what was dropped, and its mask
     change = sum(4 * rank + kept * _in_out(layer)[0] for layer in targets.values())
     adapted = set(targets.values())
     for block in decoder_blocks(model):
         for readers in READERS:
             layers = [layer for name, layer in block.named_modules() if name.endswith(readers)]
-            if layers and (kept or adapted.isdisjoint(layers)):  # a frozen layer does not need its input
+            if layers and (
+                kept or adapted.isdisjoint(layers)
+            ):  # a frozen layer does not need its input
                 change -= size * _in_out(layers[0])[0]
     return change
 
 
 def _in_out(layer: torch.nn.Module) -> tuple[int, int]:
-    return (layer.in_features, layer.out_features) if isinstance(layer, torch.nn.Linear) else tuple(layer.weight.shape)
+    return (
+        (layer.in_features, layer.out_features)
+        if isinstance(layer, torch.nn.Linear)
+        else tuple(layer.weight.shape)
+    )
 
 
 @contextlib.contextmanager

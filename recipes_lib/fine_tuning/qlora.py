@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, tensor_bytes
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.machine import machine, require
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
 
 
@@ -47,7 +48,9 @@ def apply_qlora(
     A model that is in 4 bits already gets the guards and the adapters. Errors as in `quantize_nf4`, `apply_lora`.
     """
     # Bad arguments are refused before the weights are gone.
-    config = lora_config(model, rank=rank, alpha=alpha, dropout=dropout, target_modules=target_modules)
+    config = lora_config(
+        model, rank=rank, alpha=alpha, dropout=dropout, target_modules=target_modules
+    )
     if not quantized_layers(model):
         quantize_nf4(model, compute_dtype=compute_dtype)
     for name, layer in quantized_layers(model).items():
@@ -79,13 +82,21 @@ def quantize_nf4(
     sizes = {name: _block_size(name, layer) for name, layer in linears.items()}
     for name, size in sizes.items():
         old = linears.pop(name)  # the only other reference is the model's
-        new = bnb.nn.Linear4bit(old.in_features, old.out_features, bias=False, device="meta", quant_type="nf4")
+        new = bnb.nn.Linear4bit(
+            old.in_features, old.out_features, bias=False, device="meta", quant_type="nf4"
+        )
         new.weight = bnb.nn.Params4bit(
-            old.weight.data, blocksize=size, compress_statistics=double_quant, quant_type="nf4", module=new
+            old.weight.data,
+            blocksize=size,
+            compress_statistics=double_quant,
+            quant_type="nf4",
+            module=new,
         )
         new.bias = old.bias
         _guard(new, compute_dtype or (torch.bfloat16 if machine().native_bf16 else torch.float32))
-        new.requires_grad_(False).train(old.training).to(device or old.weight.device)  # `to` quantizes
+        new.requires_grad_(False).train(old.training).to(
+            device or old.weight.device
+        )  # `to` quantizes
         model.set_submodule(name, new)
     model.is_loaded_in_4bit = True  # peft then builds its 4-bit adapter layers
     return model
@@ -98,14 +109,22 @@ def check_gradient_flow(model: Any, batch: dict[str, torch.Tensor]) -> None:
     the residual stream still carries some, but the adapters in front of that layer get zeros.
     """
     # B starts at zero, so the gradient of A is zero in the first step: B tells.
-    adapters = {n: p for n, p in decoder_blocks(model)[0].named_parameters() if "lora_B" in n and p.requires_grad}
+    adapters = {
+        n: p
+        for n, p in decoder_blocks(model)[0].named_parameters()
+        if "lora_B" in n and p.requires_grad
+    }
     if not adapters:
-        raise ValueError("the first block has no trainable adapter: give the model that apply_qlora returned")
+        raise ValueError(
+            "the first block has no trainable adapter: give the model that apply_qlora returned"
+        )
     loss = model(**batch, use_cache=False).loss
     gradients = torch.autograd.grad(loss, list(adapters.values()), allow_unused=True)
     dead = [n for n, g in zip(adapters, gradients, strict=True) if g is None or not g.any()]
     if dead:
-        raise RuntimeError(f"no gradient reaches {', '.join(dead)} of the first block, which would not learn")
+        raise RuntimeError(
+            f"no gradient reaches {', '.join(dead)} of the first block, which would not learn"
+        )
 
 
 def merge_qlora(model: Any) -> Any:
@@ -123,8 +142,12 @@ def merge_qlora(model: Any) -> Any:
         if name.endswith(".base_layer"):
             name = name.removesuffix(".base_layer")
             adapted = base.get_submodule(name)
-            weight = weight + sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
-        new = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+            weight = weight + sum(
+                adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters
+            )
+        new = torch.nn.Linear(
+            layer.in_features, layer.out_features, bias=False, device="meta"
+        ).train(layer.training)
         new.weight = torch.nn.Parameter(weight.to(state.dtype))
         new.bias = None if layer.bias is None else torch.nn.Parameter(layer.bias.to(state.dtype))
         base.set_submodule(name, new)
@@ -158,7 +181,9 @@ def estimate_qlora(
 ) -> Budget:  # fmt: skip
     """The budget after `apply_qlora` on `model`, which is the full-precision base as it is now."""
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
-    plan = estimate_lora(budget, model, rank=rank, dropout=dropout, target_modules=target_modules, **sizes)
+    plan = estimate_lora(
+        budget, model, rank=rank, dropout=dropout, target_modules=target_modules, **sizes
+    )
     full = [tensor_bytes(layer.weight) for layer in target_linears(model).values()]
     weights = plan.weights - sum(full) + nf4_bytes(model, double_quant=double_quant)
     return plan.change(weights=weights, loss=max(plan.loss, max(full)))  # or one dequantized layer
@@ -174,12 +199,16 @@ def _guard(layer: Any, compute_dtype: torch.dtype | None) -> None:
 
 def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
     if torch.is_grad_enabled() and inputs[0].requires_grad and not output.requires_grad:
-        raise RuntimeError("a 4-bit layer passes no gradient on (trap 1): call apply_qlora before any other forward")
+        raise RuntimeError(
+            "a 4-bit layer passes no gradient on (trap 1): call apply_qlora before any other forward"
+        )
 
 
 def _block_size(name: str, layer: torch.nn.Module, choices: tuple[int, ...] = (64, 32)) -> int:
     """The first choice that divides a row; any is right where the slow, flat kernel runs."""
-    if len(choices) > 1 and type(layer) is not torch.nn.Linear:  # one choice: it is in 4 bits already
+    if (
+        len(choices) > 1 and type(layer) is not torch.nn.Linear
+    ):  # one choice: it is in 4 bits already
         raise ValueError(
             f"{name} is a {type(layer).__name__} and only nn.Linear is quantized here (GPT-2 stores its weights "
             f"transposed): use apply_lora without quantization"

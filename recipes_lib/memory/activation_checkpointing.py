@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from recipes_lib.core.budget import Budget, checkpoint_budget, projection_widths
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 
 MODES = ("block", "selective")
 # What "selective" keeps. Batched products (bmm) are not among them: in eager attention they are [S, S].
@@ -64,7 +64,10 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     """
     blocks = decoder_blocks(model)
     _check(blocks, mode, every)
-    if any(hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False) for block in blocks):
+    if any(
+        hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False)
+        for block in blocks
+    ):
         raise ValueError(
             "this model is checkpointed already: call remove_activation_checkpointing(model) (or that of nested "
             "checkpointing) or, for Hugging Face's own, model.gradient_checkpointing_disable() first"
@@ -81,7 +84,9 @@ def remove_activation_checkpointing(model: Any) -> Any:
     """Give every block its own class back. Raises ValueError if there is nothing to remove."""
     blocks = [block for block in decoder_blocks(model) if isinstance(block, _Checkpointed)]
     if not blocks:
-        raise ValueError("this model has no block that apply_activation_checkpointing() has changed")
+        raise ValueError(
+            "this model has no block that apply_activation_checkpointing() has changed"
+        )
     for block in blocks:
         block.__class__ = type(block).__bases__[1]
         del block.checkpointed_index
@@ -95,7 +100,9 @@ class _Checkpointed:
         from transformers import Cache
 
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if not torch.is_grad_enabled() or (caches and not self.training):  # no backward, or generation
+        if not torch.is_grad_enabled() or (
+            caches and not self.training
+        ):  # no backward, or generation
             return super().forward(*args, **kwargs)
         if any(cache.get_seq_length(self.checkpointed_index) for cache in caches):
             raise ValueError(
@@ -104,10 +111,14 @@ class _Checkpointed:
             )
         # An empty cache only collects: without it the result is the same.
         args = [None if isinstance(value, Cache) else value for value in args]
-        kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: None if isinstance(value, Cache) else value for name, value in kwargs.items()
+        }
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
-        return checkpoint(super().forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs)
+        return checkpoint(
+            super().forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs
+        )
 
 
 @functools.cache
@@ -115,11 +126,21 @@ def _checkpointed_class(block_class: type, mode: str) -> type:
     contexts = functools.partial(create_selective_checkpoint_contexts, KEPT)
     body = {"context_fn": staticmethod(contexts if mode == "selective" else noop_context_fn)}
     # The name stays: FSDP and device maps find blocks by it.
-    return type(block_class.__name__, (_Checkpointed, block_class), body | {"__module__": block_class.__module__})
+    return type(
+        block_class.__name__,
+        (_Checkpointed, block_class),
+        body | {"__module__": block_class.__module__},
+    )
 
 
 def estimate_activation_checkpointing(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, every: int = 1, mode: str = "block"
+    budget: Budget,
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    every: int = 1,
+    mode: str = "block",
 ) -> Budget:
     """Activations are what the blocks keep, or what backward holds inside the last block, if that is more.
 
@@ -152,4 +173,6 @@ def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: choose one of {', '.join(MODES)}")
     if not 1 <= every <= len(blocks):
-        raise ValueError(f"every={every}: give 1 for all blocks up to {len(blocks)}, the number of blocks")
+        raise ValueError(
+            f"every={every}: give 1 for all blocks up to {len(blocks)}, the number of blocks"
+        )

@@ -34,8 +34,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import Budget, block_norms, tensor_bytes
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks, norms_of
+from recipes_lib.core.sizes import tensor_bytes
 
 
 def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
@@ -52,13 +53,18 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     """
     blocks = decoder_blocks(model)
     _check(blocks, group)
-    if any(hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False) for block in blocks):
+    if any(
+        hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False)
+        for block in blocks
+    ):
         raise ValueError(
             "this model is checkpointed already: call remove_nested_checkpointing(model), "
             "remove_activation_checkpointing(model) or model.gradient_checkpointing_disable() first"
         )
     if any("forward" in vars(block) for block in blocks):
-        raise ValueError("a block has a forward of its own (of a device map?), which would hide the checkpoints")
+        raise ValueError(
+            "a block has a forward of its own (of a device map?), which would hide the checkpoints"
+        )
     for index, block in enumerate(blocks):
         if index % group == 0:
             calls = _Calls(index, min(index + group, len(blocks)) - 1)
@@ -83,7 +89,10 @@ def best_group(layers: int) -> int:
     """The group with the fewest block inputs alive at a time; of several the smallest, which costs the least."""
     if layers < 1:
         raise ValueError(f"layers={layers}: give the number of blocks, 1 or more")
-    return min(range(1, layers + 1), key=lambda group: max(_inputs(index, group) for index in range(layers)))
+    return min(
+        range(1, layers + 1),
+        key=lambda group: max(_inputs(index, group) for index in range(layers)),
+    )
 
 
 def _inputs(index: int, group: int) -> int:
@@ -109,12 +118,16 @@ class _Nested:
         if index == calls.first:
             calls.clear()  # an error in an earlier forward may have left some
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if not calls and (not torch.is_grad_enabled() or (caches and not self.training)):  # no backward, or generation
+        if not calls and (
+            not torch.is_grad_enabled() or (caches and not self.training)
+        ):  # no backward, or generation
             return super().forward(hidden_states, *args, **kwargs)
         self._refuse(hidden_states, caches)
         # An empty cache only collects: without it the result is the same.
         args = [None if isinstance(value, Cache) else value for value in args]
-        kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: None if isinstance(value, Cache) else value for name, value in kwargs.items()
+        }
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
         calls.append((super().forward, args, kwargs))
@@ -140,7 +153,9 @@ class _Nested:
                 "would append to it; pass use_cache=False, or generate under model.eval() and torch.no_grad()"
             )
         if getattr(self, "gradient_checkpointing", False):
-            raise ValueError("Hugging Face's checkpointing is on, too: call model.gradient_checkpointing_disable()")
+            raise ValueError(
+                "Hugging Face's checkpointing is on, too: call model.gradient_checkpointing_disable()"
+            )
         if len(calls) != index - calls.first or (calls and hidden_states is not calls.hidden):
             raise ValueError(
                 f"block {index} did not get what block {index - 1} returned: the model, a hook, FSDP or a second "
@@ -152,17 +167,23 @@ def _run(hidden: torch.Tensor, group: list[tuple]) -> torch.Tensor:  # [B, S, D]
     for forward, args, kwargs in group:
         hidden = checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
         if not isinstance(hidden, torch.Tensor):
-            raise ValueError(f"a block returned a {type(hidden).__name__} where the hidden states alone are expected")
+            raise ValueError(
+                f"a block returned a {type(hidden).__name__} where the hidden states alone are expected"
+            )
     return hidden
 
 
 @functools.cache
 def _nested_class(block_class: type) -> type:
     # The name stays: FSDP and device maps find blocks by it.
-    return type(block_class.__name__, (_Nested, block_class), {"__module__": block_class.__module__})
+    return type(
+        block_class.__name__, (_Nested, block_class), {"__module__": block_class.__module__}
+    )
 
 
-def estimate_nested_checkpointing(budget: Budget, model: Any, *, batch_size: int, seq_len: int, group: int) -> Budget:
+def estimate_nested_checkpointing(
+    budget: Budget, model: Any, *, batch_size: int, seq_len: int, group: int
+) -> Budget:
     """Activations are the inputs of the groups, or what backward holds inside a group, if that is more.
 
     Estimate it after the recipes that change the batch, the attention, the loss, the MLP, the precision or adapters.
@@ -173,18 +194,31 @@ def estimate_nested_checkpointing(budget: Budget, model: Any, *, batch_size: int
         raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
     count, whole, size = len(blocks), budget.one_block, model.dtype.itemsize
     kept = batch_size * seq_len * size * model.config.hidden_size
-    at_loss = -(-count // group) * kept + budget.activations - count * whole  # what is saved outside the blocks stays
+    at_loss = (
+        -(-count // group) * kept + budget.activations - count * whole
+    )  # what is saved outside the blocks stays
     # A block's own input is in `whole` where a norm saves it as it is: RMSNorm saves 16 bits as fp32.
-    own = kept * (size == 4 or isinstance(block_norms(blocks[0])[0], torch.nn.LayerNorm))
+    own = kept * (size == 4 or isinstance(norms_of(blocks[0])[0], torch.nn.LayerNorm))
     missing, inside = budget.last_gradients, []
     for index, block in enumerate(blocks):
         if index:
             missing += sum(tensor_bytes(p) for p in block.parameters() if p.requires_grad)
-        gradients = max(budget.carried, budget.gradients - missing)  # of the output layer and of the blocks behind
-        inside.append(_inputs(index, group) * kept - own + whole + budget.block_gradients + gradients - budget.carried)
+        gradients = max(
+            budget.carried, budget.gradients - missing
+        )  # of the output layer and of the blocks behind
+        inside.append(
+            _inputs(index, group) * kept
+            - own
+            + whole
+            + budget.block_gradients
+            + gradients
+            - budget.carried
+        )
     return budget.change(activations=max(at_loss, max(inside) - budget.after_activations))
 
 
 def _check(blocks: torch.nn.ModuleList, group: int) -> None:
     if not 1 <= group <= len(blocks):
-        raise ValueError(f"group={group}: give 1 or more, up to {len(blocks)}, the number of blocks (try best_group)")
+        raise ValueError(
+            f"group={group}: give 1 or more, up to {len(blocks)}, the number of blocks (try best_group)"
+        )

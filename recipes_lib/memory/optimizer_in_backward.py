@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, free_gradients
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.plain_step import free_gradients
 
 
 def apply_optimizer_in_backward(
@@ -56,7 +57,9 @@ def apply_optimizer_in_backward(
     if not parameters:
         raise ValueError("the model has no trainable parameter: set requires_grad before this call")
     if any(hasattr(p, "steps_in_backward") for p in parameters):
-        raise ValueError("an optimizer takes these gradients in backward already: remove() it first")
+        raise ValueError(
+            "an optimizer takes these gradients in backward already: remove() it first"
+        )
     return StepInBackward(optimizer_class(parameters, **kwargs), parameters)
 
 
@@ -76,7 +79,9 @@ class StepInBackward(torch.optim.Optimizer):
         # The garbage collector cannot see these hooks: one that holds its parameter's optimizer would
         # keep model and states alive for ever. So hooks are weak, and parameters hold the handle.
         update = weakref.WeakMethod(self._update)
-        self._hooks = [p.register_post_accumulate_grad_hook(lambda p: update()(p)) for p in parameters]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: update()(p)) for p in parameters
+        ]
         for parameter in parameters:
             parameter.steps_in_backward = True  # gradient accumulation reads this and refuses
             parameter.step_in_backward_handle = self
@@ -99,7 +104,9 @@ class StepInBackward(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """End the step that backward has done. Raises RuntimeError if there was no backward."""
         if closure is not None:
-            raise ValueError("a closure cannot be re-evaluated: backward has updated the parameters")
+            raise ValueError(
+                "a closure cannot be re-evaluated: backward has updated the parameters"
+            )
         if not self._stepped:
             raise RuntimeError("step() without a backward before it: no parameter was updated")
         self._stepped.clear()
@@ -107,7 +114,9 @@ class StepInBackward(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients that an error left behind; after a complete backward there are none."""
         self.optimizer.zero_grad(set_to_none)
-        if len(self._stepped) < len(self._parameters):  # backward was cut short: the next one is the first again
+        if len(self._stepped) < len(
+            self._parameters
+        ):  # backward was cut short: the next one is the first again
             self._stepped.clear()
 
     def remove(self) -> None:

@@ -23,7 +23,9 @@ from typing import Any
 import psutil
 import torch
 
-from recipes_lib.core.budget import Budget, free_gradients, tensor_bytes
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.plain_step import free_gradients
+from recipes_lib.core.sizes import tensor_bytes
 
 
 def offload_optimizer(
@@ -52,18 +54,30 @@ def offload_optimizer(
     parameters = [p for p in model.parameters() if p.requires_grad]
     devices = {p.device for p in parameters}
     if len(devices) != 1:
-        raise ValueError(f"the trainable parameters are on {len(devices)} devices: exactly one is needed")
+        raise ValueError(
+            f"the trainable parameters are on {len(devices)} devices: exactly one is needed"
+        )
     if not parameters[0].is_cuda and not allow_cpu:
-        raise ValueError("the parameters are in host memory already: to shrink the states there use eight_bit_adam")
+        raise ValueError(
+            "the parameters are in host memory already: to shrink the states there use eight_bit_adam"
+        )
     needed, free = host_bytes(model), psutil.virtual_memory().available
     if needed > 0.8 * free:
-        raise ValueError(f"{needed:,} bytes of host memory are needed and {free:,} are free: use eight_bit_adam")
+        raise ValueError(
+            f"{needed:,} bytes of host memory are needed and {free:,} are free: use eight_bit_adam"
+        )
     if any(p.dtype == torch.float16 for p in parameters):
-        raise ValueError("fp16 needs loss scaling, which must see all gradients first: use bf16 or fp32")
+        raise ValueError(
+            "fp16 needs loss scaling, which must see all gradients first: use bf16 or fp32"
+        )
     if any(hasattr(p, "steps_in_backward") for p in parameters):
-        raise ValueError("an optimizer takes these gradients in backward already: remove() it first")
+        raise ValueError(
+            "an optimizer takes these gradients in backward already: remove() it first"
+        )
     if any(number is not None and number <= 0 for number in (micro_batches, max_grad_norm)):
-        raise ValueError(f"micro_batches={micro_batches}, max_grad_norm={max_grad_norm}: positive numbers, or None")
+        raise ValueError(
+            f"micro_batches={micro_batches}, max_grad_norm={max_grad_norm}: positive numbers, or None"
+        )
     adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return OffloadedAdamW(parameters, micro_batches, max_grad_norm, **adamw)
 
@@ -78,23 +92,34 @@ class _Slot:
         # Gradients come down and weights go up in their own dtype, through memory that the GPU can reach.
         self.staging = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
         self.arrived = 0  # gradients since the last step()
-        self.work: Future | None = None  # the worker's last task here: result() waits for it, or raises its error
+        self.work: Future | None = (
+            None  # the worker's last task here: result() waits for it, or raises its error
+        )
 
 
 class OffloadedAdamW(torch.optim.AdamW):
     """The fused CPU AdamW over fp32 host copies of the parameters, the masters; and the traffic down and up."""
 
-    def __init__(self, parameters, micro_batches: int | None, max_grad_norm: float | None, **adamw: Any):
+    def __init__(
+        self, parameters, micro_batches: int | None, max_grad_norm: float | None, **adamw: Any
+    ):
         self._slots = {parameter: _Slot(parameter) for parameter in parameters}
         super().__init__([slot.master for slot in self._slots.values()], fused=True, **adamw)
-        self._step_supports_amp_scaling, self.takes_gradients_in_backward = False, True  # loss scaling then refuses
+        self._step_supports_amp_scaling, self.takes_gradients_in_backward = (
+            False,
+            True,
+        )  # loss scaling then refuses
         self._max_grad_norm = max_grad_norm
         self._last = None if max_grad_norm else micro_batches  # the gradient that starts an update
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offloaded-adamw")
-        self._down, self._up = (torch.cuda.Stream(p.device) if p.is_cuda else None for p in parameters[:1] * 2)
+        self._down, self._up = (
+            torch.cuda.Stream(p.device) if p.is_cuda else None for p in parameters[:1] * 2
+        )
         # The garbage collector cannot see these hooks, so they are weak, and parameters hold the optimizer.
         receive = weakref.WeakMethod(self._receive)
-        self._hooks = [p.register_post_accumulate_grad_hook(lambda p: receive()(p)) for p in parameters]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: receive()(p)) for p in parameters
+        ]
         for parameter in parameters:  # gradient accumulation reads the first of these
             parameter.steps_in_backward, parameter.offloaded_optimizer = self._last == 1, self
 
@@ -105,7 +130,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         if slot.work:
             slot.work.result()  # an earlier micro-batch may still use the staging memory
         if slot.arrived == self._last:
-            raise RuntimeError(f"backward {slot.arrived} before step() has updated: pass micro_batches=k or None")
+            raise RuntimeError(
+                f"backward {slot.arrived} before step() has updated: pass micro_batches=k or None"
+            )
         if parameter._version != slot.version:  # weights were loaded since: they are the master now
             slot.master.copy_(parameter)
         if self._down:
@@ -150,7 +177,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         """Update what backward has not. Raises RuntimeError if no gradient has arrived since the last step."""
         arrived = self._arrived()
         if not arrived:
-            raise RuntimeError("no gradient has arrived: call backward first, on the model itself and not a copy")
+            raise RuntimeError(
+                "no gradient has arrived: call backward first, on the model itself and not a copy"
+            )
         if self._max_grad_norm:
             gradients = [slot.gradient for slot in arrived]
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -166,7 +195,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         """Drop the gradients on the host; RuntimeError if backward has applied them already."""
         for slot in self._arrived():
             if slot.arrived == self._last:
-                raise RuntimeError("backward has applied these gradients already: call step() before zero_grad()")
+                raise RuntimeError(
+                    "backward has applied these gradients already: call step() before zero_grad()"
+                )
             slot.arrived = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +209,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         """From `state_dict()`, weights included; or from a plain AdamW, to go with the weights of the model."""
         super().load_state_dict(state_dict)
         for i, slot in enumerate(self._slots.values()):
-            slot.master.copy_(state_dict["masters"][i] if "masters" in state_dict else slot.parameter)
+            slot.master.copy_(
+                state_dict["masters"][i] if "masters" in state_dict else slot.parameter
+            )
             slot.parameter.copy_(slot.master)
             slot.version = slot.parameter._version
 
@@ -192,7 +225,11 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 def host_bytes(model: Any) -> int:
     """Host memory that it takes: fp32 master, gradient, two averages, and a pinned copy, which torch rounds to 2**n."""
-    return sum(16 * p.numel() + 2 ** (tensor_bytes(p) - 1).bit_length() for p in model.parameters() if p.requires_grad)
+    return sum(
+        16 * p.numel() + 2 ** (tensor_bytes(p) - 1).bit_length()
+        for p in model.parameters()
+        if p.requires_grad
+    )
 
 
 def estimate_optimizer_offload(budget: Budget, model: Any) -> Budget:

@@ -33,10 +33,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import Budget, block_norms, budget_of, final_norm_bytes, projection_widths, tensor_bytes
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks, norms_of, projection_widths
+from recipes_lib.core.plain_step import budget_of, final_norm_bytes
+from recipes_lib.core.sizes import tensor_bytes
 
-ROUTERS = {"gate", "router", "experts", "shared_expert", "shared_experts"}  # of a mixture of experts
+ROUTERS = {
+    "gate",
+    "router",
+    "experts",
+    "shared_expert",
+    "shared_experts",
+}  # of a mixture of experts
 
 
 def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = False) -> Any:
@@ -53,7 +61,9 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
     size, modules = _size(model, tile_size), _token_wise(model, norms)
     if any(isinstance(module, _Tiled) for module in modules):
         raise ValueError("this model is tiled already: call remove_tiled_mlp(model) first")
-    for module in modules:  # a subclass rather than a new `forward` on the module: a deep copy gets its own
+    for (
+        module
+    ) in modules:  # a subclass rather than a new `forward` on the module: a deep copy gets its own
         module.__class__, module.tile_size = _tiled_class(type(module)), size
     return model
 
@@ -82,22 +92,32 @@ class _Tiled:
 
 
 def _checkpointed_tiles(module: Any, tokens: torch.Tensor, size: int) -> list[torch.Tensor]:
-    if any("CachingTorchDispatchMode" in type(mode).__name__ for mode in _get_current_dispatch_mode_stack()):
+    if any(
+        "CachingTorchDispatchMode" in type(mode).__name__
+        for mode in _get_current_dispatch_mode_stack()
+    ):
         raise ValueError(
             "selective checkpointing keeps what the products of all tiles return, so that tiles save nothing: "
             "checkpoint whole blocks, or call remove_tiled_mlp(model)"
         )
-    empty = tokens.new_empty(0, requires_grad=True)  # tells `checkpoint` the device whose random state it restores
+    empty = tokens.new_empty(
+        0, requires_grad=True
+    )  # tells `checkpoint` the device whose random state it restores
     tokens = _Saved.apply(tokens, empty, size)
     tiles, node = [*tokens.split(size, dim=1)], tokens.grad_fn
     # A checkpoint around all this recomputes until it has what was saved: let it see the input and nothing later.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        parts = [checkpoint(_run, empty, module, tiles, node, i, use_reentrant=False) for i in range(len(tiles))]
+        parts = [
+            checkpoint(_run, empty, module, tiles, node, i, use_reentrant=False)
+            for i in range(len(tiles))
+        ]
     tiles.clear()  # the checkpoints of the tiles hold this list, and must not hold the input
     return parts
 
 
-def _run(empty: torch.Tensor, module: Any, tiles: list[torch.Tensor], node: Any, index: int) -> torch.Tensor:
+def _run(
+    empty: torch.Tensor, module: Any, tiles: list[torch.Tensor], node: Any, index: int
+) -> torch.Tensor:
     if not tiles and not node.tiles:  # backward enters the last tile
         (tokens,) = node.saved_tensors
         node.tiles = [tile.detach().requires_grad_() for tile in tokens.split(node.size, dim=1)]
@@ -122,17 +142,25 @@ class _Saved(torch.autograd.Function):
 @functools.cache
 def _tiled_class(module_class: type) -> type:
     # The name stays: FSDP and device maps find modules by it.
-    return type(module_class.__name__, (_Tiled, module_class), {"__module__": module_class.__module__})
+    return type(
+        module_class.__name__, (_Tiled, module_class), {"__module__": module_class.__module__}
+    )
 
 
 def _token_wise(model: Any, norms: bool) -> list[torch.nn.Module]:
     blocks = decoder_blocks(model)
     modules = [getattr(block, "mlp", None) for block in blocks]
     if norms:
-        trunk = next(module for module in model.modules() if any(child is blocks for child in module.children()))
-        modules += (found := [norm for owner in (trunk, *blocks) for norm in block_norms(owner)])
+        trunk = next(
+            module
+            for module in model.modules()
+            if any(child is blocks for child in module.children())
+        )
+        modules += (found := [norm for owner in (trunk, *blocks) for norm in norms_of(owner)])
         if not found or any(isinstance(norm, torch.nn.LayerNorm) for norm in found):
-            raise ValueError("norms=True is for RMSNorm; a LayerNorm saves nothing but its input: pass norms=False")
+            raise ValueError(
+                "norms=True is for RMSNorm; a LayerNorm saves nothing but its input: pass norms=False"
+            )
     for module in modules:
         if reason := _why_not(module):
             raise ValueError(f"{type(module).__name__} in {type(blocks[0]).__name__} {reason}")
@@ -146,7 +174,9 @@ def _why_not(module: torch.nn.Module | None) -> str | None:
     if names & ROUTERS or any(parameter.dim() > 2 for parameter in module.parameters()):
         return "is a mixture of experts, whose router may look at all tokens: only dense MLPs can be tiled"
     if "forward" in vars(module):
-        return "has a forward of its own (of a device map or a kernel library): no tile would ever run"
+        return (
+            "has a forward of its own (of a device map or a kernel library): no tile would ever run"
+        )
     inputs = inspect.signature(module.forward).parameters.values()
     if sum(x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD for x in inputs) != 1:
         return f"reads more than the hidden states: {', '.join(map(str, inputs))}"
@@ -160,7 +190,13 @@ def _size(model: Any, tile_size: int | None) -> int:
 
 
 def estimate_tiled_mlp(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, tile_size: int | None = None, norms: bool = False
+    budget: Budget,
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    tile_size: int | None = None,
+    norms: bool = False,
 ) -> Budget:
     """Estimate it after what changes batch, attention, loss, precision or adapters, and before checkpointing.
 
@@ -169,20 +205,33 @@ def estimate_tiled_mlp(
     _token_wise(model, norms)
     plain, blocks = budget_of(model, batch_size=batch_size, seq_len=seq_len), decoder_blocks(model)
     T, D, size = batch_size * seq_len, model.config.hidden_size, model.dtype.itemsize
-    (Q, KV, F), t, norm = projection_widths(model.config), min(T, _size(model, tile_size)), block_norms(blocks[0])
+    (Q, KV, F), t, norm = (
+        projection_widths(model.config),
+        min(T, _size(model, tile_size)),
+        norms_of(blocks[0]),
+    )
     head = model.get_output_embeddings().weight
     read = size * head.requires_grad  # bytes per element that the head saves
     inner = final_norm_bytes(model) // D - read  # … that a norm saves, beside its output
     kept, rms = size if norms else inner, not norms and not isinstance(norm[0], torch.nn.LayerNorm)
-    saved = 4 if any("gate_proj" in name for name, _ in blocks[0].named_modules()) else 5  # [T, F] in an MLP
+    saved = (
+        4 if any("gate_proj" in name for name, _ in blocks[0].named_modules()) else 5
+    )  # [T, F] in an MLP
     one_block = budget.one_block - T * (saved * size * F + len(norm) * D * (inner - kept))
-    activations = budget.activations - len(blocks) * (budget.one_block - one_block) - T * D * (inner - kept)
+    activations = (
+        budget.activations - len(blocks) * (budget.one_block - one_block) - T * D * (inner - kept)
+    )
 
     weights = [tensor_bytes(p) for p in blocks[0].mlp.parameters() if p.requires_grad] or [0]
-    sums = min(sum(weights), budget.gradients // len(blocks))  # of adapters: less than of what they adapt
+    sums = min(
+        sum(weights), budget.gradients // len(blocks)
+    )  # of adapters: less than of what they adapt
     one, many, wide = min(max(weights), sums), t < T, size * t * F
     # As silu(gate) and up get their gradients, or as the gradient of one weight is added to the sum so far.
-    tile = max((saved + 2) * wide + (sums if many else one), (saved - 1) * wide + sums + 2 * many * (wide + one))
+    tile = max(
+        (saved + 2) * wide + (sums if many else one),
+        (saved - 1) * wide + sums + 2 * many * (wide + one),
+    )
     behind = len(norm) == 4  # Gemma 2: a norm behind the MLP, whose backward comes first
     scores = min(plain.block_gradients, budget.block_gradients)
     inside = max(
@@ -193,8 +242,16 @@ def estimate_tiled_mlp(
         (scores + 4 * T * size * F) * (scores > T * size * (D + 2 * F)),  # … of [heads, S, S]
     )
     if any("rotary" in name for name, _ in model.named_modules()):
-        inside += 2 * seq_len * size * Q // model.config.num_attention_heads  # cos and sin: alive all the time
+        inside += (
+            2 * seq_len * size * Q // model.config.num_attention_heads
+        )  # cos and sin: alive all the time
     # With a small loss: the peak in the final norm's backward, or in the last block's, beside the head's gradient.
-    last = inside + min(budget.gradients, tensor_bytes(head) * head.requires_grad) - T * D * (kept + read)
-    activations += max(budget.loss, T * D * (24 - kept - read if rms else 3 * size), last) - max(budget.loss, inside)
+    last = (
+        inside
+        + min(budget.gradients, tensor_bytes(head) * head.requires_grad)
+        - T * D * (kept + read)
+    )
+    activations += max(budget.loss, T * D * (24 - kept - read if rms else 3 * size), last) - max(
+        budget.loss, inside
+    )
     return budget.change(activations=activations, one_block=one_block, block_gradients=inside)

@@ -70,9 +70,15 @@ def eight_bit_adamw(
         raise ValueError(f"library={library!r}: choose 'bitsandbytes' or 'torchao'")
     if library == "torchao":
         if paged or embedding_bits != 8:
-            raise ValueError("torchao does not page and stores every state in 8 bits: paged=False, embedding_bits=8")
+            raise ValueError(
+                "torchao does not page and stores every state in 8 bits: paged=False, embedding_bits=8"
+            )
         module = isinstance(model_or_params, torch.nn.Module)
-        params = [p for p in model_or_params.parameters() if p.requires_grad] if module else model_or_params
+        params = (
+            [p for p in model_or_params.parameters() if p.requires_grad]
+            if module
+            else model_or_params
+        )
         return _torchao_class()(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     if isinstance(model_or_params, torch.nn.Module):
         params = _groups(model_or_params, embedding_bits)
@@ -112,7 +118,9 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
         elif isinstance(value, torch.Tensor):
             yield value
 
-    tensors = [t for state in optimizer.state.values() for value in state.values() for t in parts(value)]
+    tensors = [
+        t for state in optimizer.state.values() for value in state.values() for t in parts(value)
+    ]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -140,12 +148,16 @@ def _torchao_class() -> type[torch.optim.Optimizer]:
         mode that looks at every operator, as `PeakMemory` does on a CPU."""
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            on_cpu = any(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+            on_cpu = any(
+                p.device.type == "cpu" for group in self.param_groups for p in group["params"]
+            )
             compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
             eager = (on_cpu and not compiler) or _get_current_dispatch_mode() is not None
             stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
             with stance, warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of torch.compile's cache, about torchao's tensors
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # of torch.compile's cache, about torchao's tensors
                 return super().step(closure)
 
     return AdamW8bit

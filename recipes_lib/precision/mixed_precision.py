@@ -35,14 +35,17 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, block_bytes, block_norms, projection_widths
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks, norms_of, projection_widths
 from recipes_lib.core.machine import machine
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.plain_step import block_bytes
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def mixed_precision(*, dtype: torch.dtype | None = None, device: str | None = None) -> MixedPrecision:
+def mixed_precision(
+    *, dtype: torch.dtype | None = None, device: str | None = None
+) -> MixedPrecision:
     """Choose the precision of a training loop: its forward context, its backward and its optimizer step.
 
         mp = mixed_precision()
@@ -58,7 +61,9 @@ def mixed_precision(*, dtype: torch.dtype | None = None, device: str | None = No
     """
     dtype, device = dtype or machine().compute_dtype, torch.device(device or machine().device).type
     if dtype not in NAMES:
-        raise ValueError(f"dtype={dtype}: mixed precision computes in torch.bfloat16, float16 or float32 (off)")
+        raise ValueError(
+            f"dtype={dtype}: mixed precision computes in torch.bfloat16, float16 or float32 (off)"
+        )
     # Here GradScaler would only warn, switch itself off, and let fp16 gradients vanish.
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no CUDA device: use device='cpu'")
@@ -72,7 +77,9 @@ class MixedPrecision:
         self.dtype, self.device = dtype, device
         self.scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
         self._backward_ran = False
-        self.gradient_norm: torch.Tensor | None = None  # before clipping, of the last step that clipped
+        self.gradient_norm: torch.Tensor | None = (
+            None  # before clipping, of the last step that clipped
+        )
 
     def autocast(self) -> torch.autocast:
         """A new context for one forward; leave it before `backward`, which repeats the forward's dtypes."""
@@ -90,7 +97,9 @@ class MixedPrecision:
         Raises ValueError for 16-bit parameters, for no gradients, and for gradients that `backward`
         did not scale: divided by the scale they would be far too small, and Adam would hide it.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        ]
         low = {NAMES[p.dtype] for p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
         if low:
             raise ValueError(
@@ -99,11 +108,17 @@ class MixedPrecision:
             )
         if getattr(optimizer, "takes_gradients_in_backward", False):
             if self.scaler.is_enabled() or max_grad_norm is not None:
-                raise ValueError("this optimizer took the gradients in backward: too late to unscale or clip them here")
+                raise ValueError(
+                    "this optimizer took the gradients in backward: too late to unscale or clip them here"
+                )
         elif all(p.grad is None for p in parameters):
-            raise ValueError("no parameter of this optimizer has a gradient: call backward(loss) before step")
+            raise ValueError(
+                "no parameter of this optimizer has a gradient: call backward(loss) before step"
+            )
         if self.scaler.is_enabled() and not self._backward_ran:
-            raise ValueError("fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()")
+            raise ValueError(
+                "fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()"
+            )
         self._backward_ran = False
         if max_grad_norm is not None:  # the norm of scaled gradients would clip everything
             self.scaler.unscale_(optimizer)
@@ -136,7 +151,12 @@ class MixedPrecision:
 
 
 def estimate_mixed_precision(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, dtype: torch.dtype = torch.bfloat16
+    budget: Budget,
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Budget:
     """The same step under autocast, for fp32 weights: activations shrink, 16-bit copies of the weights add.
 
@@ -148,8 +168,14 @@ def estimate_mixed_precision(
         return budget
     weights = [weight for _, _, weight in _linears(model)]
     if any(weight.dtype is not torch.float32 for weight in weights):
-        raise ValueError(f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast")
-    tokens, blocks, head = batch_size * seq_len, decoder_blocks(model), model.get_output_embeddings().weight
+        raise ValueError(
+            f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast"
+        )
+    tokens, blocks, head = (
+        batch_size * seq_len,
+        decoder_blocks(model),
+        model.get_output_embeddings().weight,
+    )
     block = autocast_block_bytes(model, seq_len=seq_len)
     final_norm = model.config.hidden_size * (8 + 2 * head.requires_grad)
     copies = 2 * sum(weight.numel() for weight in weights)  # saved for backward, frozen or not
@@ -167,21 +193,29 @@ def autocast_block_bytes(model: Any, *, seq_len: int) -> int:
     leaves = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
     hidden, heads = config.hidden_size, config.num_attention_heads
     q, kv, feed_forward = projection_widths(config)
-    norms = block_norms(block)
+    norms = norms_of(block)
     trained = any(p.requires_grad for p in norms[0].parameters())
     layer_norm = isinstance(norms[0], torch.nn.LayerNorm)
-    total = len(norms) * hidden * (8 if trained and not layer_norm else 4)  # fp32: input, normalised input
+    total = (
+        len(norms) * hidden * (8 if trained and not layer_norm else 4)
+    )  # fp32: input, normalised input
     # Each linear casts its input for itself (Q, K and V: three copies), and keeps it if its weight trains.
     for name, inputs, weight in _linears(block):
         # The attention's output is in 16 bits already and is counted below.
         if weight.requires_grad and not re.search(r"attn.*(o_proj|c_proj)", name):
             total += 2 * inputs
     total += 2 * (2 * q + 2 * kv)
-    if config._attn_implementation == "eager":  # K and V repeated; softmax in fp32 and cast, soft-capped scores
-        total += 2 * (2 * q - 2 * kv) + heads * seq_len * (8 if config.model_type.startswith("gemma2") else 6)
+    if (
+        config._attn_implementation == "eager"
+    ):  # K and V repeated; softmax in fp32 and cast, soft-capped scores
+        total += 2 * (2 * q - 2 * kv) + heads * seq_len * (
+            8 if config.model_type.startswith("gemma2") else 6
+        )
     if "q_norm" in leaves:  # an fp32 copy of the 16-bit input, and the normalised one
         total += (4 + 2 * trained) * (q + kv)
-    if "gate_proj" in leaves:  # gate, activated gate and up; the down projection keeps its own input
+    if (
+        "gate_proj" in leaves
+    ):  # gate, activated gate and up; the down projection keeps its own input
         return total + 6 * feed_forward
     # GPT-2's gelu_new keeps four tensors; on CUDA its power, and what follows, runs in fp32.
     return total + (8 if model.device.type == "cpu" else 14) * feed_forward
@@ -190,6 +224,8 @@ def autocast_block_bytes(model: Any, *, seq_len: int) -> int:
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Name, input features and weight of the layers that autocast casts; quantized ones cast for themselves."""
     for name, module in model.named_modules():
-        conv1d = type(module).__name__ == "Conv1D"  # GPT-2's linear layer, with its weight transposed
+        conv1d = (
+            type(module).__name__ == "Conv1D"
+        )  # GPT-2's linear layer, with its weight transposed
         if (conv1d or isinstance(module, torch.nn.Linear)) and module.weight.is_floating_point():
             yield name, module.weight.shape[0 if conv1d else 1], module.weight

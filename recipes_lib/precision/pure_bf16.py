@@ -39,7 +39,11 @@ from torch.optim.adamw import adamw
 from recipes_lib.core.budget import Budget
 
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}  # per parameter
-STEP_BYTES = {"stochastic": 22, "nearest": 0, "master": 4}  # per element of the chunk that is being updated
+STEP_BYTES = {
+    "stochastic": 22,
+    "nearest": 0,
+    "master": 4,
+}  # per element of the chunk that is being updated
 SPARE = 8  # elements: shifts the random bits, and keeps them aligned
 
 
@@ -65,7 +69,9 @@ def bf16_adamw(
     if isinstance(model_or_params, torch.nn.Module):
         model_or_params = [p for p in model_or_params.parameters() if p.requires_grad]
         if not model_or_params:
-            raise ValueError("the model has no trainable parameter: set requires_grad before this call")
+            raise ValueError(
+                "the model has no trainable parameter: set requires_grad before this call"
+            )
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return BF16AdamW(model_or_params, seed=seed, rounding=rounding, **options)
 
@@ -104,7 +110,9 @@ class BF16AdamW(torch.optim.Optimizer):
         if not state:
             dtype = torch.float32 if rounding == "master" else torch.bfloat16
             state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(p.shape, dtype=dtype, device=p.device) for _ in "mv")
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros(p.shape, dtype=dtype, device=p.device) for _ in "mv"
+            )
             if rounding == "master":
                 state["master"] = p.float().contiguous()
         state["step"] += 1
@@ -126,7 +134,9 @@ class BF16AdamW(torch.optim.Optimizer):
         saved = [group.get("rounding") for group in state_dict["param_groups"]]
         own = [group["rounding"] for group in self.param_groups]
         if saved != own:
-            raise ValueError(f"the checkpoint has rounding {saved}, this optimizer {own}: make it with the same")
+            raise ValueError(
+                f"the checkpoint has rounding {saved}, this optimizer {own}: make it with the same"
+            )
         super().load_state_dict(state_dict)
         # That cast every state to its parameter's dtype: without what follows, fp32 masters resume as bf16.
         for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
@@ -157,7 +167,11 @@ def stochastic_round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def random_bits(count: int, *, generator: torch.Generator) -> torch.Tensor:
     """Draw `count` int32 numbers from 0 to 2**16 - 1 on the generator's device, four from each 64-bit number."""
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=generator.device)
-    return words.random_(-(2**63), None, generator=generator).view(torch.uint16)[:count].to(torch.int32)
+    return (
+        words.random_(-(2**63), None, generator=generator)
+        .view(torch.uint16)[:count]
+        .to(torch.int32)
+    )
 
 
 def estimate_pure_bf16(budget: Budget, model: Any, *, rounding: str) -> Budget:
@@ -170,16 +184,30 @@ def estimate_pure_bf16(budget: Budget, model: Any, *, rounding: str) -> Budget:
     return budget.change(states=states, embedding_gradient=max(budget.embedding_gradient, chunk))
 
 
-def _step(parts: list, gradient: torch.Tensor, step: int, group: dict, generator: torch.Generator) -> None:
+def _step(
+    parts: list, gradient: torch.Tensor, step: int, group: dict, generator: torch.Generator
+) -> None:
     """Update a chunk of weight, exp_avg and exp_avg_sq in place: PyTorch's fused AdamW, then the rounding."""
     stochastic = group["rounding"] == "stochastic"
     # On bf16 tensors the fused kernel computes in fp32 as well, and rounds to nearest.
     values = [part.float() for part in parts] if stochastic else parts
     weight, exp_avg, exp_avg_sq = ([value] for value in values)
     steps = [torch.full((), step - 1.0, device=gradient.device)]  # the function counts up by itself
-    options = {name: group[name] for name in ("lr", "eps", "weight_decay")} | {"amsgrad": False, "maximize": False}
+    options = {name: group[name] for name in ("lr", "eps", "weight_decay")} | {
+        "amsgrad": False,
+        "maximize": False,
+    }
     options |= dict(zip(("beta1", "beta2"), group["betas"]))
-    adamw(weight, [gradient.to(weight[0].dtype)], exp_avg, exp_avg_sq, [], steps, fused=True, **options)
+    adamw(
+        weight,
+        [gradient.to(weight[0].dtype)],
+        exp_avg,
+        exp_avg_sq,
+        [],
+        steps,
+        fused=True,
+        **options,
+    )
     if stochastic:
         # Drawing costs more than rounding, so the three share one draw, shifted: no element meets its own bits again.
         bits = random_bits(len(gradient) + 2 * SPARE, generator=generator)
@@ -197,4 +225,6 @@ def _check(params: list[torch.Tensor], *, rounding: str) -> None:
         raise ValueError(f"rounding={rounding!r}: choose one of {', '.join(STATE_BYTES)}")
     wrong = {str(p.dtype) for p in params if p.requires_grad and p.dtype is not torch.bfloat16}
     if wrong:
-        raise ValueError(f"trainable weights in {', '.join(wrong)}: call model.to(torch.bfloat16) before this")
+        raise ValueError(
+            f"trainable weights in {', '.join(wrong)}: call model.to(torch.bfloat16) before this"
+        )

@@ -38,8 +38,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import projection_widths
-from recipes_lib.core.model import decoder_blocks
+from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 
 Stages = Sequence[tuple[int, float]]
 
@@ -96,30 +95,42 @@ def _batches(tokens, lengths, pieces, together, seed, start_step, device):
         yield {"input_ids": ids, "labels": ids.clone()}
 
 
-def curriculum_schedule(*, stages: Stages, tokens_per_step: int, steps: int) -> list[tuple[int, int]]:
+def curriculum_schedule(
+    *, stages: Stages, tokens_per_step: int, steps: int
+) -> list[tuple[int, int]]:
     """The stages as (length, number of steps); the numbers sum to `steps`. Raises ValueError as above."""
     lengths, shares = [length for length, _ in stages], [share for _, share in stages]
     longest = lengths[-1] if lengths else 0
     if not lengths or lengths[0] < 2 or any(b <= a for a, b in itertools.pairwise(lengths)):
         raise ValueError(f"stages have the lengths {lengths}: give ascending ones of 2 or more")
-    if any(longest % length for length in lengths) or tokens_per_step < 1 or tokens_per_step % longest:
+    if (
+        any(longest % length for length in lengths)
+        or tokens_per_step < 1
+        or tokens_per_step % longest
+    ):
         raise ValueError(
             f"lengths {lengths}, tokens_per_step={tokens_per_step}: each length must divide the longest, and the "
             f"longest the tokens of a step, so that whole rows fill it"
         )
     if min(shares) <= 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise ValueError(f"stages have the shares {shares}: give positive ones that sum to 1, not to {sum(shares):g}")
+        raise ValueError(
+            f"stages have the shares {shares}: give positive ones that sum to 1, not to {sum(shares):g}"
+        )
     ends = [round(steps * share) for share in itertools.accumulate(shares)]
     counts = [end - start for start, end in zip([0, *ends], ends)]
     if min(counts) < 1:
-        raise ValueError(f"steps={steps} gives the stages {counts} steps: raise it, or drop a stage")
+        raise ValueError(
+            f"steps={steps} gives the stages {counts} steps: raise it, or drop a stage"
+        )
     return list(zip(lengths, counts))
 
 
 def flops_per_token(model: Any, *, seq_len: int) -> float:
     """Operations of forward and backward per token: 6 P + 6 L Q S. Causal attention reads S/2 keys on average."""
     # What is looked up multiplies nothing, unless it is the output layer as well.
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    tables = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
     tables -= {id(model.get_output_embeddings().weight)}
     multiplied = sum(p.numel() for p in model.parameters() if id(p) not in tables)
     layers, width = len(decoder_blocks(model)), projection_widths(model.config)[0]
@@ -147,7 +158,9 @@ def train_curriculum(
 
     Small on purpose, to compare schedules: one stage of share 1 is training at a fixed length.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
     warmup = max(1, steps // 20)
 
     def rate(step: int) -> float:
@@ -184,10 +197,14 @@ def compare_at_equal_compute(
     for seed, (name, stages) in itertools.product(seeds, schedules.items()):
         torch.manual_seed(seed)
         model = build()
-        last, full = (flops_per_token(model, seq_len=length) for length in (stages[-1][0], held_out.shape[1]))
+        last, full = (
+            flops_per_token(model, seq_len=length) for length in (stages[-1][0], held_out.shape[1])
+        )
         count = round(steps * full / (last * estimate_curriculum(model, stages=stages)))
         sizes = {"tokens_per_step": held_out.shape[1], "steps": count, "seed": seed}
         train_curriculum(model, tokens, stages=stages, learning_rate=learning_rate, **sizes)
         with torch.no_grad():
-            reached[name].append(model(input_ids=held_out, labels=held_out, use_cache=False).loss.item())
+            reached[name].append(
+                model(input_ids=held_out, labels=held_out, use_cache=False).loss.item()
+            )
     return reached

@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, split_budget
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.training.gradient_accumulation import split_budget
 
 # What torch says when memory ends in a library or driver call instead of its own allocator. An NCCL failure
 # is left out on purpose: afterwards its communicator is broken and a repeated step cannot succeed.
@@ -59,7 +60,9 @@ class Attempt:
 
     def __str__(self) -> str:
         peak = f", peak {self.peak_bytes / 2**20:,.0f} MiB" if self.peak_bytes else ""
-        return f"{self.micro_batches} micro-batches: {'fits' if self.fits else 'out of memory'}{peak}"
+        return (
+            f"{self.micro_batches} micro-batches: {'fits' if self.fits else 'out of memory'}{peak}"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,12 @@ class FittedStep:
 
 
 def fit_micro_batches(
-    step: Callable[[int], Any], *, model: Any, batch_size: int, micro_batches: int = 1, measure_peaks: bool = False
+    step: Callable[[int], Any],
+    *,
+    model: Any,
+    batch_size: int,
+    micro_batches: int = 1,
+    measure_peaks: bool = False,
 ) -> FittedStep:
     """Run `step(k)` with the first k, from `micro_batches` upwards, that fits into memory.
 
@@ -141,7 +149,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
-def estimate_dynamic_batch(budget: Budget, model: Any, *, batch_size: int, seq_len: int, limit_bytes: int) -> int:
+def estimate_dynamic_batch(
+    budget: Budget, model: Any, *, batch_size: int, seq_len: int, limit_bytes: int
+) -> int:
     """The k that `fit_micro_batches` will find under `limit_bytes`, from the budget of the full batch.
 
     Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
@@ -160,8 +170,13 @@ def estimate_dynamic_batch(budget: Budget, model: Any, *, batch_size: int, seq_l
 
 def _check(model: Any, batch_size: int, micro_batches: int) -> None:
     if micro_batches < 1 or batch_size < 1 or batch_size % micro_batches:
-        raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide batch_size={batch_size}")
-    if any(getattr(p, "steps_in_backward", False) or hasattr(p, "offloaded_optimizer") for p in model.parameters()):
+        raise ValueError(
+            f"micro_batches={micro_batches} must be 1 or more and divide batch_size={batch_size}"
+        )
+    if any(
+        getattr(p, "steps_in_backward", False) or hasattr(p, "offloaded_optimizer")
+        for p in model.parameters()
+    ):
         raise ValueError(
             "the optimizer takes gradients in backward, so a failed step cannot be taken back: use one of the two"
         )

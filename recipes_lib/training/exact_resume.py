@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import tensor_bytes
+from recipes_lib.core.sizes import tensor_bytes
 
 
 def save_checkpoint(
@@ -97,14 +97,22 @@ def load_checkpoint(
         raise ValueError(f"{path} is damaged, or no checkpoint of this kind: {error}") from error
     differ = [name for name in {**saved, **run} if saved.get(name) != run.get(name)]
     if differ:
-        pairs = "; ".join(f"{name}: {saved.get(name)!r} there, {run.get(name)!r} here" for name in differ)
-        raise ValueError(f"{path} belongs to another run ({pairs}): resume with its settings, or use another folder")
+        pairs = "; ".join(
+            f"{name}: {saved.get(name)!r} there, {run.get(name)!r} here" for name in differ
+        )
+        raise ValueError(
+            f"{path} belongs to another run ({pairs}): resume with its settings, or use another folder"
+        )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shapes = {name: tuple(p.shape) for name, p in trainable.items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if shapes != theirs or set(state["parts"]) != set(parts or {}):
-        odd = sorted({name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name)})
-        raise ValueError(f"{path} holds other trainable weights or parts: {odd[:3] or sorted(state['parts'])}")
+        odd = sorted(
+            {name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name)}
+        )
+        raise ValueError(
+            f"{path} holds other trainable weights or parts: {odd[:3] or sorted(state['parts'])}"
+        )
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(weights[name])

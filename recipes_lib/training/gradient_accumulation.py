@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, split_budget
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.data import IGNORED
 
 Batch = dict[str, torch.Tensor]
@@ -41,12 +41,18 @@ def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
     """
     # The model predicts token t+1 from token t, so the labels move one to the left.
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
-    output = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False)
+    output = model(
+        **{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False
+    )
     if getattr(output, "aux_loss", None) is not None:
-        raise ValueError("the router's auxiliary loss would be left out: set config.output_router_logits = False")
+        raise ValueError(
+            "the router's auxiliary loss would be left out: set config.output_router_logits = False"
+        )
     logits = output.logits.float().flatten(0, 1)  # [B*S, V]
     del output  # the loss keeps what it needs
-    return torch.nn.functional.cross_entropy(logits, shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits, shifted.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def accumulate_gradients(
@@ -71,7 +77,9 @@ def accumulate_gradients(
     """
     micros = _split(batch, micro_batches)
     if len(micros) > 1 and any(getattr(p, "steps_in_backward", False) for p in model.parameters()):
-        raise ValueError("the optimizer steps in backward, so no gradient is left to accumulate: use one of the two")
+        raise ValueError(
+            "the optimizer steps in backward, so no gradient is left to accumulate: use one of the two"
+        )
     targets = torch.stack([(micro["labels"][:, 1:] != IGNORED).sum() for micro in micros]).sum()
     if targets == 0:
         raise ValueError(f"every label is {IGNORED}: the batch has no token to train on")
@@ -86,7 +94,9 @@ def accumulate_gradients(
 
 def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Batch]:
     if (micro_batches is None) == isinstance(batch, dict) or not batch:
-        raise ValueError("give one batch and the number of micro_batches, or a sequence of micro-batches alone")
+        raise ValueError(
+            "give one batch and the number of micro_batches, or a sequence of micro-batches alone"
+        )
     for part in [batch] if isinstance(batch, dict) else batch:
         if not {"input_ids", "labels"} <= part.keys():
             raise ValueError(f"the batch has {sorted(part)}: input_ids and labels are needed")
@@ -94,12 +104,18 @@ def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Ba
         return list(batch)
     batch_size = batch["input_ids"].shape[0]
     if micro_batches < 1 or batch_size == 0 or batch_size % micro_batches:
-        raise ValueError(f"micro_batches={micro_batches} must be 1 or more and divide the batch size {batch_size}")
-    return [{name: t.chunk(micro_batches)[i] for name, t in batch.items()} for i in range(micro_batches)]
+        raise ValueError(
+            f"micro_batches={micro_batches} must be 1 or more and divide the batch size {batch_size}"
+        )
+    return [
+        {name: t.chunk(micro_batches)[i] for name, t in batch.items()} for i in range(micro_batches)
+    ]
 
 
 def estimate_gradient_accumulation(
     budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int
 ) -> Budget:
     """The budget of the full batch, split in k: activations and loss shrink, gradients are carried."""
-    return split_budget(budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches)
+    return split_budget(
+        budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches
+    )

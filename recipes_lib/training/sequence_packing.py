@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, projection_widths
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.model import decoder_blocks
 
 Row = dict[str, list[int]]
 
@@ -75,7 +75,9 @@ def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
             f"it out, split it, or raise length"
         )
     bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, bin), sorted: the first that is large enough fits best
+    free: list[
+        tuple[int, int]
+    ] = []  # (room, bin), sorted: the first that is large enough fits best
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect.bisect_left(free, (lengths[i], -1))
         if at == len(free):
@@ -155,7 +157,9 @@ def estimate_sequence_packing(
     """How many times fewer tokens are processed than in batches of `batch_size` padded rows: the speed-up as far as
     time is proportional to tokens. `packs_per_batch` packed rows are padded to the longest of them."""
     packs = [sum(lengths[i] for i in members) for members in best_fit(lengths, length=length)]
-    return padded_tokens(lengths, batch_size=batch_size) / padded_tokens(packs, batch_size=packs_per_batch)
+    return padded_tokens(lengths, batch_size=batch_size) / padded_tokens(
+        packs, batch_size=packs_per_batch
+    )
 
 
 def estimate_packed_attention(

@@ -58,27 +58,39 @@ def track(
     with _run(folder, backend, run_name, new=resume_step is None) as (rows, start):
         if bool(rows) != (resume_step is not None):
             state = f"{backend} run {run_name!r} in {folder} has {len(rows)} values"
-            raise ValueError(f"resume_step={resume_step}, {state}: pass it to continue a run, not to begin one")
+            raise ValueError(
+                f"resume_step={resume_step}, {state}: pass it to continue a run, not to begin one"
+            )
         return Tracker(resume_step or 0, *start(settings or {}, resume_step))
 
 
-def read_back(folder: str | Path, *, backend: str, run_name: str = "run") -> dict[str, list[tuple[int, float]]]:
+def read_back(
+    folder: str | Path, *, backend: str, run_name: str = "run"
+) -> dict[str, list[tuple[int, float]]]:
     """What the library's own reader finds: name -> (step, value), the newest of each step. Raises as `track` does."""
     with _run(folder, backend, run_name, new=False) as (rows, _):
         if not rows:
-            raise ValueError(f"{backend} run {run_name!r} in {folder} has no values: check the three")
+            raise ValueError(
+                f"{backend} run {run_name!r} in {folder} has no values: check the three"
+            )
     last, kept = 0, {}
     for _, step, name, value in sorted(rows):
         if step < last:  # the run was resumed here
-            kept = {old: {s: v for s, v in values.items() if s < step} for old, values in kept.items()}
+            kept = {
+                old: {s: v for s, v in values.items() if s < step} for old, values in kept.items()
+            }
         kept.setdefault(name, {})[step], last = value, step
     return {name: list(values.items()) for name, values in kept.items() if values}
 
 
 def estimate_tracking(*, scalars: int, steps: int, tag_length: int = 15) -> int:
     """Bytes of the TensorBoard file of steps 0 to `steps - 1`, without header and settings (a few hundred)."""
-    record = 16 + 9 + tag_length + 5 + 6  # length and checksums, time, name, float32, what wraps the two
-    varints = sum(1 + (step.bit_length() + 6) // 7 for step in range(1, steps))  # a step of 0 is left out
+    record = (
+        16 + 9 + tag_length + 5 + 6
+    )  # length and checksums, time, name, float32, what wraps the two
+    varints = sum(
+        1 + (step.bit_length() + 6) // 7 for step in range(1, steps)
+    )  # a step of 0 is left out
     return scalars * (steps * record + varints)
 
 
@@ -97,15 +109,25 @@ class Tracker(contextlib.AbstractContextManager):
         begins with a letter and has only letters, digits and _ . / -.
         """
         if not self._open or not values:
-            raise ValueError(f"log({step}): the tracker is closed, or there is no value such as loss=2.5")
+            raise ValueError(
+                f"log({step}): the tracker is closed, or there is no value such as loss=2.5"
+            )
         if int(step) != step or step < self._step:
-            raise ValueError(f"step {step}: steps are whole and never go back; this one is {self._step} or more")
+            raise ValueError(
+                f"step {step}: steps are whole and never go back; this one is {self._step} or more"
+            )
         if wrong := [name for name in values if not re.fullmatch(r"[^\W\d_][\w./-]*", name)]:
-            raise ValueError(f"names {wrong}: begin with a letter, go on with letters, digits and _ . / -")
+            raise ValueError(
+                f"names {wrong}: begin with a letter, go on with letters, digits and _ . / -"
+            )
         try:
-            numbers = {name: float(v.item() if hasattr(v, "item") else v) for name, v in values.items()}
+            numbers = {
+                name: float(v.item() if hasattr(v, "item") else v) for name, v in values.items()
+            }
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{', '.join(values)}: each is one number, such as loss.mean(); {error}") from error
+            raise ValueError(
+                f"{', '.join(values)}: each is one number, such as loss.mean(); {error}"
+            ) from error
         self._step = int(step)
         self._write(self._step, numbers)
 
@@ -120,7 +142,9 @@ class Tracker(contextlib.AbstractContextManager):
 
 
 @contextlib.contextmanager
-def _run(folder: str | Path, backend: str, run_name: str, *, new: bool) -> Iterator[tuple[list, Callable]]:
+def _run(
+    folder: str | Path, backend: str, run_name: str, *, new: bool
+) -> Iterator[tuple[list, Callable]]:
     """All (time, step, name, value) of a run, and what starts it. Inside, libraries write only there, send nothing."""
     backends = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}
     if backend not in backends:
@@ -144,7 +168,9 @@ def _tensorboard(path: Path, _: Any) -> tuple[list, Callable]:
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}, purge_orphaned_data=False)
     names = events.Reload().Tags()["scalars"] if path.exists() else []
 
-    def start(settings: dict[str, Any], resume_step: int | None) -> tuple[Callable, Callable, Callable]:
+    def start(
+        settings: dict[str, Any], resume_step: int | None
+    ) -> tuple[Callable, Callable, Callable]:
         writer = SummaryWriter(str(path), purge_step=resume_step, flush_secs=1)  # not 120
         writer.add_text("settings", json.dumps(settings, default=str))
 
@@ -154,16 +180,24 @@ def _tensorboard(path: Path, _: Any) -> tuple[list, Callable]:
 
         return write, writer.flush, lambda failed: writer.close()
 
-    return [(e.wall_time, e.step, name, e.value) for name in names for e in events.Scalars(name)], start
+    return [
+        (e.wall_time, e.step, name, e.value) for name in names for e in events.Scalars(name)
+    ], start
 
 
 def _mlflow(path: Path, mlflow: Any) -> tuple[list, Callable]:
     # A store of files needs no package beside mlflow-skinny; a database needs sqlalchemy and alembic.
     client = mlflow.MlflowClient(tracking_uri=(path.parent / "mlruns").as_uri())
     run = next(iter(client.search_runs(["0"], f"attributes.run_name = '{path.name}'")), None)
-    points = [p for name in run.data.metrics for p in client.get_metric_history(run.info.run_id, name)] if run else []
+    points = (
+        [p for name in run.data.metrics for p in client.get_metric_history(run.info.run_id, name)]
+        if run
+        else []
+    )
 
-    def start(settings: dict[str, Any], resume_step: int | None) -> tuple[Callable, Callable, Callable]:
+    def start(
+        settings: dict[str, Any], resume_step: int | None
+    ) -> tuple[Callable, Callable, Callable]:
         run_id = (run or client.create_run("0", run_name=path.name)).info.run_id
         client.update_run(run_id, status="RUNNING")
         for name, value in settings.items():
@@ -171,9 +205,15 @@ def _mlflow(path: Path, mlflow: Any) -> tuple[list, Callable]:
 
         def write(step: int, values: dict[str, float]) -> None:
             now, metric = int(time.time() * 1000), mlflow.entities.Metric
-            client.log_batch(run_id, [metric(name, value, now, step) for name, value in values.items()])
+            client.log_batch(
+                run_id, [metric(name, value, now, step) for name, value in values.items()]
+            )
 
-        return write, lambda: None, lambda failed: client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
+        return (
+            write,
+            lambda: None,
+            lambda failed: client.set_terminated(run_id, "FAILED" if failed else "FINISHED"),
+        )
 
     return [(point.timestamp, point.step, point.key, point.value) for point in points], start
 
@@ -181,20 +221,45 @@ def _mlflow(path: Path, mlflow: Any) -> tuple[list, Callable]:
 def _wandb(path: Path, wandb: Any) -> tuple[list, Callable]:
     items = []
     for file in path.glob("wandb/offline-run-*/*.wandb"):
-        text = subprocess.check_output([sys.executable, "-m", "wandb", "leet", "inspect", "--json", file], text=True)
-        items += [record["history"]["item"] for record in map(json.loads, text.splitlines()) if "history" in record]
+        text = subprocess.check_output(
+            [sys.executable, "-m", "wandb", "leet", "inspect", "--json", file], text=True
+        )
+        items += [
+            record["history"]["item"]
+            for record in map(json.loads, text.splitlines())
+            if "history" in record
+        ]
 
     def start(settings: dict[str, Any], _: int | None) -> tuple[Callable, Callable, Callable]:
-        path.mkdir(parents=True, exist_ok=True)  # without it wandb writes to the system's temporary folder
+        path.mkdir(
+            parents=True, exist_ok=True
+        )  # without it wandb writes to the system's temporary folder
         quiet = {"silent": True, "console": "off", "x_disable_stats": True}
-        quiet |= {"reinit": "create_new", "x_transaction_log_flush_interval": 1}  # no run still open; seconds, not 15
-        run = wandb.init(dir=path, name=path.name, group=path.name, mode="offline", config=settings, settings=quiet)
+        quiet |= {
+            "reinit": "create_new",
+            "x_transaction_log_flush_interval": 1,
+        }  # no run still open; seconds, not 15
+        run = wandb.init(
+            dir=path,
+            name=path.name,
+            group=path.name,
+            mode="offline",
+            config=settings,
+            settings=quiet,
+        )
         run.define_metric("*", step_metric="step")
         return (
-            lambda step, values: run.log({"step": step} | values),  # step=step would hold it back until the next step
+            lambda step, values: run.log(
+                {"step": step} | values
+            ),  # step=step would hold it back until the next step
             lambda: time.sleep(2),  # no call flushes: wait until it has happened
             lambda failed: run.finish(exit_code=int(failed)),
         )
 
-    rows = [(i["_timestamp"], i["step"], n, float(i[n])) for i in items for n in i if n != "step" and n[0] != "_"]
+    rows = [
+        (i["_timestamp"], i["step"], n, float(i[n]))
+        for i in items
+        for n in i
+        if n != "step" and n[0] != "_"
+    ]
     return rows, start

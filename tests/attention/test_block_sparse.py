@@ -38,7 +38,9 @@ def model(request):
 def make_qkv(seq_len, *, batch=2, heads=6, kv_heads=2, width=8, dtype=torch.float32, device="cpu"):
     """In the layout of transformers: [B, S, H, E] seen as [B, H, S, E]."""
     shapes = [(batch, seq_len, h, width) for h in (heads, kv_heads, kv_heads)]
-    return [torch.randn(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shapes
+    ]
 
 
 def make_documents(kind, seq_len, batch=2):
@@ -74,7 +76,9 @@ def test_equal_to_dense_attention(dtype, pattern, documents):
     for seq_len in (1, 37):
         options = pattern | {"documents": make_documents(documents, seq_len), "scale": 0.4}
         qkv = make_qkv(seq_len, dtype=dtype)
-        for got, expected in zip(run(block_sparse_attention, qkv, **options), run(dense, qkv, **options)):
+        for got, expected in zip(
+            run(block_sparse_attention, qkv, **options), run(dense, qkv, **options)
+        ):
             assert got.dtype is dtype
             torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
@@ -82,7 +86,9 @@ def test_equal_to_dense_attention(dtype, pattern, documents):
 @pytest.mark.parametrize("kv_heads", [1, 6])
 def test_one_group_and_no_groups(kv_heads):
     qkv = make_qkv(29, kv_heads=kv_heads)
-    for got, expected in zip(run(block_sparse_attention, qkv, **PATTERN), run(dense, qkv, **PATTERN)):
+    for got, expected in zip(
+        run(block_sparse_attention, qkv, **PATTERN), run(dense, qkv, **PATTERN)
+    ):
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
 
@@ -92,18 +98,40 @@ def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
     pattern = {"block_size": 8, "local": 1}
     exact = run(dense, [x.detach().double().requires_grad_() for x in qkv], **pattern)
     for which in (2, 3):
-        errors = [(run(f, qkv, **pattern)[which] - exact[which]).norm() for f in (block_sparse_attention, dense)]
+        errors = [
+            (run(f, qkv, **pattern)[which] - exact[which]).norm()
+            for f in (block_sparse_attention, dense)
+        ]
         assert errors[0] < 1.1 * errors[1]
 
 
 def test_the_pattern_is_the_one_in_the_picture():
     def picture(**pattern):
-        rows = [[j in keys for j in range(6)] for keys in block_pattern(seq_len=6, block_size=1, **pattern)]
-        assert torch.equal(torch.tensor(rows), block_sparse_mask(seq_len=6, block_size=1, **pattern))
+        rows = [
+            [j in keys for j in range(6)]
+            for keys in block_pattern(seq_len=6, block_size=1, **pattern)
+        ]
+        assert torch.equal(
+            torch.tensor(rows), block_sparse_mask(seq_len=6, block_size=1, **pattern)
+        )
         return ["".join(".■"[read] for read in row) for row in rows]
 
-    assert picture(local=2, global_blocks=1) == ["■.....", "■■....", "■■■...", "■.■■..", "■..■■.", "■...■■"]
-    assert picture(local=1, global_blocks=0, stride=3) == ["■.....", ".■....", "..■...", "■..■..", ".■..■.", "..■..■"]
+    assert picture(local=2, global_blocks=1) == [
+        "■.....",
+        "■■....",
+        "■■■...",
+        "■.■■..",
+        "■..■■.",
+        "■...■■",
+    ]
+    assert picture(local=1, global_blocks=0, stride=3) == [
+        "■.....",
+        ".■....",
+        "..■...",
+        "■..■..",
+        ".■..■.",
+        "..■..■",
+    ]
     inside = block_sparse_mask(seq_len=5, block_size=2, local=1, global_blocks=0)
     assert inside.int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -117,8 +145,13 @@ def test_the_pattern_is_the_one_in_the_picture():
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_estimate_counts_the_mask(pattern):
     for seq_len in (1, 8, 50, 129):
-        share = block_sparse_mask(seq_len=seq_len, **pattern).sum() / torch.ones(seq_len, seq_len).tril().sum()
-        assert estimate_block_sparse(seq_len=seq_len, **pattern) == pytest.approx(share.item(), rel=1e-6)
+        share = (
+            block_sparse_mask(seq_len=seq_len, **pattern).sum()
+            / torch.ones(seq_len, seq_len).tril().sum()
+        )
+        assert estimate_block_sparse(seq_len=seq_len, **pattern) == pytest.approx(
+            share.item(), rel=1e-6
+        )
 
 
 def pairs(attention, *qkv, **options):
@@ -133,14 +166,18 @@ def pairs(attention, *qkv, **options):
     kernels = torch.ops.aten
     custom = {
         kernels._scaled_dot_product_flash_attention_for_cpu: forward,
-        kernels._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, *a, **b: forward(*a, **b),
+        kernels._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, *a, **b: (
+            forward(*a, **b)
+        ),
     }
     with FlopCounterMode(custom_mapping=custom, display=False):
         attention(*qkv, **options).sum().backward()
     return count
 
 
-@pytest.mark.parametrize("pattern", [{"block_size": 32}, {"block_size": 64, "local": 2, "stride": 8}])
+@pytest.mark.parametrize(
+    "pattern", [{"block_size": 32}, {"block_size": 64, "local": 2, "stride": 8}]
+)
 def test_arithmetic_is_the_estimate(pattern):
     """The kernel multiplies the whole of each own block, of which the estimate counts the causal half."""
     S, b = 1000, pattern["block_size"]
@@ -159,7 +196,9 @@ def test_one_call_serves_many_blocks():
     q, k, _ = make_qkv(2048, batch=1)
     calls = list(block_sparse._calls(q, k, None, block_size=16))
     assert len(calls) < 2048 / 16 / 6
-    assert sorted(torch.cat([query.flatten() for _, query, _, _ in calls]).tolist()) == list(range(2048))
+    assert sorted(torch.cat([query.flatten() for _, query, _, _ in calls]).tolist()) == list(
+        range(2048)
+    )
     assert max(key.numel() for _, _, key, _ in calls) <= 2048  # what is gathered at a time
 
 
@@ -167,12 +206,18 @@ def test_other_documents_are_not_multiplied():
     S, documents = 256, torch.arange(256)[None] // 64
     everything = {"block_size": 16, "stride": 1}
     qkv = make_qkv(S, batch=1)
-    alone, together = (pairs(block_sparse_attention, *qkv, documents=d, **everything) for d in (documents, None))
+    alone, together = (
+        pairs(block_sparse_attention, *qkv, documents=d, **everything) for d in (documents, None)
+    )
     assert alone == 4 * pairs(block_sparse_attention, *make_qkv(64, batch=1), **everything)
     assert alone < together / 3
     out = block_sparse_attention(*qkv, documents=documents, **everything)
     for gradient in torch.autograd.grad(out[:, :, 128:192].sum(), qkv[1:]):
-        assert gradient[:, :, 128:192].any() and not gradient[:, :, :128].any() and not gradient[:, :, 192:].any()
+        assert (
+            gradient[:, :, 128:192].any()
+            and not gradient[:, :, :128].any()
+            and not gradient[:, :, 192:].any()
+        )
 
 
 def test_memory_grows_with_the_sequence_and_not_with_its_square():
@@ -199,7 +244,12 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.bytes = max([self.bytes, *(x.untyped_storage().nbytes() for x in tree_leaves(out) if torch.is_tensor(x))])
+        self.bytes = max(
+            [
+                self.bytes,
+                *(x.untyped_storage().nbytes() for x in tree_leaves(out) if torch.is_tensor(x)),
+            ]
+        )
         return out
 
 
@@ -223,7 +273,9 @@ def test_model_equals_its_dense_self(model):
     """Odd lengths, right padding: what the padded queries read does not reach the loss."""
     batch = make_batch()
     for module in model.modules():
-        if hasattr(module, "scaling"):  # of the scores: each family sets it, and may set it otherwise
+        if hasattr(
+            module, "scaling"
+        ):  # of the scores: each family sets it, and may set it otherwise
             module.scaling *= 1.5
     expected, expected_gradients = loss_and_gradients(model, full_mask(batch, **PATTERN))
     unlike, _ = loss_and_gradients(model, batch)
@@ -248,7 +300,10 @@ def test_packed_rows_are_documents(model):
     got, got_gradients = loss_and_gradients(model, batch)
     assert got == pytest.approx(expected, rel=1e-6)
     assert_same_gradients(got_gradients, expected_gradients, atol=1e-6, rtol=1e-4)
-    for leak in ({"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):  # transformers sees one document
+    for leak in (
+        {"use_cache": True},
+        {"attention_mask": torch.ones_like(ids)},
+    ):  # transformers sees one document
         with pytest.raises(ValueError, match=r"positions restart|window"):
             model(**batch | leak)
 
@@ -260,7 +315,9 @@ def test_no_square_tensor_is_made_for_the_mask(model):
 
     def largest():
         with LargestTensor() as seen:
-            model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
+            model(
+                input_ids=ids, labels=ids, position_ids=positions, use_cache=False
+            ).loss.backward()
         return seen.bytes
 
     assert largest() >= 4 * 512 * 512  # the control: a mask in fp32
@@ -279,11 +336,17 @@ def test_adapters_checkpointing_autocast_and_deep_copies(model):
         assert loss_and_gradients(model, batch)[0] == pytest.approx(expected, rel=5e-3)
 
     twin = copy.deepcopy(model)
-    apply_block_sparse(twin, block_size=3, local=1)  # another pattern, and the first model keeps its own
+    apply_block_sparse(
+        twin, block_size=3, local=1
+    )  # another pattern, and the first model keeps its own
     other = loss_and_gradients(twin, batch)[0]
-    assert other == pytest.approx(loss_and_gradients(plain, full_mask(batch, block_size=3, local=1))[0], rel=1e-6)
+    assert other == pytest.approx(
+        loss_and_gradients(plain, full_mask(batch, block_size=3, local=1))[0], rel=1e-6
+    )
     expected, expected_gradients = loss_and_gradients(model, batch)
-    assert expected == pytest.approx(loss_and_gradients(plain, full_mask(batch, **PATTERN))[0], rel=1e-6)
+    assert expected == pytest.approx(
+        loss_and_gradients(plain, full_mask(batch, **PATTERN))[0], rel=1e-6
+    )
     assert loss_and_gradients(copy.deepcopy(model), batch)[0] == expected
 
     model.gradient_checkpointing_enable()
@@ -327,7 +390,9 @@ def test_what_a_model_cannot_do_is_refused(llama):
         llama(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="filled KV cache"):
         llama.eval().generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    without = llama.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0, use_cache=False)
+    without = llama.generate(
+        ids, max_new_tokens=2, do_sample=False, pad_token_id=0, use_cache=False
+    )
     assert without.shape == (2, 11)
 
     llama.model.layers[0].self_attn.is_causal = False
@@ -339,7 +404,9 @@ def test_what_a_model_cannot_do_is_refused(llama):
 
     mistral = model_of_shape("tiny-mistral", device="cpu")
     mistral.config.sliding_window = 8
-    apply_block_sparse(mistral, block_size=4)(ids[:, :8])  # the window is as long as the row: no contradiction
+    apply_block_sparse(mistral, block_size=4)(
+        ids[:, :8]
+    )  # the window is as long as the row: no contradiction
     with pytest.raises(ValueError, match="window of 8"):
         mistral(ids)
     gpt2 = model_of_shape("tiny-gpt2", device="cpu")
@@ -353,8 +420,15 @@ def test_what_a_model_cannot_do_is_refused(llama):
 
 def test_bad_input():
     q, k, v = make_qkv(8)
-    for wrong in ({"block_size": 0}, {"block_size": 4, "stride": 0}, {"block_size": 4, "global_blocks": -1}):
-        for function in (block_sparse_attention, lambda *qkv, **options: estimate_block_sparse(seq_len=8, **options)):
+    for wrong in (
+        {"block_size": 0},
+        {"block_size": 4, "stride": 0},
+        {"block_size": 4, "global_blocks": -1},
+    ):
+        for function in (
+            block_sparse_attention,
+            lambda *qkv, **options: estimate_block_sparse(seq_len=8, **options),
+        ):
             with pytest.raises(ValueError, match=r"'block_size': .*give 1 or more"):
                 function(q, k, v, **wrong)
     with pytest.raises(ValueError, match=r"twice \[B, K, S, E\]"):
@@ -368,19 +442,29 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize("documents", [None, "sorted"])
-@pytest.mark.parametrize("pattern", [{"block_size": 4}, {"block_size": 96, "local": 1, "stride": 2}])
+@pytest.mark.parametrize(
+    "pattern", [{"block_size": 4}, {"block_size": 96, "local": 1, "stride": 2}]
+)
 def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
     """FlexAttention runs on a CPU, forward and not compiled: its values, and the tiles that its mask leaves out."""
     compiled = torch.compile  # which FlexAttention calls itself, with options
     monkeypatch.setattr(
-        torch, "compile", lambda function, **options: compiled(function, **options) if options else function
+        torch,
+        "compile",
+        lambda function, **options: compiled(function, **options) if options else function,
     )
     create, masks = block_sparse.create_block_mask, []
-    monkeypatch.setattr(block_sparse, "create_block_mask", lambda *a, **b: masks.append(create(*a, **b)) or masks[-1])
+    monkeypatch.setattr(
+        block_sparse,
+        "create_block_mask",
+        lambda *a, **b: masks.append(create(*a, **b)) or masks[-1],
+    )
     q, k, v = (x.detach() for x in make_qkv(300))
     ids = make_documents(documents, 300)
     got = block_sparse._flex(q, k, v, ids, 0.4, pattern)
-    torch.testing.assert_close(got, dense(q, k, v, documents=ids, scale=0.4, **pattern), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(
+        got, dense(q, k, v, documents=ids, scale=0.4, **pattern), atol=2e-6, rtol=2e-6
+    )
     allowed = block_sparse_mask(seq_len=300, **pattern)[None]
     allowed = allowed if ids is None else allowed & (ids[:, :, None] == ids[:, None])
     tiles = torch.nn.functional.max_pool2d(allowed[:, None].float(), 128, ceil_mode=True)
@@ -389,11 +473,15 @@ def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [None, "sorted"])
-@pytest.mark.parametrize("pattern", [{"block_size": 128}, {"block_size": 96, "local": 2, "stride": 3}])
+@pytest.mark.parametrize(
+    "pattern", [{"block_size": 128}, {"block_size": 96, "local": 2, "stride": 3}]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 5e-2)])
 def test_on_a_gpu(dtype, tolerance, pattern, documents):
     qkv = make_qkv(1100, width=64, dtype=dtype, device="cuda")
     ids = make_documents(documents, 1100)
     options = pattern | {"documents": None if ids is None else ids.cuda()}
-    for got, expected in zip(run(block_sparse_attention, qkv, **options), run(dense, qkv, **options)):
+    for got, expected in zip(
+        run(block_sparse_attention, qkv, **options), run(dense, qkv, **options)
+    ):
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)

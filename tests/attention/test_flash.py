@@ -12,13 +12,13 @@ from recipes_lib.attention.flash import (
     apply_flash_attention,
     best_kernel,
     estimate_flash_attention,
-    measure_attention,
     plain_attention,
 )
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.workflows.bench.attention import measure_attention
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 
 
@@ -31,8 +31,12 @@ def eager_twin(model):
 def relative_error(got, expected):
     """The largest |got - expected| / |expected|, in norms, of the loss and of all gradients together."""
     assert got.keys() == expected.keys()
-    difference = torch.stack([(got[name] - expected[name]).float().norm() for name in expected]).norm()
-    return (difference / torch.stack([tensor.float().norm() for tensor in expected.values()]).norm()).item()
+    difference = torch.stack(
+        [(got[name] - expected[name]).float().norm() for name in expected]
+    ).norm()
+    return (
+        difference / torch.stack([tensor.float().norm() for tensor in expected.values()]).norm()
+    ).item()
 
 
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(4, 23), (1, 131), (2, 5)])
@@ -48,7 +52,10 @@ def test_equal_to_eager_in_bf16_and_under_autocast(tiny, batch):
     model = without_cap(tiny)
     exact = run(eager_twin(model), batch)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, got = run(eager_twin(model), batch), run(apply_flash_attention(copy.deepcopy(model)), batch)
+        expected, got = (
+            run(eager_twin(model), batch),
+            run(apply_flash_attention(copy.deepcopy(model)), batch),
+        )
     assert relative_error(got, expected) < 0.02 and relative_error(got, exact) < 0.02
     model.to(torch.bfloat16)
     expected, got = run(eager_twin(model), batch), run(apply_flash_attention(model), batch)
@@ -59,9 +66,22 @@ def test_equal_to_eager_in_bf16_and_under_autocast(tiny, batch):
 def test_layers_with_a_window_of_their_own_keep_it(family, batch):
     """23 tokens, a window of 6: in every layer, in the second, in the first."""
     options = {"use_sliding_window": True, "max_window_layers": 1} if family == "Qwen3" else {}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128, "bos_token_id": None, "eos_token_id": None}
-    config = getattr(transformers, f"{family}Config")(sliding_window=6, pad_token_id=None, **sizes, **options)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = getattr(transformers, f"{family}Config")(
+        sliding_window=6, pad_token_id=None, **sizes, **options
+    )
     model = without_cap(transformers.AutoModelForCausalLM.from_config(config))
     expected = run(eager_twin(model), batch)
     assert_same_gradients(run(apply_flash_attention(model), batch), expected)
@@ -97,7 +117,11 @@ def test_padding_on_the_left_and_packed_rows_are_masked(llama, batch, monkeypatc
     starts = torch.nn.functional.pad(left["attention_mask"].diff(dim=1), (1, 0)) == 1
     left["labels"][starts] = -100  # otherwise padding would have to predict the first token
     position_ids = torch.cat([torch.arange(9), torch.arange(14)]).expand(4, -1)
-    packed = {"input_ids": batch["input_ids"], "labels": batch["input_ids"], "position_ids": position_ids}
+    packed = {
+        "input_ids": batch["input_ids"],
+        "labels": batch["input_ids"],
+        "position_ids": position_ids,
+    }
     for rows in (left, packed):
         expected = run(eager_twin(llama), rows)
         seen = masks_seen(monkeypatch)
@@ -128,7 +152,10 @@ def test_adapters_and_deep_copies(llama, batch):
 def test_saved_models_do_not_name_the_kernel(llama, tmp_path):
     apply_flash_attention(llama).save_pretrained(tmp_path)
     assert "fused" not in (tmp_path / "config.json").read_text()
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    assert (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation
+        == "sdpa"
+    )
 
 
 def test_what_no_kernel_computes_is_refused(llama, batch):
@@ -171,14 +198,20 @@ def test_cudnn_comes_first_only_inside_its_attention(llama, batch, monkeypatch):
     from transformers.integrations import sdpa_attention
 
     expected = run(eager_twin(llama), batch)
-    seen, real, order = [], sdpa_attention.sdpa_attention_forward, torch._C._get_sdp_priority_order()
+    seen, real, order = (
+        [],
+        sdpa_attention.sdpa_attention_forward,
+        torch._C._get_sdp_priority_order(),
+    )
 
     def spy(*args, **options):
         seen.append(torch._C._get_sdp_priority_order()[0])
         return real(*args, **options)
 
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", spy)
-    apply_flash_attention(llama).set_attn_implementation("fused_cudnn")  # on a CPU, the next in the order
+    apply_flash_attention(llama).set_attn_implementation(
+        "fused_cudnn"
+    )  # on a CPU, the next in the order
     assert_same_gradients(run(llama, batch), expected)
     assert seen == [int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)] * 2
     assert torch._C._get_sdp_priority_order() == order
@@ -188,13 +221,41 @@ CASES = [  # compute capability, dtype, flash-attn installed, config -> kernel, 
     ((9, 0), torch.bfloat16, {2, 3}, {}, "flash_attention_3", ""),
     ((9, 0), torch.bfloat16, {2}, {}, "fused_cudnn", "flash_attention_3 is not installed"),
     ((9, 0), torch.bfloat16, {2}, {"head_dim": 256}, "flash_attention_2", "takes heads of 128"),
-    ((9, 0), torch.bfloat16, {2, 3}, {"attention_dropout": 0.1}, "fused_cudnn", "no attention dropout"),
+    (
+        (9, 0),
+        torch.bfloat16,
+        {2, 3},
+        {"attention_dropout": 0.1},
+        "fused_cudnn",
+        "no attention dropout",
+    ),
     ((9, 0), torch.bfloat16, {2, 3}, {"attn_logit_softcapping": 50.0}, "flash_attention_3", ""),
-    ((9, 0), torch.bfloat16, {2}, {"attn_logit_softcapping": 50.0}, "flash_attention_2", "fused_cudnn cannot cap"),
+    (
+        (9, 0),
+        torch.bfloat16,
+        {2},
+        {"attn_logit_softcapping": 50.0},
+        "flash_attention_2",
+        "fused_cudnn cannot cap",
+    ),
     ((9, 0), torch.bfloat16, set(), {"attn_logit_softcapping": 50.0}, None, "flex_attention"),
     ((9, 0), torch.float32, {2, 3}, {}, "fused", "K and V repeated"),
-    ((9, 0), torch.float32, {2, 3}, {"num_key_value_heads": 4}, "fused", "memory-efficient kernel;"),
-    ((8, 0), torch.float16, {2, 3}, {}, "flash_attention_2", "flash_attention_3 needs CUDA capability 9.x"),
+    (
+        (9, 0),
+        torch.float32,
+        {2, 3},
+        {"num_key_value_heads": 4},
+        "fused",
+        "memory-efficient kernel;",
+    ),
+    (
+        (8, 0),
+        torch.float16,
+        {2, 3},
+        {},
+        "flash_attention_2",
+        "flash_attention_3 needs CUDA capability 9.x",
+    ),
     ((8, 0), torch.bfloat16, set(), {}, "fused", "SDPA's flash kernel;"),
     ((7, 5), torch.float16, {2}, {}, "fused", "flash_attention_2 needs CUDA capability 8.x"),
     ((7, 5), torch.float16, set(), {}, "fused", "K and V repeated"),
@@ -204,12 +265,20 @@ CASES = [  # compute capability, dtype, flash-attn installed, config -> kernel, 
 @pytest.mark.parametrize(("capability", "dtype", "installed", "options", "kernel", "reason"), CASES)
 def test_the_choice_on_gpus(monkeypatch, capability, dtype, installed, options, kernel, reason):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2} | options
-    support = {"_supports_sdpa": True, "_supports_flash_attn": True, "_supports_attention_backend": True}
+    support = {
+        "_supports_sdpa": True,
+        "_supports_flash_attn": True,
+        "_supports_attention_backend": True,
+    }
     config = transformers.LlamaConfig(**sizes)
-    model = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.float32, **support)
+    model = SimpleNamespace(
+        config=config, device=torch.device("cuda"), dtype=torch.float32, **support
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(transformers.utils, "is_flash_attn_3_available", lambda: 3 in installed)
-    monkeypatch.setattr(transformers.utils, "is_flash_attn_greater_or_equal", lambda version: 2 in installed)
+    monkeypatch.setattr(
+        transformers.utils, "is_flash_attn_greater_or_equal", lambda version: 2 in installed
+    )
     if kernel is None:
         with pytest.raises(ValueError, match=reason):
             best_kernel(model, dtype=dtype)
@@ -257,7 +326,9 @@ def test_one_layer_measured():
 
 def test_plain_attention_is_the_reference():
     q, k, v = (torch.randn(2, heads, 19, 8, dtype=torch.float64) for heads in (6, 2, 2))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     torch.testing.assert_close(plain_attention(q, k, v).transpose(1, 2), expected)
 
 
@@ -269,7 +340,9 @@ def test_equal_to_eager_for_less_memory_on_gpu(dtype):
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     results = []
     for kernel in ("eager", "auto"):
-        model.set_attn_implementation("eager") if kernel == "eager" else apply_flash_attention(model)
+        model.set_attn_implementation("eager") if kernel == "eager" else apply_flash_attention(
+            model
+        )
         with PeakMemory() as memory:
             results.append((run(model, batch), memory))
     (expected, eager), (got, fused) = results

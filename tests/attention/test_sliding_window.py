@@ -10,8 +10,9 @@ from recipes_lib.attention.sliding_window import (
     estimate_sliding_window,
     sliding_window_attention,
 )
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import decoder_blocks, model_of_shape
+from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 
@@ -71,12 +72,16 @@ def test_bf16_is_as_close_as_the_dense_kernel_in_bf16():
     qkv = [x.requires_grad_() for x in qkv]
     got = with_gradients(lambda *x: sliding_window_attention(*x, window=128), qkv)
     for value, reference in zip(got, exact):
-        assert (value.double() - reference).norm() <= 6e-3 * reference.norm()  # one kernel with a dense mask: 4e-3
+        assert (
+            value.double() - reference
+        ).norm() <= 6e-3 * reference.norm()  # one kernel with a dense mask: 4e-3
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_scale_and_the_mask_of_flex():
-    q, k, v = (x.detach() for x in random_qkv(2, 6, 2, 160, 16))  # FlexAttention has no backward on a CPU
+    q, k, v = (
+        x.detach() for x in random_qkv(2, 6, 2, 160, 16)
+    )  # FlexAttention has no backward on a CPU
     expected = dense(q, k, v, 37, 5, scale=0.1)
     got = sliding_window_attention(q, k, v, window=37, sinks=5, scale=0.1)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
@@ -92,7 +97,9 @@ def test_memory_grows_with_the_sequence_and_not_its_square():
             attend(*qkv).sum().backward()
         return memory.peak - before
 
-    banded = [peak(lambda *x: sliding_window_attention(*x, window=64), seq_len) for seq_len in (512, 1024)]
+    banded = [
+        peak(lambda *x: sliding_window_attention(*x, window=64), seq_len) for seq_len in (512, 1024)
+    ]
     masked = [peak(lambda *x: dense(*x, 128), seq_len) for seq_len in (512, 1024)]
     assert banded[1] < 2.5 * banded[0]
     assert masked[1] > 3.8 * masked[0] and banded[1] < masked[1] / 10
@@ -104,7 +111,9 @@ def test_a_dry_run_leaves_no_mask_without_data():
         without_data = [torch.empty(1, 2, 300, 8) for _ in qkv]
         assert sliding_window_attention(*without_data, window=37).shape == (1, 2, 300, 8)
     expected = with_gradients(lambda *x: dense(*x, 37), qkv)
-    torch.testing.assert_close(with_gradients(lambda *x: sliding_window_attention(*x, window=37), qkv), expected)
+    torch.testing.assert_close(
+        with_gradients(lambda *x: sliding_window_attention(*x, window=37), qkv), expected
+    )
 
 
 def test_saved_for_backward_is_little_more_than_flash_attention_saves():
@@ -142,7 +151,9 @@ def reference_twin(model, reach):
     return twin
 
 
-@pytest.mark.parametrize(("seq_len", "options"), [(23, {"window": 7}), (150, {"window": 20, "layers": [1]})])
+@pytest.mark.parametrize(
+    ("seq_len", "options"), [(23, {"window": 7}), (150, {"window": 20, "layers": [1]})]
+)
 def test_models_of_all_families(tiny, seq_len, options):
     """Rows are padded on the right, which needs no mask."""
     model, batch = without_cap(tiny), make_batch(3, seq_len)
@@ -151,19 +162,28 @@ def test_models_of_all_families(tiny, seq_len, options):
     expected = run(reference_twin(model, reach), batch)
     assert_same_gradients(run(apply_sliding_window(model, **options), batch), expected)
     model.set_attn_implementation("eager")
-    assert abs(run(model, batch)["loss"] - expected["loss"]) > 1e-5  # taken off again: another result
+    assert (
+        abs(run(model, batch)["loss"] - expected["loss"]) > 1e-5
+    )  # taken off again: another result
 
 
 def test_sinks_in_a_model(llama):
     batch = make_batch(2, 130)
     expected = run(reference_twin(llama, [(20, 3), (20, 3)]), batch)
     assert_same_gradients(run(apply_sliding_window(llama, window=20, sinks=3), batch), expected)
-    expected = run(reference_twin(llama, [(9, 0), (130, 0)]), batch)  # a second call replaces the first
+    expected = run(
+        reference_twin(llama, [(9, 0), (130, 0)]), batch
+    )  # a second call replaces the first
     assert_same_gradients(run(apply_sliding_window(llama, window=9, layers=[0]), batch), expected)
 
 
 def small(family, **options):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = getattr(transformers, f"{family}Config")(**sizes, **ids, **options)
@@ -185,7 +205,10 @@ def test_equal_to_the_window_of_transformers(family):
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
 def test_a_models_own_window_is_kept_and_never_widened(family):
-    model, batch = small(family, sliding_window=12), make_batch(2, 90)  # this Gemma 2 has it in the first layer
+    model, batch = (
+        small(family, sliding_window=12),
+        make_batch(2, 90),
+    )  # this Gemma 2 has it in the first layer
     with pytest.raises(ValueError, match="own 12"):
         apply_sliding_window(model, window=13)
     with pytest.raises(ValueError, match="own 12"):
@@ -217,7 +240,9 @@ def test_the_cache_gives_what_the_whole_row_gives(tiny, sinks):
     hybrid = model.config.model_type == "gemma2"  # its first layer has a window: no sinks there
     for part in (model.config, *model.modules()):
         if getattr(part, "sliding_window", None):
-            part.sliding_window = None if sinks and not hybrid else 30  # with 30 the model's own cache forgets
+            part.sliding_window = (
+                None if sinks and not hybrid else 30
+            )  # with 30 the model's own cache forgets
     apply_sliding_window(model.eval(), window=20, sinks=sinks, layers=[1] if hybrid else None)
     ids = torch.randint(1, 128, (2, 110))
     with torch.no_grad():
@@ -239,8 +264,12 @@ def test_saved_models_do_not_name_the_window(llama, tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     batch = make_batch()
     assert loaded.config._attn_implementation == "sdpa"
-    assert not torch.equal(loaded(**batch).loss, llama(**batch).loss)  # full attention again, as the docstring says
-    torch.testing.assert_close(apply_sliding_window(loaded, window=5)(**batch).loss, llama(**batch).loss)
+    assert not torch.equal(
+        loaded(**batch).loss, llama(**batch).loss
+    )  # full attention again, as the docstring says
+    torch.testing.assert_close(
+        apply_sliding_window(loaded, window=5)(**batch).loss, llama(**batch).loss
+    )
 
 
 def test_models_that_cannot_have_it_are_refused(llama):
@@ -267,13 +296,20 @@ def test_models_that_cannot_have_it_are_refused(llama):
 def test_batches_that_it_cannot_take_are_refused(llama, batch):
     model = apply_sliding_window(llama, window=4)
     left = {name: tensor.flip(1) for name, tensor in batch.items()}
-    packed = {"input_ids": batch["input_ids"], "position_ids": torch.arange(23).remainder(9).expand(4, -1)}
+    packed = {
+        "input_ids": batch["input_ids"],
+        "position_ids": torch.arange(23).remainder(9).expand(4, -1),
+    }
     square = {"input_ids": batch["input_ids"], "attention_mask": torch.zeros(4, 1, 23, 23)}
     for rows in (left, packed):
         with pytest.raises(ValueError, match="give one text per row, padded on the right"):
             model(**rows, use_cache=False)
     everyone = {"attention_mask": torch.ones_like(batch["input_ids"])}
-    for options in ({}, everyone, everyone | {"use_cache": False}):  # of which transformers sees nothing
+    for options in (
+        {},
+        everyone,
+        everyone | {"use_cache": False},
+    ):  # of which transformers sees nothing
         with pytest.raises(ValueError, match="positions restart, as in packed rows"):
             model(**packed, **options)
     with pytest.raises(ValueError, match="no a mask"):
@@ -312,11 +348,15 @@ def test_the_estimate_counts_the_scores(monkeypatch, seq_len, window):
     monkeypatch.setattr(sliding_window.F, "scaled_dot_product_attention", spy)
     sliding_window_attention(*random_qkv(1, 2, 1, seq_len, 8), window=window)
     ratio = 2 * seq_len**2 / 2 / sum(counted)  # two heads
-    assert estimate_sliding_window(seq_len=seq_len, window=window) == pytest.approx(ratio, rel=0.001)
+    assert estimate_sliding_window(seq_len=seq_len, window=window) == pytest.approx(
+        ratio, rel=0.001
+    )
 
 
 def test_the_estimate_in_the_limit():
-    assert estimate_sliding_window(seq_len=2**20, window=512) == pytest.approx(2**20 / (2.5 * 512), rel=0.01)
+    assert estimate_sliding_window(seq_len=2**20, window=512) == pytest.approx(
+        2**20 / (2.5 * 512), rel=0.01
+    )
     assert estimate_sliding_window(seq_len=100, window=100) == 1
 
 
@@ -325,7 +365,9 @@ def test_the_estimate_in_the_limit():
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_equal_to_the_dense_mask_on_gpu(kernel, sinks):
     qkv = [x.detach().bfloat16() for x in random_qkv(2, 6, 2, 1111, 64)]
-    exact = with_gradients(lambda *x: dense(*x, 200, sinks), [x.double().requires_grad_() for x in qkv])
+    exact = with_gradients(
+        lambda *x: dense(*x, 200, sinks), [x.double().requires_grad_() for x in qkv]
+    )
     qkv = [x.cuda().requires_grad_() for x in qkv]
     out = sliding_window_attention(*qkv, window=200, sinks=sinks, kernel=kernel)
     torch.manual_seed(1)

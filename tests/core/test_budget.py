@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from recipes_lib.core.budget import Budget, budget_of, weight_bytes
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.sizes import weight_bytes
 from tests.conftest import FAMILIES
 
 
@@ -40,15 +42,21 @@ def test_prediction_of_eager_attention_on_a_long_row(family, dtype):
 
 def test_prediction_of_the_real_model():
     model = load_model(device="cpu")
-    assert budget_of(model, batch_size=2, seq_len=64).peak == pytest.approx(measured_peak(model, 2, 64), rel=0.01)
+    assert budget_of(model, batch_size=2, seq_len=64).peak == pytest.approx(
+        measured_peak(model, 2, 64), rel=0.01
+    )
 
 
-@pytest.mark.parametrize("shape, billions", [("llama-3.1-8b", 8.03), ("llama-3.2-3b", 3.21), ("qwen2.5-32b", 32.8)])
+@pytest.mark.parametrize(
+    "shape, billions", [("llama-3.1-8b", 8.03), ("llama-3.2-3b", 3.21), ("qwen2.5-32b", 32.8)]
+)
 def test_public_shapes_without_memory(shape, billions):
     """A meta model costs nothing: the published parameter counts, and the budget of an 8B model on a laptop."""
     model = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
-    assert budget_of(model, batch_size=1, seq_len=2048).peak > 7.9 * billions * 1e9  # bf16: 2 + 2 + 4 bytes
+    assert (
+        budget_of(model, batch_size=1, seq_len=2048).peak > 7.9 * billions * 1e9
+    )  # bf16: 2 + 2 + 4 bytes
 
 
 def test_every_shape_builds():
@@ -74,7 +82,7 @@ def test_unknown_architecture():
             super().__init__()
             self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
 
-    from recipes_lib.core.budget import block_bytes
+    from recipes_lib.core.plain_step import block_bytes
 
     with pytest.raises(ValueError, match="no memory formula"):
         block_bytes(Strange(), seq_len=8)

@@ -31,12 +31,17 @@ def test_the_first_pairs_come_from_many_modules_and_few_files(monkeypatch):
     corpus._pairs.cache_clear()
     sources = [path.read_text(encoding="utf-8", errors="replace") for path in read]
     last_lines = [pair["prompt"].splitlines()[-1] for pair in first]
-    assert len({next(i for i, source in enumerate(sources) if line in source) for line in last_lines}) > 10
+    assert (
+        len({next(i for i, source in enumerate(sources) if line in source) for line in last_lines})
+        > 10
+    )
 
 
 def test_neither_tests_nor_installed_packages_are_text():
     root = sysconfig.get_paths()["stdlib"]
-    parts = {part for split in SPLITS for path in modules(split) for part in path.relative_to(root).parts}
+    parts = {
+        part for split in SPLITS for path in modules(split) for part in path.relative_to(root).parts
+    }
     assert "json" in parts and not parts & {"test", "site-packages", "encodings"}
 
 
@@ -61,7 +66,9 @@ class A:
 '''
     (tmp_path / "a.py").write_text(source)
     (tmp_path / "broken.py").write_text("print 'Python 2'")
-    monkeypatch.setattr(corpus, "modules", lambda split: sorted(tmp_path.glob("*.py")) if split == "train" else [])
+    monkeypatch.setattr(
+        corpus, "modules", lambda split: sorted(tmp_path.glob("*.py")) if split == "train" else []
+    )
     (pair,) = docstring_pairs("train")
     code = "def f(self, x):\n    y = 2 * x\n    return y"
     assert pair == {"prompt": INSTRUCTION + code, "completion": "Return twice the given number."}
@@ -70,6 +77,8 @@ class A:
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_question_is_a_whole_function(split):
     for pair in itertools.islice(docstring_pairs(split), 50):
-        assert isinstance(ast.parse(pair["prompt"].removeprefix(INSTRUCTION)).body[0], ast.FunctionDef)
+        assert isinstance(
+            ast.parse(pair["prompt"].removeprefix(INSTRUCTION)).body[0], ast.FunctionDef
+        )
         assert len(pair["completion"].split()) >= 4
     assert all(isinstance(path, Path) and path.suffix == ".py" for path in modules(split))

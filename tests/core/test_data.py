@@ -31,7 +31,9 @@ def test_loss_is_on_the_answer_only(tokenizer):
     assert tokenizer.decode(answer) == "Hello, world.<|im_end|>"
     assert row["input_ids"][-len(answer) :] == answer  # not shifted: the model does that
     shown = decode_with_mask(row, tokenizer)
-    assert shown.startswith("⟦<|im_start|>") and shown.endswith("assistant\n⟧Hello, world.<|im_end|>")
+    assert shown.startswith("⟦<|im_start|>") and shown.endswith(
+        "assistant\n⟧Hello, world.<|im_end|>"
+    )
 
 
 def test_decode_with_mask_shows_every_border(tokenizer):
@@ -51,7 +53,9 @@ def test_instructions(tokenizer):
 
 def test_own_pairs_and_files(tokenizer, tmp_path):
     pairs = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}]
-    assert len(load_instructions(tokenizer, dataset=pairs)) == 1  # the one without an answer is left out
+    assert (
+        len(load_instructions(tokenizer, dataset=pairs)) == 1
+    )  # the one without an answer is left out
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, pairs)))
     assert len(load_instructions(tokenizer, dataset=str(file))) == 1
@@ -106,7 +110,10 @@ TEMPLATES["Qwen3, not thinking"] = "{% set enable_thinking = false %}" + TEMPLAT
 
 def turns(*contents):
     """A conversation: question, answer, question, …"""
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
 
 
 def learnt(row, tokenizer):
@@ -138,7 +145,11 @@ def learnt(row, tokenizer):
             "Four.<|eot_id|>",
         ),
         ("Mistral", "<s>[INST] 2 + 2?[/INST]", " Four.</s>"),
-        ("Gemma", "<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n", "Four.<end_of_turn>"),
+        (
+            "Gemma",
+            "<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n",
+            "Four.<end_of_turn>",
+        ),
     ],
 )
 def test_template_of_each_family(tokenizer, monkeypatch, family, prompt, answer):
@@ -146,14 +157,21 @@ def test_template_of_each_family(tokenizer, monkeypatch, family, prompt, answer)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[family])
     row = tokenize_pair(tokenizer, "2 + 2?", "Four.")
     assert decode_with_mask(row, tokenizer) == f"⟦{prompt}⟧{answer}"
-    asked = tokenizer.apply_chat_template(turns("2 + 2?"), add_generation_prompt=True, return_dict=False)
+    asked = tokenizer.apply_chat_template(
+        turns("2 + 2?"), add_generation_prompt=True, return_dict=False
+    )
     assert row["labels"] == [IGNORED] * len(asked) + row["input_ids"][len(asked) :]
     assert row["input_ids"][: len(asked)] == asked
 
 
 @pytest.mark.parametrize(
     ("family", "end"),
-    [("Qwen2.5", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Mistral", "</s>"), ("Gemma", "<end_of_turn>")],
+    [
+        ("Qwen2.5", "<|im_end|>"),
+        ("Llama 3", "<|eot_id|>"),
+        ("Mistral", "</s>"),
+        ("Gemma", "<end_of_turn>"),
+    ],
 )
 def test_conversation_of_each_family_is_one_row(tokenizer, monkeypatch, family, end):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[family])
@@ -164,8 +182,12 @@ def test_conversation_of_each_family_is_one_row(tokenizer, monkeypatch, family, 
     assert tokenizer.decode(row["input_ids"]) == whole
 
 
-@pytest.mark.parametrize(("think", "shown"), [("<think>Two and two.</think>", "Two and two."), ("", "")])
-def test_qwen3_learns_each_answer_after_the_history_that_it_will_see(tokenizer, monkeypatch, think, shown):
+@pytest.mark.parametrize(
+    ("think", "shown"), [("<think>Two and two.</think>", "Two and two."), ("", "")]
+)
+def test_qwen3_learns_each_answer_after_the_history_that_it_will_see(
+    tokenizer, monkeypatch, think, shown
+):
     """Thinking, even the empty one, is dropped from earlier answers: a row for each."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["Qwen3"])
     chat = turns("2 + 2?", f"{think}Four.", "And 3 + 3?", f"{think}Six.")
@@ -175,17 +197,23 @@ def test_qwen3_learns_each_answer_after_the_history_that_it_will_see(tokenizer, 
         "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
         "<|im_start|>user\nAnd 3 + 3?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert decode_with_mask(second, tokenizer) == f"⟦{history}⟧<think>\n{shown}\n</think>\n\nSix.<|im_end|>"
+    assert (
+        decode_with_mask(second, tokenizer)
+        == f"⟦{history}⟧<think>\n{shown}\n</think>\n\nSix.<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "error"), [("Gemma", "System role not supported"), ("Mistral", "rewrites the question")]
+    ("family", "error"),
+    [("Gemma", "System role not supported"), ("Mistral", "rewrites the question")],
 )
 def test_system_prompts_that_a_template_refuses_or_drops(tokenizer, monkeypatch, family, error):
     """Mistral puts it before the last question, as long as that is not answered."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[family])
     with pytest.raises(Exception, match=error):
-        tokenize_chat(tokenizer, [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")])
+        tokenize_chat(
+            tokenizer, [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")]
+        )
 
 
 def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
@@ -194,7 +222,8 @@ def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
         load_instructions(tokenizer, dataset=[PAIR, {"messages": chat}])
     with pytest.warns(UserWarning, match="empty: 2 pairs"):
         rows = load_instructions(
-            tokenizer, dataset=write(tmp_path, PAIR, PAIR | {"completion": " "}, {**PAIR, "completion": ""})
+            tokenizer,
+            dataset=write(tmp_path, PAIR, PAIR | {"completion": " "}, {**PAIR, "completion": ""}),
         )
     assert len(rows) == 1
 
@@ -209,7 +238,9 @@ def test_tokens_are_those_of_the_whole_text():
     from transformers import LlamaTokenizer
 
     letters = ["<unk>", "<s>", "</s>", "▁", "\n", *"<|>abcdefghijklmnopqrstuvwxyz", "▁four"]
-    tokenizer = LlamaTokenizer(vocab={token: i for i, token in enumerate(letters)}, merges=[], legacy=False)
+    tokenizer = LlamaTokenizer(
+        vocab={token: i for i, token in enumerate(letters)}, merges=[], legacy=False
+    )
     tokenizer.chat_template = (  # Zephyr's and TinyLlama's
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -228,7 +259,9 @@ CHAT = {"messages": turns("q", "r")}
 
 def write(folder, *lines):
     path = folder / "pairs.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     return str(path)
 
 
@@ -237,7 +270,9 @@ def test_a_file_holds_pairs_or_conversations_or_both(tmp_path, rows):
     assert list(load_pairs(dataset=write(tmp_path, *rows, ""))) == rows
 
 
-@pytest.mark.parametrize("lines", [[], ["", ""], ["{not json"], ["5"], [PAIR, '{"prompt": "x", "comp']])
+@pytest.mark.parametrize(
+    "lines", [[], ["", ""], ["{not json"], ["5"], [PAIR, '{"prompt": "x", "comp']]
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path, lines):
     path = write(tmp_path, *lines)
     with pytest.raises(ValueError, match=re.escape(path)):
@@ -287,8 +322,12 @@ def test_evaluate_is_the_mean_over_tokens(llama):
     """Rows of unequal lengths in batches of unequal size, without a mask: the loss of all targets at once, masked."""
     batch = make_batch(5)
     rows = []
-    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
-        rows.append({"input_ids": ids[mask.bool()].tolist(), "labels": labels[mask.bool()].tolist()})
+    for ids, labels, mask in zip(
+        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
+    ):
+        rows.append(
+            {"input_ids": ids[mask.bool()].tolist(), "labels": labels[mask.bool()].tolist()}
+        )
     with torch.no_grad():
         expected = llama(**batch).loss.item()
     assert evaluate(llama, rows, pad_token_id=0, batch_size=2) == pytest.approx(expected, rel=1e-5)
@@ -308,7 +347,9 @@ def test_bad_input(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="no pair is left"):
         load_instructions(tokenizer, dataset=[{"prompt": "a", "completion": ""}])
     with pytest.raises(ValueError, match="no pair is left"):
-        load_instructions(tokenizer, max_tokens=5, limit=3, dataset=[{"prompt": "long " * 9, "completion": "b"}])
+        load_instructions(
+            tokenizer, max_tokens=5, limit=3, dataset=[{"prompt": "long " * 9, "completion": "b"}]
+        )
     with pytest.raises(ValueError, match="`prompt` and `completion` are needed"):
         load_instructions(tokenizer, dataset=[{"text": "a"}])
     with pytest.raises(ValueError, match="cannot load split"):

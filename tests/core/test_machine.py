@@ -39,11 +39,17 @@ def test_gpu_tier_without_gpu(fresh):
 
 @pytest.mark.parametrize(
     "memory, major, tier, dtype",
-    [(16, 7, "gpu16", torch.float16), (24, 8, "gpu24", torch.bfloat16), (141, 9, "gpu80", torch.bfloat16)],
+    [
+        (16, 7, "gpu16", torch.float16),
+        (24, 8, "gpu24", torch.bfloat16),
+        (141, 9, "gpu80", torch.bfloat16),
+    ],
 )
 def test_tiers_of_gpus(fresh, memory, major, tier, dtype):
     """A T4 has 15 GiB and no bf16 instructions, whatever torch.cuda.is_bf16_supported() says."""
-    properties = type("Properties", (), {"total_memory": (memory - 1) * 2**30, "name": "GPU", "major": major})
+    properties = type(
+        "Properties", (), {"total_memory": (memory - 1) * 2**30, "name": "GPU", "major": major}
+    )
     fresh.delenv("RECIPES_TIER", raising=False)
     fresh.setattr(torch.cuda, "is_available", lambda: True)
     fresh.setattr(torch.cuda, "get_device_properties", lambda _: properties)

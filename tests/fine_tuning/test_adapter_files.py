@@ -40,7 +40,9 @@ def logits(model):
     return model.eval()(input_ids=IDS, use_cache=False).logits.float()
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"])
+@pytest.mark.parametrize(
+    "shape", ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
+)
 def test_saved_adapters_on_a_fresh_base_give_the_same_logits(shape, tmp_path):
     fingerprint = base_fingerprint(base(shape))
     model = adapted(base(shape))
@@ -60,7 +62,9 @@ def test_merged_into_16_bits_and_loaded_in_a_fresh_process(adapt, tmp_path):
                 layer.compute_dtype = torch.float32
     expected = logits(model)
     merged = (merge_qlora if adapt is apply_qlora else merge_lora)(model)
-    assert (logits(merged) - expected).abs().max() < 1e-4  # the merge itself is exact up to rounding
+    assert (
+        logits(merged) - expected
+    ).abs().max() < 1e-4  # the merge itself is exact up to rounding
     full, folder = copy.deepcopy(merged), tmp_path / "merged"
     save_merged(merged, folder, tokenizer=load_tokenizer())
     assert 0 < check_merged(folder, full, IDS) < 0.03  # bf16 keeps two to three digits
@@ -74,7 +78,10 @@ def test_merged_into_16_bits_and_loaded_in_a_fresh_process(adapt, tmp_path):
 
 def test_fingerprint_is_of_the_model_not_of_its_dtype():
     assert base_fingerprint(base()) == base_fingerprint(base().to(torch.bfloat16))
-    others = {base_fingerprint(m) for m in (base(), base(seed=1), base("tiny-mistral"), base("tiny-qwen3"))}
+    others = {
+        base_fingerprint(m)
+        for m in (base(), base(seed=1), base("tiny-mistral"), base("tiny-qwen3"))
+    }
     assert len(others) == 4
     for hidden in (adapted(base()), adapted(base(), apply_qlora)):
         with pytest.raises(ValueError, match="hide the base"):
@@ -104,7 +111,9 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
         save_adapter(adapted(base()), tmp_path / "a", base=fingerprint)
     assert (tmp_path / "a" / "note.txt").exists()
     save_adapter(adapted(base()), tmp_path / "a", base=fingerprint, overwrite=True)
-    assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {"fingerprint": fingerprint}
+    assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {
+        "fingerprint": fingerprint
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.data import IGNORED, load_instructions, tokenize_chat, tokenize_pair
 from recipes_lib.core.measure import measure
 from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.completion_only_loss import (
     check_labels,
     completion_only_loss,
@@ -19,7 +19,9 @@ def tokenizer():
 
 
 def reference(model, batch):
-    logits = model(**{name: t for name, t in batch.items() if name != "labels"}, use_cache=False).logits
+    logits = model(
+        **{name: t for name, t in batch.items() if name != "labels"}, use_cache=False
+    ).logits
     labels = batch["labels"][:, 1:].flatten()
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum"
@@ -48,7 +50,9 @@ def test_with_adapters(llama, batch):
     from recipes_lib.core.machine import require
 
     expected = completion_only_loss(llama, batch).item()
-    model = require("peft").get_peft_model(llama, require("peft").LoraConfig(target_modules=["q_proj"]))
+    model = require("peft").get_peft_model(
+        llama, require("peft").LoraConfig(target_modules=["q_proj"])
+    )
     assert completion_only_loss(model, batch).item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -82,7 +86,11 @@ def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer):
         {"role": "assistant", "content": "4, of course."},
     ]
     (row,) = tokenize_chat(tokenizer, chat)
-    learnt = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != IGNORED]
+    learnt = [
+        token
+        for token, label in zip(row["input_ids"], row["labels"], strict=True)
+        if label != IGNORED
+    ]
     assert tokenizer.decode(learnt) == "3<|im_end|>4, of course.<|im_end|>"
     whole = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
     assert row["input_ids"] == tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -92,7 +100,9 @@ def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer):
 def test_check_labels_accepts_the_real_data(tokenizer):
     rows = load_instructions(tokenizer, max_tokens=128, limit=50)
     targets = sum(label != IGNORED for row in rows for label in row["labels"])
-    assert check_labels(rows, tokenizer) == pytest.approx(targets / sum(map(len, rows["input_ids"])))
+    assert check_labels(rows, tokenizer) == pytest.approx(
+        targets / sum(map(len, rows["input_ids"]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,9 @@ def test_check_labels_refuses_what_trains_silently(tokenizer, problem, match):
     row["labels"] = {
         "shifted": [*labels[1:], IGNORED],
         "unmasked": list(ids),
-        "no end": [IGNORED if label == end else label for label in labels],  # as a mask of padding = end mark does
+        "no end": [
+            IGNORED if label == end else label for label in labels
+        ],  # as a mask of padding = end mark does
         "masked": [IGNORED] * len(ids),
         "only the first": [ids[0]] + [IGNORED] * (len(ids) - 1),
         "foreign": [label if label == IGNORED else label + 1 for label in labels],
@@ -149,7 +161,10 @@ def test_check_labels_accepts_base_models_whose_text_ends_otherwise_than_an_answ
 
 
 def chat_of(n):
-    return [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "one two three four"}]
+    return [
+        {"role": "user", "content": f"Count to {n}."},
+        {"role": "assistant", "content": "one two three four"},
+    ]
 
 
 def test_labels_shifted_twice_learn_another_task(llama, batch):
@@ -162,7 +177,9 @@ def test_labels_shifted_twice_learn_another_task(llama, batch):
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        right, wrong = (completion_only_loss(llama, b).item() for b in (batch, batch | {"labels": shifted}))
+        right, wrong = (
+            completion_only_loss(llama, b).item() for b in (batch, batch | {"labels": shifted})
+        )
     assert wrong < 0.5 * right
 
 
@@ -184,4 +201,6 @@ def test_bad_input(llama, batch, tokenizer):
 def test_on_a_gpu():
     model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cuda")
     batch = {name: tensor.to("cuda") for name, tensor in make_batch().items()}
-    assert completion_only_loss(model, batch).item() == pytest.approx(reference(model, batch).item(), rel=1e-2)
+    assert completion_only_loss(model, batch).item() == pytest.approx(
+        reference(model, batch).item(), rel=1e-2
+    )

@@ -32,8 +32,12 @@ def ascii_tokenizer(bos=False):
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     if bos:
-        core.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 127)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+        core.post_processor = processors.TemplateProcessing(
+            single="<eos> $A", special_tokens=[("<eos>", 127)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 def make_rows(count=7, vocab=128, prompt=4):
@@ -49,7 +53,9 @@ def drawn_rows(count, *, hard=0.5, generator):
     """Synthetic rows and all their token losses: a row has its own difficulty. The mean over tokens is 3."""
     targets = torch.randint(5, 30, (count,), generator=generator).double()
     difficulty = 3 + hard * torch.randn(count, generator=generator).double()
-    tokens = [d + torch.randn(int(t), generator=generator).double() for d, t in zip(difficulty, targets)]
+    tokens = [
+        d + torch.randn(int(t), generator=generator).double() for d, t in zip(difficulty, targets)
+    ]
     return RowLosses(torch.stack([t.sum() for t in tokens]), targets), torch.cat(tokens)
 
 
@@ -62,7 +68,10 @@ def shifted(before, *, by, noise, generator):
 def sharpen(model):
     """Large weights in the blocks: the next token depends on all tokens before, and rounding does not decide it."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear | transformers.pytorch_utils.Conv1D) and module is not model.lm_head:
+        if (
+            isinstance(module, torch.nn.Linear | transformers.pytorch_utils.Conv1D)
+            and module is not model.lm_head
+        ):
             module.weight.data *= 20
     return model
 
@@ -101,7 +110,9 @@ def test_bf16_adapters_and_models_that_ignore_logits_to_keep(llama, monkeypatch)
 def test_evaluates_without_dropout_or_gradients_and_leaves_every_mode_as_it_was(llama):
     llama.model.layers[0].eval()  # for instance a frozen block
     modes, during = [module.training for module in llama.modules()], set()
-    llama.model.layers[1].register_forward_hook(lambda m, *_: during.add((m.training, torch.is_grad_enabled())))
+    llama.model.layers[1].register_forward_hook(
+        lambda m, *_: during.add((m.training, torch.is_grad_enabled()))
+    )
     held_out_losses(llama, make_rows(), pad_token_id=0)
     generate_answers(llama, ascii_tokenizer(), ["a"], max_new_tokens=1)
     with pytest.raises(IndexError):  # a token that the model does not have
@@ -111,7 +122,12 @@ def test_evaluates_without_dropout_or_gradients_and_leaves_every_mode_as_it_was(
 
 
 def test_long_prompts_do_not_pay_for_the_vocabulary():
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.LlamaConfig(vocab_size=8192, num_key_value_heads=2, **sizes)
     model, rows = transformers.LlamaForCausalLM(config), make_rows(8, prompt=24)
     peaks = []
@@ -155,7 +171,9 @@ def test_paired_interval_sees_what_two_intervals_do_not():
     assert str(result).endswith("better") and str(compare(after, before)).endswith("worse")
     assert result.difference == pytest.approx(after.mean - before.mean)
     low, high = before.interval()
-    assert str(before) == f"{before.mean:.2f} nats per token (95 % interval {low:.2f} to {high:.2f})"
+    assert (
+        str(before) == f"{before.mean:.2f} nats per token (95 % interval {low:.2f} to {high:.2f})"
+    )
     assert result.high - result.low < (high - low) / 3
     nothing = compare(before, shifted(before, by=0.0, noise=0.1, generator=generator))
     assert nothing.low < 0 < nothing.high and "no difference" in str(nothing)
@@ -166,7 +184,9 @@ def test_verdicts_as_text():
     assert str(better) == "-0.918 nats per token (95 % interval -1.05 to -0.800): better"
     worse = Comparison(0.002, 0.0004, 0.0031, 0.99)
     assert str(worse) == "+0.00200 nats per token (99 % interval +0.000400 to +0.00310): worse"
-    assert str(Comparison(0.0, 0.0, 0.0, 0.95)).endswith("): no difference that this many rows can show")
+    assert str(Comparison(0.0, 0.0, 0.0, 0.95)).endswith(
+        "): no difference that this many rows can show"
+    )
 
 
 @pytest.mark.parametrize("count", [100, 300])
@@ -178,7 +198,9 @@ def test_estimate_is_the_width_of_the_bootstrap(count, llama):
     )
     for rows in (synthetic, real, shifted(real, by=0.1, noise=0.3, generator=generator)):
         low, high = rows.interval()
-        assert estimate_held_out_interval(rows, rows=count) == pytest.approx((high - low) / 2, rel=0.15)
+        assert estimate_held_out_interval(rows, rows=count) == pytest.approx(
+            (high - low) / 2, rel=0.15
+        )
 
 
 def test_a_pilot_says_how_many_rows_a_difference_needs():
@@ -189,11 +211,18 @@ def test_a_pilot_says_how_many_rows_a_difference_needs():
     seen = 0
     for seed in range(200):
         before, _ = drawn_rows(count, generator=generator)
-        result = compare(before, shifted(before, by=-0.1, noise=0.3, generator=generator), resamples=400, seed=seed)
+        result = compare(
+            before,
+            shifted(before, by=-0.1, noise=0.3, generator=generator),
+            resamples=400,
+            seed=seed,
+        )
         seen += result.high < 0
     assert 140 <= seen <= 180  # 80 %
     wide = rows_needed(paired, difference=0.1, power=0.5)
-    assert wide < count and estimate_held_out_interval(paired, rows=wide) == pytest.approx(0.1, rel=0.02)
+    assert wide < count and estimate_held_out_interval(paired, rows=wide) == pytest.approx(
+        0.1, rel=0.02
+    )
     assert rows_needed(paired, difference=0.01) == pytest.approx(100 * count, rel=0.02)
     assert rows_needed(pilot, difference=0.1) > 2 * count  # unpaired, even of one model only
 
@@ -215,9 +244,13 @@ def test_perplexity(tiny):
     text, tokenizer = "The quick brown fox jumps over the lazy dog. " * 20, ascii_tokenizer()
     rows = text_windows(tokenizer, text=text, context=32, windows=4)
     expected = math.exp(evaluate(tiny, rows, pad_token_id=0))
-    assert perplexity(tiny, tokenizer, text=text, context=32, windows=4) == pytest.approx(expected, rel=1e-4)
+    assert perplexity(tiny, tokenizer, text=text, context=32, windows=4) == pytest.approx(
+        expected, rel=1e-4
+    )
     tiny.get_output_embeddings().weight.data.zero_()  # knows nothing: every one of the 128 tokens is as likely
-    assert perplexity(tiny, tokenizer, text=text, context=32, windows=4) == pytest.approx(128, rel=1e-4)
+    assert perplexity(tiny, tokenizer, text=text, context=32, windows=4) == pytest.approx(
+        128, rel=1e-4
+    )
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -229,7 +262,10 @@ def plain_answer(model, tokenizer, text, *, steps, eos=None):
     ids = tokenizer(text)["input_ids"]
     start = len(ids)
     for _ in range(steps):
-        ids = [*ids, model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item()]
+        ids = [
+            *ids,
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item(),
+        ]
         if ids[-1] == eos:
             break
     return tokenizer.decode(ids[start:], skip_special_tokens=True).strip()
@@ -240,7 +276,10 @@ def test_answers_in_batches_equal_plain_greedy_search(tiny, batch_size):
     model, tokenizer = sharpen(tiny), ascii_tokenizer()
     expected = [plain_answer(model, tokenizer, f"{prompt}\n\n", steps=8) for prompt in PROMPTS]
     assert len(set(expected)) == len(PROMPTS)
-    assert generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8, batch_size=batch_size) == expected
+    assert (
+        generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8, batch_size=batch_size)
+        == expected
+    )
     assert tokenizer.padding_side == "right"
 
 
@@ -249,10 +288,17 @@ def test_answers_end_at_the_end_mark_whatever_the_generation_config_says(llama):
     model, tokenizer = sharpen(llama), ascii_tokenizer()
     free = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=12)
     eos = ord(free[1][3])
-    options = {"do_sample": True, "repetition_penalty": 3.0, "no_repeat_ngram_size": 1, "eos_token_id": eos}
+    options = {
+        "do_sample": True,
+        "repetition_penalty": 3.0,
+        "no_repeat_ngram_size": 1,
+        "eos_token_id": eos,
+    }
     for name, value in options.items():
         setattr(model.generation_config, name, value)
-    expected = [plain_answer(model, tokenizer, f"{prompt}\n\n", steps=12, eos=eos) for prompt in PROMPTS]
+    expected = [
+        plain_answer(model, tokenizer, f"{prompt}\n\n", steps=12, eos=eos) for prompt in PROMPTS
+    ]
     assert generate_answers(model, tokenizer, PROMPTS, max_new_tokens=12) == expected
     assert len(set(map(len, expected))) > 1
 
@@ -266,8 +312,12 @@ def test_prompts_are_questions_or_rows_with_and_without_a_template(llama):
         answers.append(generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8))
         rows = [tokenize_pair(tokenizer, prompt, "an answer") for prompt in PROMPTS]
         assert generate_answers(model, tokenizer, rows, max_new_tokens=8) == answers[-1]
-        assert generate_answers(model, tokenizer, PROMPTS[1], max_new_tokens=8) == answers[-1][1:2]  # a string is one
-    expected = [plain_answer(model, tokenizer, f"<user>{prompt}<assistant>", steps=8) for prompt in PROMPTS]
+        assert (
+            generate_answers(model, tokenizer, PROMPTS[1], max_new_tokens=8) == answers[-1][1:2]
+        )  # a string is one
+    expected = [
+        plain_answer(model, tokenizer, f"<user>{prompt}<assistant>", steps=8) for prompt in PROMPTS
+    ]
     assert answers[1] == expected != answers[0]
 
 
@@ -295,7 +345,11 @@ def test_rows_that_cannot_be_evaluated(llama):
 def test_intervals_that_cannot_be_given():
     rows = RowLosses(torch.tensor([1.0, 2.0, 3.0]).double(), torch.tensor([1.0, 2.0, 2.0]).double())
     one = RowLosses(rows.losses[:1], rows.targets[:1])
-    for call in (one.interval, lambda: rows.interval(level=95), lambda: rows.interval(resamples=10)):
+    for call in (
+        one.interval,
+        lambda: rows.interval(level=95),
+        lambda: rows.interval(resamples=10),
+    ):
         with pytest.raises(ValueError, match="give >= 2"):
             call()
     with pytest.raises(ValueError, match="give >= 2"):
@@ -307,18 +361,35 @@ def test_intervals_that_cannot_be_given():
         estimate_held_out_interval(one, rows=10)
     with pytest.raises(ValueError, match="rows=0"):
         estimate_held_out_interval(rows, rows=0)
-    for wrong in ({"difference": 0.0}, {"difference": 0.1, "power": 1.0}, {"difference": 0.1, "power": 0.3}):
+    for wrong in (
+        {"difference": 0.0},
+        {"difference": 0.1, "power": 1.0},
+        {"difference": 0.1, "power": 0.3},
+    ):
         with pytest.raises(ValueError, match="difference other than 0"):
             rows_needed(rows, **wrong)
 
 
 def test_text_and_prompts_that_do_not_do(llama):
     tokenizer = ascii_tokenizer()
-    for wrong in ({"text": "short"}, {"text": ""}, {"windows": 0}, {"context": 1}, {"windows": 500}):
+    for wrong in (
+        {"text": "short"},
+        {"text": ""},
+        {"windows": 0},
+        {"context": 1},
+        {"windows": 500},
+    ):
         with pytest.raises(ValueError, match="give more text"):
-            perplexity(llama, tokenizer, **({"text": "text " * 100, "context": 32, "windows": 4} | wrong))
+            perplexity(
+                llama, tokenizer, **({"text": "text " * 100, "context": 32, "windows": 4} | wrong)
+            )
     no_question = {"input_ids": [5, 6], "labels": [5, 6]}
-    for prompts, wrong in (([], {}), ([no_question], {}), (["a"], {"max_new_tokens": 0}), (["a"], {"batch_size": 0})):
+    for prompts, wrong in (
+        ([], {}),
+        ([no_question], {}),
+        (["a"], {"max_new_tokens": 0}),
+        (["a"], {"batch_size": 0}),
+    ):
         with pytest.raises(ValueError, match="give questions"):
             generate_answers(llama, tokenizer, prompts, **wrong)
     tokenizer.pad_token = None
@@ -328,7 +399,11 @@ def test_text_and_prompts_that_do_not_do(llama):
 
 @pytest.mark.gpu
 def test_on_gpu():
-    model, rows, tokenizer = sharpen(model_of_shape("tiny-llama", device="cpu")), make_rows(), ascii_tokenizer()
+    model, rows, tokenizer = (
+        sharpen(model_of_shape("tiny-llama", device="cpu")),
+        make_rows(),
+        ascii_tokenizer(),
+    )
     expected = held_out_losses(model, rows, pad_token_id=0)
     answers = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8)
     model.cuda()

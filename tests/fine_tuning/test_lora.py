@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.budget import budget_of, weight_bytes
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
+from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     estimate_lora,
@@ -29,7 +31,11 @@ def run(model, batch):
 
 
 def adapters_by_name(model):
-    return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
 
 
 def adapters(model):
@@ -52,7 +58,11 @@ def plain_reference(model):
     plain = copy.deepcopy(model).unload().requires_grad_(True)
     for name, layer in adapters_by_name(model).items():
         weight = plain.get_submodule(name.removeprefix("base_model.model.")).weight
-        change = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
+        change = (
+            layer.lora_B["default"].weight
+            @ layer.lora_A["default"].weight
+            * layer.scaling["default"]
+        )
         weight.data += (change.T if layer.fan_in_fan_out else change).data
     return plain
 
@@ -106,7 +116,9 @@ def test_all_linear_layers_of_the_blocks_and_nothing_else(shape, tied):
     config = model_of_shape(shape, device="cpu").config
     config.tie_word_embeddings = tied
     model = transformers.AutoModelForCausalLM.from_config(config)
-    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = {
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    }
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     assert (ends[0] is ends[1]) is tied
     model = apply_lora(model, rank=2)
@@ -120,14 +132,20 @@ def test_targets_by_name_and_no_router(llama):
     for block in decoder_blocks(llama):
         block.mlp.gate = torch.nn.Linear(64, 4)
     assert len(target_linears(llama)) == 14
-    assert list(target_linears(llama, target_modules=["1.self_attn.q_proj"])) == ["model.layers.1.self_attn.q_proj"]
-    assert lora_parameters(llama, rank=2, target_modules=["q_proj", "k_proj"]) == 2 * 2 * (64 + 64 + 64 + 32)
+    assert list(target_linears(llama, target_modules=["1.self_attn.q_proj"])) == [
+        "model.layers.1.self_attn.q_proj"
+    ]
+    assert lora_parameters(llama, rank=2, target_modules=["q_proj", "k_proj"]) == 2 * 2 * (
+        64 + 64 + 64 + 32
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("shape", WITH_BIASES)
 def test_merged_model_computes_the_same(shape, dtype, tolerance, batch):
-    model = train_a_little(apply_lora(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, alpha=8))
+    model = train_a_little(
+        apply_lora(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, alpha=8)
+    )
     expected = run(model, batch)
     merged = merge_lora(model)
     assert not adapters(merged) and all(p.requires_grad for p in merged.parameters())
@@ -141,7 +159,10 @@ def test_saved_adapters_give_the_same_logits_on_a_fresh_base(tiny, batch, tmp_pa
     fresh = copy.deepcopy(tiny)
     model = train_a_little(apply_lora(tiny, rank=4, alpha=8))
     model.save_pretrained(tmp_path)
-    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < weight_bytes(fresh) / 4
+    assert (
+        sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+        < weight_bytes(fresh) / 4
+    )
     loaded = PeftModel.from_pretrained(fresh, tmp_path)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
@@ -190,12 +211,18 @@ def test_peak_is_as_estimated(shape, rank, batch_size, seq_len, target_modules, 
     model = apply_lora(model, rank=rank, target_modules=target_modules)
     measured = peak_of_a_step(model, **sizes) - before
     assert plan.peak == pytest.approx(measured, rel=0.05)
-    assert measured < full.peak or dtype is torch.bfloat16  # fp32 adapters outweigh so small a 16-bit model
+    assert (
+        measured < full.peak or dtype is torch.bfloat16
+    )  # fp32 adapters outweigh so small a 16-bit model
 
 
 @pytest.mark.parametrize("batch_size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_peak_of_a_real_model_is_as_estimated(batch_size):
-    before, model, sizes = alive(), load_model(device="cpu"), {"batch_size": batch_size, "seq_len": 96}
+    before, model, sizes = (
+        alive(),
+        load_model(device="cpu"),
+        {"batch_size": batch_size, "seq_len": 96},
+    )
     full = budget_of(model, **sizes)
     plan = estimate_lora(full, model, rank=16, **sizes)
     measured = peak_of_a_step(apply_lora(model, rank=16), **sizes) - before
@@ -211,7 +238,9 @@ def test_accumulated_gradients_are_the_adapters_only(llama):
     assert plan.embedding_gradient == 0 < budget.embedding_gradient
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"rank": -1}, {"alpha": 0}, {"alpha": -2}, {"dropout": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 0}, {"rank": -1}, {"alpha": 0}, {"alpha": -2}, {"dropout": 1.0}]
+)
 def test_numbers_out_of_range(llama, wrong):
     with pytest.raises(ValueError, match="give rank >= 1, alpha > 0"):
         apply_lora(llama, **wrong)
@@ -235,12 +264,25 @@ def test_adapters_twice_and_merging_none(llama):
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_fused_experts_are_not_skipped_silently(batch, family):
     """The attention is adapted when it is named; the router is not even then."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     sizes |= {"head_dim": 16, "num_experts_per_tok": 2}
-    sizes |= {"moe_intermediate_size": 16, "num_experts": 4} if family == "Qwen3Moe" else {"num_local_experts": 4}
-    config = getattr(transformers, f"{family}Config")(vocab_size=128, num_key_value_heads=2, **sizes)
+    sizes |= (
+        {"moe_intermediate_size": 16, "num_experts": 4}
+        if family == "Qwen3Moe"
+        else {"num_local_experts": 4}
+    )
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=128, num_key_value_heads=2, **sizes
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"does not reach .*mlp\.experts\.gate_up_proj.*name the target_modules"):
+    with pytest.raises(
+        ValueError, match=r"does not reach .*mlp\.experts\.gate_up_proj.*name the target_modules"
+    ):
         apply_lora(model)
     for router in ("gate", "mlp.gate"):
         with pytest.raises(ValueError, match="each name must match a linear layer"):
@@ -252,7 +294,9 @@ def test_fused_experts_are_not_skipped_silently(batch, family):
 
 
 def test_dora_trains_a_length_for_each_row_and_starts_at_the_base(tiny, batch):
-    rows = sum(getattr(layer, "out_features", None) or layer.nf for layer in target_linears(tiny).values())
+    rows = sum(
+        getattr(layer, "out_features", None) or layer.nf for layer in target_linears(tiny).values()
+    )
     correction, expected = lora_parameters(tiny, rank=3), run(copy.deepcopy(tiny), batch)
     model = apply_lora(tiny, rank=3, use_dora=True)
     assert trainable(model) == correction + rows
@@ -285,7 +329,9 @@ def test_rslora_divides_by_the_root_of_the_rank(llama, batch, rank):
     assert trainable(model) == lora_parameters(plain, rank=rank)
     for name, layer in adapters_by_name(model).items():
         weight = plain.get_submodule(name.removeprefix("base_model.model.")).weight
-        weight.data += (3 / rank**0.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight).data
+        weight.data += (
+            3 / rank**0.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        ).data
     expected = run(plain, batch)
     torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(run(merge_lora(model), batch), expected, atol=1e-5, rtol=1e-4)
@@ -303,7 +349,9 @@ def test_trains_and_merges_on_gpu(dtype):
     batch = {name: tensor.cuda() for name, tensor in make_batch().items()}
     model = apply_lora(model_of_shape("tiny-llama", dtype=dtype, device="cuda"), rank=4, alpha=8)
     first = model(**batch, use_cache=False).loss.item()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
     for _ in range(10):
         run(model, batch)
         optimizer.step()

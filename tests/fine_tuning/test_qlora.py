@@ -5,10 +5,12 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.budget import budget_of, weight_bytes
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
+from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,
@@ -45,7 +47,9 @@ def dequantized(layer):
     if state.nested:
         outer = state.state2.absmax.repeat_interleave(256)[: scales.numel()]
         scales = state.state2.code[scales.long()] * outer + state.offset
-    return (state.code[index] * scales.repeat_interleave(state.blocksize)[: len(index)]).view(state.shape)
+    return (state.code[index] * scales.repeat_interleave(state.blocksize)[: len(index)]).view(
+        state.shape
+    )
 
 
 def train_a_little(model):
@@ -76,13 +80,27 @@ def evaluate(model, batch):
 
 
 # in, out: ordinary; not a multiple of the block; odd; a multiple of 32 and not of 64, which is trap 2
-SHAPES = [(64, 64), (576, 192), (100, 48), (33, 40), (13, 7), (160, 64), (96, 33), (1056, 3), (2, 3)]
+SHAPES = [
+    (64, 64),
+    (576, 192),
+    (100, 48),
+    (33, 40),
+    (13, 7),
+    (160, 64),
+    (96, 33),
+    (1056, 3),
+    (2, 3),
+]
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize(("compute_dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("compute_dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_layer_equals_dequantized_weight(in_features, out_features, compute_dtype, tolerance, double_quant):
+def test_layer_equals_dequantized_weight(
+    in_features, out_features, compute_dtype, tolerance, double_quant
+):
     model = Block(in_features, out_features, bias=True)
     full, bias = model.layers[0].weight.detach().clone(), model.layers[0].bias.detach().clone()
     layer = quantize_nf4(model, compute_dtype=compute_dtype, double_quant=double_quant).layers[0]
@@ -93,7 +111,9 @@ def test_layer_equals_dequantized_weight(in_features, out_features, compute_dtyp
     out = model(x)
     out.backward(upstream)
     for got, expected in ((out, x @ weight.T + bias), (x.grad, upstream @ weight)):
-        torch.testing.assert_close(got, expected, atol=tolerance * expected.abs().max().item(), rtol=0)
+        torch.testing.assert_close(
+            got, expected, atol=tolerance * expected.abs().max().item(), rtol=0
+        )
     with torch.no_grad():
         torch.testing.assert_close(model(x), out, atol=tolerance, rtol=tolerance)
 
@@ -103,14 +123,20 @@ def test_layer_equals_dequantized_weight(in_features, out_features, compute_dtyp
 def test_bytes_are_predicted_exactly(shape, double_quant):
     before = alive()
     model = model_of_shape(shape, layers=3, device="cpu")
-    linear = sum(weight.numel() * 4 for name, weight in decoder_blocks(model).named_parameters() if "_proj" in name)
+    linear = sum(
+        weight.numel() * 4
+        for name, weight in decoder_blocks(model).named_parameters()
+        if "_proj" in name
+    )
     rest, predicted = weight_bytes(model) - linear, nf4_bytes(model, double_quant=double_quant)
     head = model.get_output_embeddings().weight
     quantize_nf4(model, double_quant=double_quant)
     assert weight_bytes(model) == rest + predicted
     assert len(quantized_layers(model)) == 3 * 7 and model.get_output_embeddings().weight is head
     del head
-    assert alive() - before == pytest.approx(rest + predicted, rel=0.01)  # the full weights are gone
+    assert alive() - before == pytest.approx(
+        rest + predicted, rel=0.01
+    )  # the full weights are gone
 
 
 def test_weights_are_freed_one_by_one():
@@ -119,13 +145,17 @@ def test_weights_are_freed_one_by_one():
     with PeakMemory() as memory:
         others = memory.current - before
         quantize_nf4(model)
-    assert memory.peak - others < 1.1 * before  # one layer more than the full model, never a second copy
+    assert (
+        memory.peak - others < 1.1 * before
+    )  # one layer more than the full model, never a second copy
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("shape", NN_LINEAR)
 def test_no_gradient_is_lost_after_an_evaluation(shape, compute_dtype, batch):
-    model = train_a_little(apply_qlora(model_of_shape(shape, device="cpu"), rank=4, compute_dtype=compute_dtype))
+    model = train_a_little(
+        apply_qlora(model_of_shape(shape, device="cpu"), rank=4, compute_dtype=compute_dtype)
+    )
     run(model, batch)
     expected = gradients(model)
     model.zero_grad()
@@ -138,7 +168,9 @@ def test_no_gradient_is_lost_after_an_evaluation(shape, compute_dtype, batch):
     assert all(torch.equal(gradient, expected[name]) for name, gradient in got.items())
     for layer in quantized_layers(model).values():
         assert layer.support_avx512bf16_for_cpu is False
-        assert layer.compute_dtype == (compute_dtype or (torch.bfloat16 if machine().native_bf16 else torch.float32))
+        assert layer.compute_dtype == (
+            compute_dtype or (torch.bfloat16 if machine().native_bf16 else torch.float32)
+        )
 
 
 @pytest.fixture
@@ -146,7 +178,9 @@ def avx512_bf16(monkeypatch):
     """A CPU with AVX512-BF16: bitsandbytes repacks, and multiplies by a kernel that has no backward."""
     monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: True)
     monkeypatch.setattr(
-        bnb.functional, "gemv_4bit", lambda x, weight, out=None, state=None: x.new_ones(*x.shape[:-1], state.shape[0])
+        bnb.functional,
+        "gemv_4bit",
+        lambda x, weight, out=None, state=None: x.new_ones(*x.shape[:-1], state.shape[0]),
     )
 
 
@@ -161,7 +195,9 @@ def test_trap_is_real_and_the_guard_holds(avx512_bf16):
         return x.grad
 
     raw = Block(64, 32)
-    raw.layers[0] = bnb.nn.Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    raw.layers[0] = bnb.nn.Linear4bit(
+        64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+    ).to("cpu")
     assert raw.layers[0].support_avx512bf16_for_cpu
     assert gradient_after_evaluation(raw) is None
     guarded = quantize_nf4(Block(64, 32), compute_dtype=torch.float32)
@@ -170,7 +206,9 @@ def test_trap_is_real_and_the_guard_holds(avx512_bf16):
 
 
 def test_training_a_repacked_model_is_refused(avx512_bf16, batch):
-    model = apply_qlora(model_of_shape("tiny-llama", device="cpu"), rank=4, compute_dtype=torch.float32)
+    model = apply_qlora(
+        model_of_shape("tiny-llama", device="cpu"), rank=4, compute_dtype=torch.float32
+    )
     for layer in quantized_layers(model).values():
         layer.support_avx512bf16_for_cpu = True  # as if the guard had not been there
     evaluate(model, batch)
@@ -183,14 +221,20 @@ def test_check_fails_where_a_layer_cuts_the_gradient(shape, batch):
     model = apply_qlora(model_of_shape(shape, device="cpu"), rank=4)
     check_gradient_flow(model, batch)
     attention = decoder_blocks(model)[0].self_attn
-    attention.o_proj.base_layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].detach(),))
+    attention.o_proj.base_layer.register_forward_pre_hook(
+        lambda layer, inputs: (inputs[0].detach(),)
+    )
     with pytest.raises(RuntimeError, match=r"q_proj.*k_proj.*v_proj"):
         check_gradient_flow(model, batch)
 
 
 @pytest.mark.parametrize(
     ("dtype", "compute_dtype", "tolerance"),
-    [(torch.float32, torch.float32, 1e-5), (torch.float32, torch.bfloat16, 2e-2), (torch.bfloat16, None, 4e-2)],
+    [
+        (torch.float32, torch.float32, 1e-5),
+        (torch.float32, torch.bfloat16, 2e-2),
+        (torch.bfloat16, None, 4e-2),
+    ],
 )
 @pytest.mark.parametrize("shape", NN_LINEAR)
 def test_merged_model_computes_the_same(shape, dtype, compute_dtype, tolerance, batch):
@@ -207,7 +251,9 @@ def test_merging_by_peft_rounds_to_four_bits_again(llama, batch):
     model = train_a_little(apply_qlora(llama, rank=4, alpha=8, compute_dtype=torch.float32))
     expected = run(model, batch)
     by_peft = copy.deepcopy(model).merge_and_unload()(**batch).logits
-    assert (by_peft - expected).abs().max() > 1000 * (run(merge_qlora(model), batch) - expected).abs().max()
+    assert (by_peft - expected).abs().max() > 1000 * (
+        run(merge_qlora(model), batch) - expected
+    ).abs().max()
 
 
 def test_saved_adapters_give_the_same_logits_on_a_fresh_base(llama, batch, tmp_path):
@@ -222,10 +268,16 @@ def test_saved_adapters_give_the_same_logits_on_a_fresh_base(llama, batch, tmp_p
 
 def test_learns_like_lora():
     ids = torch.randint(0, 128, (4, 23))
-    batch, base, drops = {"input_ids": ids, "labels": ids}, model_of_shape("tiny-llama", device="cpu"), []
+    batch, base, drops = (
+        {"input_ids": ids, "labels": ids},
+        model_of_shape("tiny-llama", device="cpu"),
+        [],
+    )
     for apply in (apply_lora, apply_qlora):
         model = apply(copy.deepcopy(base), rank=8)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+        )
         losses = []
         for _ in range(25):
             loss = model(**batch, use_cache=False).loss
@@ -257,7 +309,9 @@ def peak_of_a_step(model, batch_size, seq_len):
 def test_peak_is_as_estimated(shape, batch_size, seq_len, target_modules, dtype):
     before, sizes = alive(), {"batch_size": batch_size, "seq_len": seq_len}
     model = model_of_shape(shape, layers=8, dtype=dtype, device="cpu")
-    plan = estimate_qlora(budget_of(model, **sizes), model, rank=8, target_modules=target_modules, **sizes)
+    plan = estimate_qlora(
+        budget_of(model, **sizes), model, rank=8, target_modules=target_modules, **sizes
+    )
     model = apply_qlora(model, rank=8, target_modules=target_modules)
     assert plan.weights == weight_bytes(model)
     assert plan.peak == pytest.approx(peak_of_a_step(model, **sizes) - before, rel=0.05)
@@ -265,11 +319,17 @@ def test_peak_is_as_estimated(shape, batch_size, seq_len, target_modules, dtype)
 
 @pytest.mark.parametrize("batch_size", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_peak_of_a_real_model_is_as_estimated(batch_size):
-    before, model, sizes = alive(), load_model(device="cpu"), {"batch_size": batch_size, "seq_len": 96}
+    before, model, sizes = (
+        alive(),
+        load_model(device="cpu"),
+        {"batch_size": batch_size, "seq_len": 96},
+    )
     full = budget_of(model, **sizes)
     plan = estimate_qlora(full, model, rank=16, **sizes)
     model = apply_qlora(model, rank=16)
-    assert plan.weights == weight_bytes(model) < 0.36 * full.weights  # the rest is the fp32 embedding
+    assert (
+        plan.weights == weight_bytes(model) < 0.36 * full.weights
+    )  # the rest is the fp32 embedding
     assert plan.peak == pytest.approx(peak_of_a_step(model, **sizes) - before, rel=0.01)
 
 

@@ -4,9 +4,10 @@ import gc
 import pytest
 import torch
 
-from recipes_lib.core.budget import budget_of
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
+from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
@@ -74,7 +75,9 @@ def test_generation_uses_the_cache(tiny, training):
 
     def generate():
         with torch.no_grad():
-            return tiny.train(training).generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            return tiny.train(training).generate(
+                prompt, max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
 
     expected = generate()
     apply_activation_checkpointing(tiny)
@@ -116,7 +119,11 @@ def test_names_and_classes_stay(llama):
 
 def test_what_cannot_be_done_is_refused(llama, batch):
     plan = budget_of(llama, batch_size=1, seq_len=8)
-    wrong = [({"mode": "full"}, "block, selective"), ({"every": 0}, "up to 2"), ({"every": 3}, "up to 2")]
+    wrong = [
+        ({"mode": "full"}, "block, selective"),
+        ({"every": 0}, "up to 2"),
+        ({"every": 3}, "up to 2"),
+    ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             apply_activation_checkpointing(llama, **options)
@@ -139,7 +146,9 @@ def measured_and_planned(model, batch_size, seq_len, **options):
     plan = budget_of(model, batch_size=batch_size, seq_len=seq_len)
     if options:
         apply_activation_checkpointing(model, **options)
-        plan = estimate_activation_checkpointing(plan, model, batch_size=batch_size, seq_len=seq_len, **options)
+        plan = estimate_activation_checkpointing(
+            plan, model, batch_size=batch_size, seq_len=seq_len, **options
+        )
     ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len), device=model.device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
@@ -160,7 +169,9 @@ def test_peak_falls_as_estimated(shape):
     peaks = []
     for options in modes:
         gc.collect()  # the models before this one are not part of the step
-        measured, planned = measured_and_planned(model_of_shape(shape, layers=8, device="cpu"), 16, 64, **options)
+        measured, planned = measured_and_planned(
+            model_of_shape(shape, layers=8, device="cpu"), 16, 64, **options
+        )
         assert planned == pytest.approx(measured, rel=0.05), options
         peaks.append(measured)
     plain, selective, every_second, whole = peaks
@@ -180,8 +191,13 @@ def test_peak_of_small_batches_as_estimated(shape, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gemma2"])
 def test_peak_with_adapters_as_estimated(shape, dtype):
-    model, size = model_of_shape(shape, layers=8, dtype=dtype, device="cpu"), {"batch_size": 16, "seq_len": 64}
-    plan = estimate_activation_checkpointing(estimate_lora(budget_of(model, **size), model, **size), model, **size)
+    model, size = (
+        model_of_shape(shape, layers=8, dtype=dtype, device="cpu"),
+        {"batch_size": 16, "seq_len": 64},
+    )
+    plan = estimate_activation_checkpointing(
+        estimate_lora(budget_of(model, **size), model, **size), model, **size
+    )
     model = apply_activation_checkpointing(apply_lora(model))
     ids = torch.randint(0, 128, (16, 64))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)

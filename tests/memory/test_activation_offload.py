@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import block_bytes, budget_of
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import decoder_blocks, load_model, model_of_shape
+from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.plain_step import block_bytes, budget_of
 from recipes_lib.memory.activation_offload import estimate_activation_offload, offload_activations
 from tests.conftest import FAMILIES, assert_equal, assert_near, gradients, make_batch
 
 # Not the system's temporary directory, which may be a RAM disk. The file has no name and leaves nothing.
-to_disk = functools.partial(offload_activations, to="disk", min_bytes=512, directory=os.path.dirname(__file__))
+to_disk = functools.partial(
+    offload_activations, to="disk", min_bytes=512, directory=os.path.dirname(__file__)
+)
 
 
 def run(model, batch, offload=None, backwards=1):
@@ -117,7 +120,9 @@ def test_checkpointing_around_the_call_of_a_block(llama, batch, monkeypatch):
 def test_backward_of_a_forward_that_was_left_early(batch):
     """The last block, before which transfers end, is never reached."""
     model, outputs, results = model_of_shape("tiny-llama", layers=3, device="cpu"), [], []
-    decoder_blocks(model)[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    decoder_blocks(model)[0].register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
     decoder_blocks(model)[0].register_forward_hook(lambda *_: 1 / 0)
     for offload in (contextlib.nullcontext, to_disk):
         with offload(model):
@@ -173,7 +178,9 @@ def test_graph_and_file_are_gone(llama, monkeypatch):
     """The file stays as large as one step needs, has no name even while in use, and is closed after an error."""
     files, outputs = [], []
     make = tempfile.TemporaryFile
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: files.append(make(**options)) or files[-1])
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda **options: files.append(make(**options)) or files[-1]
+    )
     decoder_blocks(llama)[0].register_forward_hook(
         lambda module, args, output: outputs.append(weakref.ref(output.untyped_storage()))
     )
@@ -251,7 +258,11 @@ def measured_and_planned(model, batch_size, seq_len, context):
     with PeakMemory() as memory, context(model):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     plan = budget_of(model, batch_size=batch_size, seq_len=seq_len).change(states=0)
-    return memory.peak, plan, estimate_activation_offload(plan, model, batch_size=batch_size, seq_len=seq_len)
+    return (
+        memory.peak,
+        plan,
+        estimate_activation_offload(plan, model, batch_size=batch_size, seq_len=seq_len),
+    )
 
 
 @pytest.mark.parametrize("shape", FAMILIES)

@@ -9,10 +9,9 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes_lib.bench import compare_losses
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory import chunked_cross_entropy as module
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
@@ -22,6 +21,7 @@ from recipes_lib.memory.chunked_cross_entropy import (
     estimate_chunked_cross_entropy,
     remove_chunked_cross_entropy,
 )
+from recipes_lib.workflows.bench.losses import compare_losses
 from tests.conftest import assert_same_gradients, gradients, make_batch
 
 OPTIONS = [
@@ -50,7 +50,10 @@ def reference(hidden, weight, labels, *, bias=None, softcap=None, ignore_index=-
         logits = softcap * torch.tanh(logits / softcap)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
     targets = labels != ignore_index
-    total = cross_entropy(logits, labels, **options) + z_loss * logits.logsumexp(-1)[targets].square().sum()
+    total = (
+        cross_entropy(logits, labels, **options)
+        + z_loss * logits.logsumexp(-1)[targets].square().sum()
+    )
     return total / (num_items or (targets.sum() if reduction == "mean" else 1))
 
 
@@ -71,7 +74,9 @@ class Account(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.elements = max(self.elements, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0)
+        self.elements = max(
+            self.elements, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)), 0
+        )
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
             self.operations += 2 * args[-2].numel() * args[-1].shape[1]
         return out
@@ -85,9 +90,15 @@ def test_equals_the_plain_loss(monkeypatch, dtype, options, chunk_size):
     hidden, weight, bias, labels = make_tensors(dtype=dtype)
     if options.get("ignore_index") == 3:
         labels = labels.where(labels != -100, 3)
-    expected = with_gradients(reference(hidden, weight, labels, bias=bias, **options), [hidden, weight, bias])
-    loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_size=chunk_size, **options)
-    close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 2e-6}
+    expected = with_gradients(
+        reference(hidden, weight, labels, bias=bias, **options), [hidden, weight, bias]
+    )
+    loss = chunked_cross_entropy(
+        hidden, weight, labels, bias=bias, chunk_size=chunk_size, **options
+    )
+    close = (
+        {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 1e-5, "rtol": 2e-6}
+    )
     assert loss.dtype == dtype
     for got, want in zip(with_gradients(loss, [hidden, weight, bias]), expected):
         torch.testing.assert_close(got, want, **close)
@@ -111,9 +122,13 @@ def test_16_bit_value_and_gradients_are_right(monkeypatch, device, dtype, chunk_
     assert error(got[0], expected[0]) < 1e-4
     assert error(got[1], expected[1]) < 1.5 * error(plain[1], expected[1])
     slope = (got[1].double() * expected[1]).sum() / expected[1].square().sum()
-    assert slope.item() == pytest.approx(1, abs=5e-4)  # a factor that is rounded to 16 bits would show here
+    assert slope.item() == pytest.approx(
+        1, abs=5e-4
+    )  # a factor that is rounded to 16 bits would show here
     # 1024 / 4 chunks are summed in fp32, 1024 / 128 in bf16, each rounded.
-    assert error(got[2], expected[2]) < (2.5 if chunk_size == 128 else 1.5) * error(plain[2], expected[2])
+    assert error(got[2], expected[2]) < (2.5 if chunk_size == 128 else 1.5) * error(
+        plain[2], expected[2]
+    )
 
 
 def test_fp16_keeps_small_gradients():
@@ -122,7 +137,9 @@ def test_fp16_keeps_small_gradients():
     weight = (weight.detach() / 100).requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = with_gradients(reference(*exact, labels), exact, factor=2.0**14)
-    got = with_gradients(chunked_cross_entropy(hidden, weight, labels), [hidden, weight], factor=2.0**14)
+    got = with_gradients(
+        chunked_cross_entropy(hidden, weight, labels), [hidden, weight], factor=2.0**14
+    )
     assert max(map(error, got, expected)) < 2e-3
 
 
@@ -142,9 +159,13 @@ def test_sum_of_micro_batches_is_the_whole_batch():
     tensors, items = [hidden, weight, bias], (labels != -100).sum()
     labels[1] = -100  # a micro-batch without a target adds nothing
     labels[0, :40] = -100
-    expected = with_gradients(chunked_cross_entropy(hidden, weight, labels, bias=bias, num_items=items), tensors)
+    expected = with_gradients(
+        chunked_cross_entropy(hidden, weight, labels, bias=bias, num_items=items), tensors
+    )
     parts = [
-        with_gradients(chunked_cross_entropy(hidden[i], weight, labels[i], bias=bias, num_items=items), tensors)
+        with_gradients(
+            chunked_cross_entropy(hidden[i], weight, labels[i], bias=bias, num_items=items), tensors
+        )
         for i in range(4)
     ]
     for got, want in zip(map(sum, zip(*parts)), expected):
@@ -234,7 +255,11 @@ def test_wrong_options_are_refused(llama, options, message):
 
 def test_wrong_tensors_are_refused():
     hidden, weight, bias, labels = make_tensors()
-    for wrong in ((hidden[..., 1:], weight, labels), (hidden, weight, labels[:, 1:]), (hidden, weight[0], labels)):
+    for wrong in (
+        (hidden[..., 1:], weight, labels),
+        (hidden, weight, labels[:, 1:]),
+        (hidden, weight[0], labels),
+    ):
         with pytest.raises(ValueError, match="shapes of hidden"):
             chunked_cross_entropy(*wrong)
     with pytest.raises(ValueError, match="shapes of hidden"):
@@ -247,7 +272,9 @@ def test_wrong_tensors_are_refused():
     with pytest.raises(ValueError, match="mean over 0 targets"):
         chunked_cross_entropy(hidden, weight, nothing)
     for options in ({"reduction": "sum"}, {"num_items": 7}):
-        loss, *grads = with_gradients(chunked_cross_entropy(hidden, weight, nothing, **options), [hidden, weight])
+        loss, *grads = with_gradients(
+            chunked_cross_entropy(hidden, weight, nothing, **options), [hidden, weight]
+        )
         assert loss == 0 and not any(grad.any() for grad in grads)
 
 
@@ -271,7 +298,9 @@ def test_model_has_the_same_loss_and_gradients_without_logits(tiny, batch, num_i
         output, got = run(tiny, batch, num_items_in_batch=num_items)
     assert_same_gradients(got, expected)
     assert output.logits is None and output["loss"] is output[0] and "logits" not in output
-    wide = {p.numel() for p in tiny.parameters()} | {4 * 23 * 4 * 64}  # eager attention makes no more
+    wide = {p.numel() for p in tiny.parameters()} | {
+        4 * 23 * 4 * 64
+    }  # eager attention makes no more
     assert account.elements <= max(*wide, 4 * 23 * 256)
     remove_chunked_cross_entropy(tiny)
     output, got = run(tiny, batch, num_items_in_batch=num_items)
@@ -308,7 +337,10 @@ def test_other_forwards_are_ordinary(tiny, batch):
     assert short.logits is None
     torch.testing.assert_close(short.loss, expected.loss.detach())
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(tiny.generate(prompt["input_ids"], **options), plain.generate(prompt["input_ids"], **options))
+    assert torch.equal(
+        tiny.generate(prompt["input_ids"], **options),
+        plain.generate(prompt["input_ids"], **options),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -322,7 +354,9 @@ def test_model_in_16_bits(tiny, batch, dtype, autocast):
         got = run(tiny, batch)[1]
     assert error(got["loss"], exact) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
     assert {n: g.dtype for n, g in got.items()} == {n: g.dtype for n, g in expected.items()}
-    assert max(error(got[name], expected[name]) for name in expected) < (5e-2 if dtype == torch.bfloat16 else 2e-2)
+    assert max(error(got[name], expected[name]) for name in expected) < (
+        5e-2 if dtype == torch.bfloat16 else 2e-2
+    )
 
 
 def test_adapters(tiny, batch):
@@ -335,7 +369,11 @@ def test_adapters(tiny, batch):
     expected = run(model, batch)[1]
     apply_chunked_cross_entropy(model, chunk_size=5)
     output, got = run(model, batch)
-    assert output.logits is None and len(got) > 1 and all("lora" in name for name in got.keys() - {"loss"})
+    assert (
+        output.logits is None
+        and len(got) > 1
+        and all("lora" in name for name in got.keys() - {"loss"})
+    )
     assert_same_gradients(got, expected)
     other = apply_lora(apply_chunked_cross_entropy(twin, chunk_size=5))
     other.load_state_dict(model.state_dict())
@@ -370,14 +408,27 @@ def test_in_the_trainer(tmp_path, llama):
     from transformers import Trainer, TrainingArguments
 
     rows = [{name: t[0] for name, t in make_batch(1, n).items()} for n in (9, 23, 14, 30)]
-    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 2, "logging_steps": 1}
-    settings |= {"report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "max_grad_norm": 0}
+    settings = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+    }
+    settings |= {
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_grad_norm": 0,
+    }
 
     def trained(model):
         arguments = TrainingArguments(tmp_path, **settings, optim="sgd", learning_rate=1.0)
         trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], dict(model.named_parameters())
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], dict(
+            model.named_parameters()
+        )
 
     losses, expected = trained(copy.deepcopy(llama))
     got_losses, got = trained(apply_chunked_cross_entropy(llama))
@@ -393,10 +444,17 @@ def test_models_that_do_more_are_refused(llama, batch):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     routed = {"num_local_experts": 2, "output_router_logits": True}
     capped = {"lru_width": 64}  # by 30, which its configuration calls logits_soft_cap
-    families = {"Cohere": {}, "Granite": {"logits_scaling": 8.0}, "RecurrentGemma": capped, "Mixtral": routed}
+    families = {
+        "Cohere": {},
+        "Granite": {"logits_scaling": 8.0},
+        "RecurrentGemma": capped,
+        "Mixtral": routed,
+    }
     for family, options in families.items():
         config = getattr(transformers, f"{family}Config")(**sizes, **options)
-        model = apply_chunked_cross_entropy(transformers.AutoModelForCausalLM.from_config(config).train())
+        model = apply_chunked_cross_entropy(
+            transformers.AutoModelForCausalLM.from_config(config).train()
+        )
         with pytest.raises(ValueError, match=f"{family}ForCausalLM scales its logits"):
             model(**batch)
         assert model.eval()(**batch).logits is not None  # no trace is left
@@ -425,7 +483,9 @@ def test_a_head_that_trains_alone_beside_adapters(llama, batch):
     from peft import LoraConfig, get_peft_model
 
     mistral = model_of_shape("tiny-mistral", device="cpu")  # untied
-    model = get_peft_model(mistral, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model = get_peft_model(
+        mistral, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
     expected = run(model, batch)[1]
     output, got = run(apply_chunked_cross_entropy(model, chunk_size=5), batch)
     assert output.logits is None and any("lm_head" in name for name in got)
@@ -439,13 +499,18 @@ def measured_and_planned(shape, batch_size, seq_len, *, prompt=0, adapters=False
                          **model_options):  # fmt: skip
     """Peak of the second AdamW step (the first one creates the states), and the estimate of it."""
     gc.collect()  # the models before this one are not part of the step
-    model, sizes = model_of_shape(shape, device="cpu", **model_options), {"batch_size": batch_size, "seq_len": seq_len}
+    model, sizes = (
+        model_of_shape(shape, device="cpu", **model_options),
+        {"batch_size": batch_size, "seq_len": seq_len},
+    )
     model.get_output_embeddings().requires_grad_(not frozen)
     plan = budget_of(model, **sizes)
     if adapters:
         plan, model = estimate_lora(plan, model, **sizes), apply_lora(model)
     targets = batch_size * (seq_len - prompt) if prompt else None
-    plan = estimate_chunked_cross_entropy(plan, model, chunk_size=chunk_size, targets=targets, **sizes)
+    plan = estimate_chunked_cross_entropy(
+        plan, model, chunk_size=chunk_size, targets=targets, **sizes
+    )
     apply_chunked_cross_entropy(model, chunk_size=chunk_size)
     ids = torch.ones(batch_size, seq_len, dtype=torch.long)
     labels = ids.clone()
@@ -453,7 +518,9 @@ def measured_and_planned(shape, batch_size, seq_len, *, prompt=0, adapters=False
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
     def step(length):
-        model(input_ids=ids[:, -length:], labels=labels[:, -length:], use_cache=False).loss.backward()
+        model(
+            input_ids=ids[:, -length:], labels=labels[:, -length:], use_cache=False
+        ).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -527,7 +594,11 @@ def test_a_large_vocabulary_on_gpu():
     """The output layer of an 8B model: the gradient of W is 1.05 GB of this, and the products run at full speed."""
     found = compare_losses(tokens=8192, vocab=128_256, hidden=4096, dtype=torch.bfloat16, rounds=5)
     ours, plain = found["ours"], found["plain"]
-    assert ours.error < 1e-4 and ours.peak_bytes < 1.4e9 < plain.peak_bytes and ours.seconds < 1.3 * plain.seconds
+    assert (
+        ours.error < 1e-4
+        and ours.peak_bytes < 1.4e9 < plain.peak_bytes
+        and ours.seconds < 1.3 * plain.seconds
+    )
     assert "Liger" not in found or ours.seconds < found["Liger"].seconds
 
 

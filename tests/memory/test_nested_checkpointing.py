@@ -6,9 +6,10 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.budget import budget_of, loss_bytes, split_budget
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import decoder_blocks, model_of_shape
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of, loss_bytes
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,
@@ -21,6 +22,7 @@ from recipes_lib.memory.nested_checkpointing import (
     remove_nested_checkpointing,
 )
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
+from recipes_lib.training.gradient_accumulation import split_budget
 from tests.conftest import FAMILIES, assert_equal, assert_near, gradients, make_batch, run
 
 
@@ -82,7 +84,9 @@ class Inner(torch.nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden):
-        return torch.cat([checkpoint(self.mlp, part, use_reentrant=False) for part in hidden.split(3)])
+        return torch.cat(
+            [checkpoint(self.mlp, part, use_reentrant=False) for part in hidden.split(3)]
+        )
 
 
 def test_checkpoints_inside_the_blocks(five, batch):
@@ -119,7 +123,9 @@ def test_generation_uses_the_cache(five, training):
 
     def generate():
         with torch.no_grad():
-            return five.train(training).generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            return five.train(training).generate(
+                prompt, max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
 
     expected = generate()
     apply_nested_checkpointing(five, group=2)
@@ -144,7 +150,11 @@ def test_after_a_forward_that_failed(llama, batch):
     expected = run(llama, batch)
     apply_nested_checkpointing(llama, group=3)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
-        patch.setattr(llama.model.layers[1], "_refuse", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
+        patch.setattr(
+            llama.model.layers[1],
+            "_refuse",
+            lambda *_: (_ for _ in ()).throw(RuntimeError("power")),
+        )
         run(llama, batch)
     with torch.no_grad():
         llama(**batch)
@@ -221,7 +231,9 @@ def test_forwards_that_would_be_wrong_are_refused(llama, batch):
     with pytest.raises(ValueError, match="block 1 did not get"):
         run(llama, batch)
     hook.remove()
-    llama.model.layers[0].eval()  # with a cache it runs at once, as in generation, and the rest of its group cannot
+    llama.model.layers[
+        0
+    ].eval()  # with a cache it runs at once, as in generation, and the rest of its group cannot
     with pytest.raises(ValueError, match="block 1 did not get"):
         run(llama, batch, use_cache=True)
     llama.train().gradient_checkpointing_enable()
@@ -230,7 +242,9 @@ def test_forwards_that_would_be_wrong_are_refused(llama, batch):
 
 
 def test_blocks_that_return_more_than_hidden_states_are_refused(batch):
-    config = transformers.FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
+    config = transformers.FalconConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     for group, message in [(1, "hidden states alone"), (2, "did not get")]:
         apply_nested_checkpointing(model, group=group)
@@ -247,7 +261,9 @@ def test_arithmetic_that_it_costs(llama):
 
     def operations(model):
         with FlopCounterMode(display=False) as counter:
-            model(input_ids=torch.randint(0, 128, (1, 256)), use_cache=False).logits.sum().backward()
+            model(
+                input_ids=torch.randint(0, 128, (1, 256)), use_cache=False
+            ).logits.sum().backward()
         return counter.get_total_flops()
 
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -256,7 +272,10 @@ def test_arithmetic_that_it_costs(llama):
         decoder_blocks(llama)[0](hidden, position_embeddings=positions)
     once = operations(apply_activation_checkpointing(copy.deepcopy(llama)))
     assert operations(apply_nested_checkpointing(copy.deepcopy(llama), group=1)) == once
-    assert operations(apply_nested_checkpointing(llama, group=2)) == once + 2 * counter.get_total_flops()
+    assert (
+        operations(apply_nested_checkpointing(llama, group=2))
+        == once + 2 * counter.get_total_flops()
+    )
 
 
 def measured_and_planned(model, batch_size, seq_len, *, group, micro_batches=1, tile_size=None):
@@ -284,7 +303,9 @@ def measured_and_planned(model, batch_size, seq_len, *, group, micro_batches=1, 
 
     def step():
         for _ in range(micro_batches):
-            model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float().square().sum().backward()
+            model(
+                input_ids=ids, use_cache=False, logits_to_keep=1
+            ).logits.float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -301,7 +322,10 @@ def test_inputs_that_it_saves(group):
     In one group of eight they are all there when backward enters it. Only norms train: gradients hide nothing.
     """
     peaks = []
-    for apply in (apply_activation_checkpointing, lambda model: apply_nested_checkpointing(model, group=group)):
+    for apply in (
+        apply_activation_checkpointing,
+        lambda model: apply_nested_checkpointing(model, group=group),
+    ):
         model = apply(model_of_shape("tiny-llama", layers=8, device="cpu"))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
@@ -318,21 +342,29 @@ def test_peak_falls_as_estimated(shape):
     # Gemma 2 has eager attention: in short rows its [S, S] tensors do not hide the rest.
     size, peaks = (64, 16) if shape == "tiny-gemma2" else (4, 256), []
     for group in (0, 3):
-        measured, planned = measured_and_planned(model_of_shape(shape, layers=8, device="cpu"), *size, group=group)
+        measured, planned = measured_and_planned(
+            model_of_shape(shape, layers=8, device="cpu"), *size, group=group
+        )
         assert planned == pytest.approx(measured, rel=0.015), group
         peaks.append(measured)
     assert peaks[1] < peaks[0]
 
 
-@pytest.mark.parametrize(("layers", "seq_len", "group", "tile_size"), [(6, 512, 2, None), (8, 1024, 3, 128)])
+@pytest.mark.parametrize(
+    ("layers", "seq_len", "group", "tile_size"), [(6, 512, 2, None), (8, 1024, 3, 128)]
+)
 def test_peak_of_a_public_shape_as_estimated(layers, seq_len, group, tile_size):
     with dry_run():
         model = model_of_shape("smollm2-135m", layers=layers, device="cpu")
-        measured, planned = measured_and_planned(model, 1, seq_len, group=group, tile_size=tile_size)
+        measured, planned = measured_and_planned(
+            model, 1, seq_len, group=group, tile_size=tile_size
+        )
     assert planned == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize(("options", "dtype"), [({"micro_batches": 2}, torch.float32), ({}, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({"micro_batches": 2}, torch.float32), ({}, torch.bfloat16)]
+)
 def test_peak_with_micro_batches_and_in_bf16_as_estimated(options, dtype):
     model = model_of_shape("tiny-llama", layers=6, dtype=dtype, device="cpu")
     measured, planned = measured_and_planned(model, 4, 256, group=2, **options)

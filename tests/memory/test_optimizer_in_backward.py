@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.optimizer_in_backward import (
     apply_optimizer_in_backward,
     estimate_optimizer_in_backward,

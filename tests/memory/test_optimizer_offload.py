@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.core.budget import budget_of, split_budget, tensor_bytes
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, host_bytes, offload_optimizer
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.memory.optimizer_offload import (
+    estimate_optimizer_offload,
+    host_bytes,
+    offload_optimizer,
+)
+from recipes_lib.training.gradient_accumulation import split_budget
 from tests.conftest import make_batch
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -30,7 +36,9 @@ def train(model, optimizer, batches, *, micro_batches=1, max_grad_norm=None):
 
 def assert_same_parameters(model, expected, **tolerance):
     for (name, got), want in zip(model.named_parameters(), expected.parameters()):
-        torch.testing.assert_close(got, want, **tolerance or {"rtol": 0, "atol": 0}, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got, want, **tolerance or {"rtol": 0, "atol": 0}, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def plain_copy(model):
@@ -104,7 +112,9 @@ def test_resumes_from_plain_adamw_and_follows_loaded_weights(llama, batch):
     optimizer = offload_optimizer(llama, allow_cpu=True, **ADAMW)
     train(plain, adamw, [batch] * 3)
     optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
-    llama.load_state_dict(plain.state_dict())  # the master of before must not win over these weights
+    llama.load_state_dict(
+        plain.state_dict()
+    )  # the master of before must not win over these weights
     train(plain, adamw, [batch] * 3)
     train(llama, optimizer, [batch] * 3)
     assert_same_parameters(llama, plain)
@@ -192,7 +202,10 @@ def test_bad_input(llama):
 
 
 def test_device_memory_with_accumulation_as_estimated():
-    model, size = model_of_shape("tiny-llama", layers=4, device="cpu"), {"batch_size": 8, "seq_len": 64}
+    model, size = (
+        model_of_shape("tiny-llama", layers=4, device="cpu"),
+        {"batch_size": 8, "seq_len": 64},
+    )
     ids = torch.randint(0, 128, (8, 64))
     optimizer = offload_optimizer(model, lr=1e-3, micro_batches=4, allow_cpu=True)
     batches = [{"input_ids": part, "labels": part} for part in ids.chunk(4)]
@@ -213,7 +226,10 @@ def test_equals_plain_adamw_on_gpu_and_frees_its_memory(options):
         """The same start for both: parameters after four batches, and the peak of four more."""
         torch.manual_seed(0)
         model = model_of_shape("smollm2-135m", layers=4, device="cuda")
-        batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 49152, (4, 2, 16), device="cuda")]
+        batches = [
+            {"input_ids": ids, "labels": ids}
+            for ids in torch.randint(0, 49152, (4, 2, 16), device="cuda")
+        ]
         optimizer = make(model)
         train(model, optimizer, batches, micro_batches=k, max_grad_norm=norm)
         after = copy.deepcopy(model).cpu()
@@ -222,7 +238,9 @@ def test_equals_plain_adamw_on_gpu_and_frees_its_memory(options):
         return after, memory.peak
 
     model, peak = trained(lambda model: offload_optimizer(model, **ADAMW, **options), None)
-    plain, plain_peak = trained(lambda model: torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), norm)
+    plain, plain_peak = trained(
+        lambda model: torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), norm
+    )
     # AdamW divides by the gradient's size: where that is near zero, a rounding error of it shows.
     pairs = zip(model.parameters(), plain.parameters())
     differing = sum((~torch.isclose(got, want, rtol=1e-3, atol=1e-3)).sum() for got, want in pairs)

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.budget import budget_of, loss_bytes
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import decoder_blocks, model_of_shape
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of, loss_bytes
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory import tiled_mlp
 from recipes_lib.memory.activation_checkpointing import (
@@ -20,7 +21,15 @@ from recipes_lib.memory.activation_checkpointing import (
 )
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp, remove_tiled_mlp
-from tests.conftest import FAMILIES, assert_equal, assert_near, assert_same_gradients, gradients, make_batch, run
+from tests.conftest import (
+    FAMILIES,
+    assert_equal,
+    assert_near,
+    assert_same_gradients,
+    gradients,
+    make_batch,
+    run,
+)
 
 WIDE = 160  # feed-forward width of the small models but GPT-2
 
@@ -44,7 +53,9 @@ def without_checkpoints(model):
 def test_same_loss_and_gradients(tiny, batch, tile_size):
     expected = run(tiny, batch)
     norms = tiny.config.model_type != "gpt2"
-    assert_same_gradients(run(apply_tiled_mlp(tiny, tile_size=tile_size, norms=norms), batch), expected)
+    assert_same_gradients(
+        run(apply_tiled_mlp(tiny, tile_size=tile_size, norms=norms), batch), expected
+    )
     assert_same_gradients(run(apply_activation_checkpointing(tiny), batch), expected)
     assert_equal(run(remove_tiled_mlp(tiny), batch), expected)
 
@@ -99,7 +110,9 @@ def test_adapters_on_a_frozen_base(llama, batch, adapters_first, target_modules)
     """With adapters in the MLPs only, the input of the first one needs no gradient."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, target_modules=target_modules, lora_dropout=0.0, init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=target_modules, lora_dropout=0.0, init_lora_weights=False
+    )
     if adapters_first:
         model = apply_tiled_mlp(get_peft_model(llama, config), tile_size=30, norms=True)
     else:
@@ -135,10 +148,16 @@ def test_a_hook_sees_one_complete_gradient(tiny, batch):
     apply_tiled_mlp(tiny, tile_size=10)
     seen = {}
     for name, parameter in tiny.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.setdefault(n, []).append(p.grad.clone()))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, n=name: seen.setdefault(n, []).append(p.grad.clone())
+        )
     run(tiny, batch)
-    assert {name: len(got) for name, got in seen.items()} == {name: 1 for name in expected if name != "loss"}
-    assert_same_gradients({name: got[0] for name, got in seen.items()} | {"loss": expected["loss"]}, expected)
+    assert {name: len(got) for name, got in seen.items()} == {
+        name: 1 for name in expected if name != "loss"
+    }
+    assert_same_gradients(
+        {name: got[0] for name, got in seen.items()} | {"loss": expected["loss"]}, expected
+    )
 
 
 def test_optimizer_in_backward_takes_the_same_step(llama, batch):
@@ -156,7 +175,9 @@ def test_under_distributed_data_parallel(llama, batch):
     """DDP allows a parameter to be ready once per backward, not once per tile."""
     expected = run(llama, batch)
     apply_tiled_mlp(llama, tile_size=10)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         run(torch.nn.parallel.DistributedDataParallel(llama), batch)
     finally:
@@ -176,7 +197,9 @@ def test_an_unused_graph_frees_its_activations(llama, batch):
     """At once: in a reference cycle they would stay until the garbage collector runs."""
     inputs, collects = [], gc.isenabled()
     for block in apply_tiled_mlp(llama, tile_size=10, norms=True).model.layers:
-        block.mlp.register_forward_hook(lambda mlp, args, out: inputs.append(weakref.ref(args[0].untyped_storage())))
+        block.mlp.register_forward_hook(
+            lambda mlp, args, out: inputs.append(weakref.ref(args[0].untyped_storage()))
+        )
     gc.disable()
     try:
         loss = llama(**batch, use_cache=False).loss
@@ -191,10 +214,14 @@ def test_an_unused_graph_frees_its_activations(llama, batch):
 def test_generation_and_evaluation(tiny, batch):
     with torch.no_grad():
         logits = tiny(**batch).logits
-        answer = tiny.generate(batch["input_ids"][:1, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        answer = tiny.generate(
+            batch["input_ids"][:1, :5], max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
         apply_tiled_mlp(tiny, tile_size=6)
         torch.testing.assert_close(tiny.eval()(**batch).logits, logits)
-        again = tiny.generate(batch["input_ids"][:1, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        again = tiny.generate(
+            batch["input_ids"][:1, :5], max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
         assert torch.equal(answer, again)
 
 
@@ -243,11 +270,16 @@ def test_what_cannot_be_done_is_refused(llama, batch):
     remove_tiled_mlp(llama).model.layers[1].mlp.forward = lambda x: x
     with pytest.raises(ValueError, match="forward of its own"):
         apply_tiled_mlp(llama)
-    for model in (small("Mixtral", num_local_experts=4), small("Qwen3Moe", num_experts=4, moe_intermediate_size=32)):
+    for model in (
+        small("Mixtral", num_local_experts=4),
+        small("Qwen3Moe", num_experts=4, moe_intermediate_size=32),
+    ):
         with pytest.raises(ValueError, match="mixture of experts"):
             apply_tiled_mlp(model)
         assert not any(isinstance(module, tiled_mlp._Tiled) for module in model.modules())
-    opt = transformers.OPTConfig(vocab_size=128, hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4)
+    opt = transformers.OPTConfig(
+        vocab_size=128, hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=4
+    )
     with pytest.raises(ValueError, match="hold its MLP as `mlp`"):
         apply_tiled_mlp(transformers.AutoModelForCausalLM.from_config(opt))
     bloom = transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=1, n_head=4)
@@ -294,24 +326,33 @@ def test_arithmetic_that_it_costs(llama):
 
     def operations(model):
         with FlopCounterMode(display=False) as counter:
-            model(input_ids=torch.randint(0, 128, (1, 256)), use_cache=False).logits.sum().backward()
+            model(
+                input_ids=torch.randint(0, 128, (1, 256)), use_cache=False
+            ).logits.sum().backward()
         return counter.get_total_flops()
 
     product = 2 * 2 * 256 * 64 * WIDE  # in both blocks
     plain = operations(llama)
     assert operations(apply_tiled_mlp(copy.deepcopy(llama), tile_size=64)) == plain + 2 * product
     checkpointed = operations(apply_activation_checkpointing(copy.deepcopy(llama)))
-    assert operations(apply_activation_checkpointing(apply_tiled_mlp(llama, tile_size=64))) == checkpointed
+    assert (
+        operations(apply_activation_checkpointing(apply_tiled_mlp(llama, tile_size=64)))
+        == checkpointed
+    )
 
 
-def measured_and_planned(model, batch_size, seq_len, *, tile_size=None, norms=False, checkpointed=False):
+def measured_and_planned(
+    model, batch_size, seq_len, *, tile_size=None, norms=False, checkpointed=False
+):
     """Peak of an AdamW step with a small loss on blocks that train, and the estimate of it."""
     sizes = {"batch_size": batch_size, "seq_len": seq_len}
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):  # their gradients would hide the blocks
             module.requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)
-    plan = budget_of(model, **sizes).change(loss=loss_bytes(model, batch_size=batch_size, seq_len=1))
+    plan = budget_of(model, **sizes).change(
+        loss=loss_bytes(model, batch_size=batch_size, seq_len=1)
+    )
     if tile_size:
         plan = estimate_tiled_mlp(plan, model, **sizes, tile_size=tile_size, norms=norms)
         apply_tiled_mlp(model, tile_size=tile_size, norms=norms)
@@ -322,7 +363,9 @@ def measured_and_planned(model, batch_size, seq_len, *, tile_size=None, norms=Fa
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
 
     def step():
-        model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float().square().sum().backward()
+        model(
+            input_ids=ids, use_cache=False, logits_to_keep=1
+        ).logits.float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -350,7 +393,9 @@ def test_peak_falls_as_estimated(shape, checkpointed):
 
 def test_peak_of_one_tile_as_estimated():
     """All activations of one MLP at a time: nothing of its weights' gradients is summed."""
-    measured, planned = measured_and_planned(model_of_shape("tiny-llama", device="cpu"), 1, 48, tile_size=2000)
+    measured, planned = measured_and_planned(
+        model_of_shape("tiny-llama", device="cpu"), 1, 48, tile_size=2000
+    )
     assert planned == pytest.approx(measured, rel=0.03)
 
 
@@ -358,13 +403,17 @@ def test_peak_of_one_tile_as_estimated():
 def test_peak_of_a_public_shape_as_estimated(seq_len, checkpointed):
     with dry_run():
         model = model_of_shape("smollm2-135m", layers=2, device="cpu")
-        measured, planned = measured_and_planned(model, 1, seq_len, tile_size=128, checkpointed=checkpointed)
+        measured, planned = measured_and_planned(
+            model, 1, seq_len, tile_size=128, checkpointed=checkpointed
+        )
     assert planned == pytest.approx(measured, rel=0.03)
 
 
 def test_peak_in_bf16_as_estimated():
     model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cpu")
-    measured, planned = measured_and_planned(model, 4, 256, tile_size=200, norms=True, checkpointed=True)
+    measured, planned = measured_and_planned(
+        model, 4, 256, tile_size=200, norms=True, checkpointed=True
+    )
     assert planned == pytest.approx(measured, rel=0.04)
 
 

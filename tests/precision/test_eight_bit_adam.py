@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.precision.eight_bit_adam import (
     eight_bit_adamw,
     estimate_eight_bit_adam,
@@ -46,7 +46,9 @@ def test_torchao_does_the_same(llama, batch):
     with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the test
         optimizer = eight_bit_adamw(llama, lr=5e-3, library="torchao", embedding_bits=8)
         assert_memorises_like_adamw(llama, optimizer, batch, 5e-3)
-    assert held_bytes(optimizer) == pytest.approx(state_bytes(llama, embedding_bits=8), rel=0.2)  # a code table each
+    assert held_bytes(optimizer) == pytest.approx(
+        state_bytes(llama, embedding_bits=8), rel=0.2
+    )  # a code table each
     codes = [s["exp_avg"].codes for s in optimizer.state.values() if hasattr(s["exp_avg"], "codes")]
     assert codes and all(code.dtype is torch.uint8 for code in codes)
 

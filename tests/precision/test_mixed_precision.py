@@ -3,17 +3,20 @@ import copy
 import pytest
 import torch
 
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,
 )
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
-from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
+from recipes_lib.training.gradient_accumulation import (
+    accumulate_gradients,
+    estimate_gradient_accumulation,
+)
 from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
 
 
@@ -232,7 +235,9 @@ def test_estimate_after_other_recipes(checkpointed, tolerance):
     """Four micro-batches, then mixed precision; and checkpointing last."""
     model = model_of_shape("tiny-llama", layers=8, device="cpu")
     sizes = {"batch_size": 16, "seq_len": 64}
-    plan = estimate_gradient_accumulation(budget_of(model, **sizes), model, **sizes, micro_batches=4)
+    plan = estimate_gradient_accumulation(
+        budget_of(model, **sizes), model, **sizes, micro_batches=4
+    )
     plan = estimate_mixed_precision(plan, model, batch_size=4, seq_len=64)
     if checkpointed:
         apply_activation_checkpointing(model)
@@ -251,12 +256,17 @@ def test_estimate_under_checkpointing(trained, size):
     sizes = {"batch_size": size[0], "seq_len": size[1]}
     plan = estimate_mixed_precision(budget_of(model, **sizes), model, **sizes)
     plan = estimate_activation_checkpointing(plan, model, **sizes)
-    measured = peak(apply_activation_checkpointing(model), mixed_precision(dtype=torch.bfloat16), *size)
+    measured = peak(
+        apply_activation_checkpointing(model), mixed_precision(dtype=torch.bfloat16), *size
+    )
     assert plan.peak == pytest.approx(measured, rel=0.06)
 
 
 def test_steps_with_an_optimizer_in_backward(llama, batch):
-    mp, optimizer = mixed_precision(dtype=torch.bfloat16), apply_optimizer_in_backward(llama, lr=1e-3)
+    mp, optimizer = (
+        mixed_precision(dtype=torch.bfloat16),
+        apply_optimizer_in_backward(llama, lr=1e-3),
+    )
     before = llama.get_input_embeddings().weight.clone()
     with mp.autocast():
         loss = llama(**batch, use_cache=False).loss

@@ -8,13 +8,12 @@ from recipes_lib.core.data import load_text
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.training import curriculum
 from recipes_lib.training.curriculum import (
-    compare_at_equal_compute,
     curriculum_batches,
     curriculum_schedule,
     estimate_curriculum,
     flops_per_token,
-    train_curriculum,
 )
+from recipes_lib.workflows.bench.curriculum import compare_at_equal_compute, train_curriculum
 
 STAGES = [(16, 0.4), (32, 0.3), (64, 0.3)]
 SIZES = {"stages": STAGES, "tokens_per_step": 128, "steps": 10}
@@ -27,10 +26,14 @@ def ids_of(tokens=STREAM, **options):
 
 def test_rows_grow_and_tokens_per_step_stay():
     batches = list(curriculum_batches(STREAM, **SIZES))
-    assert [tuple(b["input_ids"].shape) for b in batches] == [(8, 16)] * 4 + [(4, 32)] * 3 + [(2, 64)] * 3
+    assert [tuple(b["input_ids"].shape) for b in batches] == [(8, 16)] * 4 + [(4, 32)] * 3 + [
+        (2, 64)
+    ] * 3
     for batch in batches:
         assert torch.equal(batch["labels"], batch["input_ids"])  # the model shifts them
-        assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()  # masking one leaves the other
+        assert (
+            batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
+        )  # masking one leaves the other
 
 
 def test_every_token_once_per_epoch():
@@ -42,12 +45,16 @@ def test_every_token_once_per_epoch():
         assert (epoch.view(-1, 64).diff() == 1).all()  # whole pieces of text
         assert (epoch.sort().values.diff() == 1).all()
     assert len({epoch.min().item() for epoch in epochs}) > 1
-    assert not torch.equal(epochs[0] - epochs[0].min(), epochs[1] - epochs[1].min())  # another order
+    assert not torch.equal(
+        epochs[0] - epochs[0].min(), epochs[1] - epochs[1].min()
+    )  # another order
 
 
 def test_an_epoch_may_end_inside_a_step():
     stream, steps = torch.arange(5 * 64), ids_of(torch.arange(5 * 64), steps=10)
-    pieces = torch.cat([ids.flatten() for ids in steps]).view(-1, 64)[:, 0]  # the starts of all pieces
+    pieces = torch.cat([ids.flatten() for ids in steps]).view(-1, 64)[
+        :, 0
+    ]  # the starts of all pieces
     for epoch in pieces.view(4, 5):
         assert torch.equal(epoch.sort().values, stream[::64])
 
@@ -72,10 +79,17 @@ def test_documents_are_joined():
 
 def test_shares_become_steps():
     def counts(steps, stages=STAGES):
-        return [count for _, count in curriculum_schedule(stages=stages, tokens_per_step=64, steps=steps)]
+        return [
+            count
+            for _, count in curriculum_schedule(stages=stages, tokens_per_step=64, steps=steps)
+        ]
 
     assert counts(10) == [4, 3, 3] and counts(100) == [40, 30, 30]
-    assert counts(7, [(16, 1 / 3), (32, 1 / 3), (64, 1 / 3)]) == [2, 3, 2]  # thirds sum to 1 but for rounding
+    assert counts(7, [(16, 1 / 3), (32, 1 / 3), (64, 1 / 3)]) == [
+        2,
+        3,
+        2,
+    ]  # thirds sum to 1 but for rounding
     assert all(sum(counts(steps)) == steps for steps in range(4, 60))
 
 
@@ -98,7 +112,9 @@ def test_estimate_is_the_share_of_the_counted_operations(llama):
 
     custom = {
         kernels._scaled_dot_product_flash_attention_for_cpu: attention,
-        kernels._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, *a, **b: 2 * attention(*a),
+        kernels._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, *a, **b: (
+            2 * attention(*a)
+        ),
     }
 
     def count(stages):
@@ -136,7 +152,9 @@ def test_training_is_the_plain_loop_and_the_loss_falls():
     optimizer = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     for step, batch in enumerate(curriculum_batches(text, **sizes)):
         # 24 steps: one of warm-up, and a cosine from 1 to 0.1 over the tokens.
-        decay = 0.55 + 0.45 * torch.cos(torch.tensor(torch.pi * step / 24, dtype=torch.float64)).item()
+        decay = (
+            0.55 + 0.45 * torch.cos(torch.tensor(torch.pi * step / 24, dtype=torch.float64)).item()
+        )
         optimizer.param_groups[0]["lr"] = 3e-3 * decay
         loss = plain(**batch).loss
         optimizer.zero_grad()
@@ -154,9 +172,13 @@ def test_schedules_are_compared_at_equal_compute_from_equal_weights(monkeypatch)
 
     def train(model, tokens, *, stages, tokens_per_step, steps, learning_rate, seed):
         first.setdefault(seed, []).append(next(model.parameters()).detach().clone())
-        batches = curriculum_batches(tokens, stages=stages, tokens_per_step=tokens_per_step, steps=steps)
+        batches = curriculum_batches(
+            tokens, stages=stages, tokens_per_step=tokens_per_step, steps=steps
+        )
         lengths = [batch["input_ids"].shape[1] for batch in batches]
-        spent.setdefault(seed, []).append(sum(flops_per_token(model, seq_len=length) for length in lengths))
+        spent.setdefault(seed, []).append(
+            sum(flops_per_token(model, seq_len=length) for length in lengths)
+        )
         assert learning_rate == 1e-3 and tokens_per_step == 256
 
     monkeypatch.setattr(curriculum, "train_curriculum", train)
@@ -176,7 +198,9 @@ def test_schedules_are_compared_at_equal_compute_from_equal_weights(monkeypatch)
         assert all(torch.equal(weights, first[seed][0]) for weights in first[seed])
         assert spent[seed] == pytest.approx([spent[seed][0]] * 3, rel=0.01)
     assert not torch.equal(first[3][0], first[4][0])
-    assert got["fixed"] == got["short"] and got["fixed"][0] == pytest.approx(4.85, abs=0.3)  # nothing was trained
+    assert got["fixed"] == got["short"] and got["fixed"][0] == pytest.approx(
+        4.85, abs=0.3
+    )  # nothing was trained
 
 
 @pytest.mark.parametrize(
@@ -210,7 +234,9 @@ def test_a_stream_that_is_too_short_is_refused(stream):
 @pytest.mark.gpu
 def test_on_a_gpu():
     model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cuda")
-    batch = next(itertools.islice(curriculum_batches(STREAM % 128, **SIZES, device="cuda"), 9, None))
+    batch = next(
+        itertools.islice(curriculum_batches(STREAM % 128, **SIZES, device="cuda"), 9, None)
+    )
     assert batch["input_ids"].device.type == "cuda"
     losses = train_curriculum(model, STREAM % 128, **SIZES, learning_rate=3e-3)
     assert losses[-1] < losses[0]

@@ -3,9 +3,10 @@ import itertools
 import pytest
 import torch
 
-from recipes_lib.core.budget import budget_of
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import decoder_blocks, model_of_shape
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.training.dynamic_batch import (
     Attempt,
@@ -52,7 +53,11 @@ def test_equals_the_full_batch_after_running_out_of_memory(family):
         fitted = fit_micro_batches(
             lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=8
         )
-    assert fitted.attempts == [Attempt(1, False, None), Attempt(2, False, None), Attempt(4, True, None)]
+    assert fitted.attempts == [
+        Attempt(1, False, None),
+        Attempt(2, False, None),
+        Attempt(4, True, None),
+    ]
     assert fitted.micro_batches == 4
     torch.testing.assert_close(fitted.result, expected_loss)
     assert_same_gradients(gradients(model), expected)
@@ -96,7 +101,11 @@ def test_an_error_that_gives_up_leaves_no_memory_behind():
     with PeakMemory(limit_bytes=limit_for(model, 8) - 2**20) as memory:
         before = memory.current
         with pytest.raises(torch.OutOfMemoryError, match="even one row at a time") as error:
-            fit_micro_batches(lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=8)
+            fit_micro_batches(
+                lambda k: accumulate_gradients(model, batch, micro_batches=k),
+                model=model,
+                batch_size=8,
+            )
         assert memory.current - before < 1024  # although the error and its traceback are alive
     assert "1 micro-batches: out of memory; 2 micro-batches: out of memory; 4" in str(error.value)
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
@@ -123,13 +132,22 @@ def test_dropout_draws_what_a_direct_step_draws():
 
 @pytest.mark.parametrize(
     ("batch_size", "start", "tried"),
-    [(8, 1, [1, 2, 4, 8]), (6, 1, [1, 2, 6]), (9, 1, [1, 3, 9]), (10, 1, [1, 2, 5, 10]), (12, 3, [3, 6, 12])],
+    [
+        (8, 1, [1, 2, 4, 8]),
+        (6, 1, [1, 2, 6]),
+        (9, 1, [1, 3, 9]),
+        (10, 1, [1, 2, 5, 10]),
+        (12, 3, [3, 6, 12]),
+    ],
 )
 def test_goes_through_the_divisors(llama, batch_size, start, tried):
     calls = []
     with pytest.raises(torch.OutOfMemoryError):
         fit_micro_batches(
-            lambda k: calls.append(k) or out_of_memory(k), model=llama, batch_size=batch_size, micro_batches=start
+            lambda k: calls.append(k) or out_of_memory(k),
+            model=llama,
+            batch_size=batch_size,
+            micro_batches=start,
         )
     assert calls == tried
 
@@ -159,14 +177,19 @@ def test_retries_what_libraries_report_as_out_of_memory(llama, text):
     ("kind", "text"),
     [
         (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)"),
-        (RuntimeError, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),  # no retry can help
+        (
+            RuntimeError,
+            "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'",
+        ),  # no retry can help
         (RuntimeError, "CUDA error: an illegal memory access was encountered"),
         (ValueError, "CUDA out of memory"),
         (KeyboardInterrupt, ""),
     ],
 )
 def test_other_errors_pass_untouched(llama, kind, text):
-    error = kind(text)  # here and not among the parameters, which would keep it, its frames and the model alive
+    error = kind(
+        text
+    )  # here and not among the parameters, which would keep it, its frames and the model alive
     calls = []
 
     def step(k):
@@ -181,7 +204,9 @@ def test_other_errors_pass_untouched(llama, kind, text):
 @pytest.mark.parametrize(("batch_size", "micro_batches"), [(8, 0), (8, 3), (0, 1), (4, 8)])
 def test_count_that_does_not_divide(llama, batch_size, micro_batches):
     with pytest.raises(ValueError, match="must be 1 or more and divide"):
-        fit_micro_batches(out_of_memory, model=llama, batch_size=batch_size, micro_batches=micro_batches)
+        fit_micro_batches(
+            out_of_memory, model=llama, batch_size=batch_size, micro_batches=micro_batches
+        )
 
 
 def test_gradients_from_before_are_refused_and_kept(llama, batch):
@@ -230,10 +255,14 @@ def test_under_a_cap_on_gpu():
     expected = gradients(model)
     model.zero_grad()
     before = torch.cuda.memory_allocated()
-    limit = budget_of(model, batch_size=4, seq_len=512).peak  # a quarter of the batch, and no states yet
+    limit = budget_of(
+        model, batch_size=4, seq_len=512
+    ).peak  # a quarter of the batch, and no states yet
     with PeakMemory(limit_bytes=limit):
         fitted = fit_micro_batches(
-            lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=16
+            lambda k: accumulate_gradients(model, batch, micro_batches=k),
+            model=model,
+            batch_size=16,
         )
     assert fitted.micro_batches > 1 and not fitted.attempts[0].fits
     torch.testing.assert_close(fitted.result, expected_loss, atol=1e-4, rtol=1e-4)

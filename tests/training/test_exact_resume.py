@@ -55,12 +55,17 @@ def test_resumed_run_has_the_identical_losses_and_weights(tmp_path, make):
     first = setup(make=make)
     losses = [one_step(*first, step) for step in range(3)]
     parts = {"schedule": first[2]}
-    save_checkpoint(tmp_path / "c.pt", step=3, model=first[0], optimizer=first[1], run=RUN, parts=parts)
+    save_checkpoint(
+        tmp_path / "c.pt", step=3, model=first[0], optimizer=first[1], run=RUN, parts=parts
+    )
     torch.rand(5)  # the process did other things before it died
 
     again = setup(seed=1, make=make)
     parts = {"schedule": again[2]}
-    assert load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], run=RUN, parts=parts) == 3
+    assert (
+        load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], run=RUN, parts=parts)
+        == 3
+    )
     losses += [one_step(*again, step) for step in range(3, 7)]
     assert losses == whole
     for a, b in zip(model.parameters(), again[0].parameters(), strict=True):
@@ -111,7 +116,10 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, str(path)], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
     model = torch.nn.Linear(64, 64)
-    assert load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), run={}) == 1
+    assert (
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), run={})
+        == 1
+    )
 
 
 def test_only_what_is_trainable_is_saved_and_estimated(tmp_path):
@@ -127,11 +135,15 @@ def test_only_what_is_trainable_is_saved_and_estimated(tmp_path):
 
 
 def test_rows_of_step_visits_every_row_once_per_epoch():
-    epochs = [[rows_of_step(s, rows=12, rows_per_step=4, seed=0) for s in range(e, e + 3)] for e in (0, 3)]
+    epochs = [
+        [rows_of_step(s, rows=12, rows_per_step=4, seed=0) for s in range(e, e + 3)] for e in (0, 3)
+    ]
     for epoch in epochs:
         assert sorted(row for rows in epoch for row in rows) == list(range(12))
     assert epochs[0] != epochs[1]
-    assert rows_of_step(1, rows=12, rows_per_step=4, seed=1) != rows_of_step(1, rows=12, rows_per_step=4, seed=0)
+    assert rows_of_step(1, rows=12, rows_per_step=4, seed=1) != rows_of_step(
+        1, rows=12, rows_per_step=4, seed=0
+    )
     with pytest.raises(ValueError, match="give 1 to 12"):
         rows_of_step(0, rows=12, rows_per_step=13, seed=0)
 
@@ -152,7 +164,9 @@ def test_bad_input_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match="other trainable weights or parts"):
         load_checkpoint(path, **load | {"model": model.requires_grad_(False)})
     with pytest.raises(ValueError, match="other trainable weights or parts"):
-        load_checkpoint(path, **load | {"model": model.requires_grad_(True)}, parts={"scaler": optimizer})
+        load_checkpoint(
+            path, **load | {"model": model.requires_grad_(True)}, parts={"scaler": optimizer}
+        )
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="is damaged"):
         load_checkpoint(path, **load)

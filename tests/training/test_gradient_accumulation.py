@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
@@ -35,7 +35,9 @@ def test_equals_the_full_batch(tiny, batch, micro_batches):
 def test_dividing_by_own_mean_is_the_bug(llama, batch):
     _, expected = full_batch(llama, batch)
     for row in range(4):
-        (llama(**{k: v[row : row + 1] for k, v in batch.items()}, use_cache=False).loss / 4).backward()
+        (
+            llama(**{k: v[row : row + 1] for k, v in batch.items()}, use_cache=False).loss / 4
+        ).backward()
     with pytest.raises(AssertionError):
         assert_same_gradients(gradients(llama), expected, atol=1e-4, rtol=1e-2)
 
@@ -98,7 +100,9 @@ def test_count_that_does_not_divide(llama, batch, micro_batches):
 
 def test_no_target_left(llama, batch):
     with pytest.raises(ValueError, match="no token to train on"):
-        accumulate_gradients(llama, batch | {"labels": torch.full_like(batch["labels"], -100)}, micro_batches=2)
+        accumulate_gradients(
+            llama, batch | {"labels": torch.full_like(batch["labels"], -100)}, micro_batches=2
+        )
 
 
 def test_optimizer_in_backward_is_refused(llama, batch):

@@ -86,8 +86,13 @@ def test_best_fit_is_a_partition_that_fills_the_rows():
     bins = best_fit(lengths, length=256)
     assert sorted(i for members in bins for i in members) == list(range(500))
     assert max(sum(lengths[i] for i in members) for members in bins) <= 256
-    assert len(bins) <= 1.03 * -(-sum(lengths) // 256)  # the least that any packing could need, and 3 %
-    assert best_fit([5, 4, 3, 2], length=7) == [[0, 3], [1, 2]]  # 3 goes to the fuller row that still has room
+    assert len(bins) <= 1.03 * -(
+        -sum(lengths) // 256
+    )  # the least that any packing could need, and 3 %
+    assert best_fit([5, 4, 3, 2], length=7) == [
+        [0, 3],
+        [1, 2],
+    ]  # 3 goes to the fuller row that still has room
 
 
 def test_the_same_seed_gives_the_same_order():
@@ -103,7 +108,9 @@ def test_estimate_is_the_ratio_of_processed_tokens_and_of_saved_activations():
     packs = pack_sequences(rows, length=320)
     packed = collate_packed(packs, pad_token_id=0)
     ratio = padded_tokens(lengths, batch_size=8) / packed["input_ids"].numel()
-    estimate = estimate_sequence_packing(lengths, length=320, batch_size=8, packs_per_batch=len(packs))
+    estimate = estimate_sequence_packing(
+        lengths, length=320, batch_size=8, packs_per_batch=len(packs)
+    )
     assert estimate == pytest.approx(ratio)
     assert ratio > 1.2
 
@@ -132,14 +139,19 @@ def test_check_document_mask(tiny):
     check_document_mask(tiny, batch)
     assert tiny.training
     forward = tiny.forward
-    tiny.forward = lambda position_ids, **inputs: forward(**inputs)  # a model that does not know the borders
+    tiny.forward = lambda position_ids, **inputs: forward(
+        **inputs
+    )  # a model that does not know the borders
     with pytest.raises(RuntimeError, match="sees its neighbour"):
         check_document_mask(tiny, batch)
     tiny.forward = lambda **inputs: CausalLMOutput(logits=forward(**inputs).logits * float("nan"))
     with pytest.raises(RuntimeError, match="sees its neighbour"):
         check_document_mask(tiny, batch)
     with pytest.raises(ValueError, match="no border to check"):
-        check_document_mask(tiny, collate_packed(pack_sequences(make_rows([9]), length=24), pad_token_id=0, length=9))
+        check_document_mask(
+            tiny,
+            collate_packed(pack_sequences(make_rows([9]), length=24), pad_token_id=0, length=9),
+        )
 
 
 def test_bad_input():

@@ -33,7 +33,9 @@ def mlflow_runs(folder, monkeypatch):
 def wandb_records(folder, kind):
     """The records of one kind that one start of the run `run` has written."""
     file = next(folder.glob("run/wandb/offline-run-*/*.wandb"))
-    text = subprocess.check_output([sys.executable, "-m", "wandb", "leet", "inspect", "--json", file], text=True)
+    text = subprocess.check_output(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", file], text=True
+    )
     return [record[kind] for record in map(json.loads, text.splitlines()) if record["type"] == kind]
 
 
@@ -45,12 +47,18 @@ def test_reads_back_what_was_logged_and_keeps_runs_apart(backend, tmp_path):
         tracker.log(0, loss=loss, peak_bytes=2**34 + 2**12, gradient_norm=math.inf)
         with track(tmp_path / "new" / "folder", backend=backend, run_name="lr-1e-3") as other:
             other.log(0, loss=7)
-        tracker.log(np.int64(3), loss=math.nan, **{"eval/loss": np.float32(0.5), "top.5": torch.tensor(0.75)})
+        tracker.log(
+            np.int64(3),
+            loss=math.nan,
+            **{"eval/loss": np.float32(0.5), "top.5": torch.tensor(0.75)},
+        )
         tracker.log(3, learning_rate=1e-3)  # a second call at one step
         tracker.log(200, loss=1 / 3)
     found = read_back(tmp_path / "new" / "folder", backend=backend)
     assert math.isnan(dict(found["loss"])[3])
-    exact = {"rel": 1e-7} if backend == "tensorboard" else {"rel": 0, "abs": 0}  # float32 or float64
+    exact = (
+        {"rel": 1e-7} if backend == "tensorboard" else {"rel": 0, "abs": 0}
+    )  # float32 or float64
     expected = {
         "loss": [(0, 2.5), (3, math.nan), (200, 1 / 3)],
         "peak_bytes": [(0, 2**34 + 2**12)],
@@ -62,8 +70,12 @@ def test_reads_back_what_was_logged_and_keeps_runs_apart(backend, tmp_path):
     assert found.keys() == expected.keys()
     for name, points in expected.items():
         assert [step for step, _ in found[name]] == [step for step, _ in points]
-        assert [v for _, v in found[name]] == pytest.approx([v for _, v in points], nan_ok=True, **exact)
-    assert read_back(tmp_path / "new" / "folder", backend=backend, run_name="lr-1e-3") == {"loss": [(0, 7.0)]}
+        assert [v for _, v in found[name]] == pytest.approx(
+            [v for _, v in points], nan_ok=True, **exact
+        )
+    assert read_back(tmp_path / "new" / "folder", backend=backend, run_name="lr-1e-3") == {
+        "loss": [(0, 7.0)]
+    }
     assert dict(os.environ) == environment
 
 
@@ -71,14 +83,20 @@ def test_resume_shows_each_step_once(backend, tmp_path, monkeypatch):
     """Killed after step 9 with a checkpoint of step 5; then again after step 6, with a checkpoint of step 3."""
     settings = {"lr": 1e-3, "warmup": {"steps": 10}}
     starts = [(0, 10, None), (5, 7, 5), (3, 5, 3)]
-    for begin, end, resume_step in starts[::2] if backend == "wandb" else starts:  # each takes wandb two seconds
-        with track(tmp_path, backend=backend, settings=settings, resume_step=resume_step) as tracker:
+    for begin, end, resume_step in (
+        starts[::2] if backend == "wandb" else starts
+    ):  # each takes wandb two seconds
+        with track(
+            tmp_path, backend=backend, settings=settings, resume_step=resume_step
+        ) as tracker:
             for step in range(begin, end):
                 tracker.log(step, loss=begin + step / 100)
                 if begin == 0:
                     tracker.log(step, only_at_first=1.0)
         if backend == "tensorboard":
-            time.sleep(1.1)  # its page sorts the files by the second in which they begin, then by process
+            time.sleep(
+                1.1
+            )  # its page sorts the files by the second in which they begin, then by process
     found = read_back(tmp_path, backend=backend)
     loss = found["loss"]
     assert [step for step, _ in loss] == [0, 1, 2, 3, 4]
@@ -89,7 +107,10 @@ def test_resume_shows_each_step_once(backend, tmp_path, monkeypatch):
 
         events = EventAccumulator(str(tmp_path / "run")).Reload()
         assert [(event.step, event.value) for event in events.Scalars("loss")] == loss
-        assert json.loads(events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0]) == settings
+        assert (
+            json.loads(events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0])
+            == settings
+        )
     if backend == "mlflow":  # one run, continued
         (run,) = mlflow_runs(tmp_path, monkeypatch)
         assert run.data.params == {name: str(value) for name, value in settings.items()}
@@ -128,7 +149,8 @@ if sys.argv[2] == "kill":
 
 
 @pytest.mark.parametrize(
-    ("backend", "end"), [("tensorboard", "kill"), ("mlflow", "kill"), ("wandb", "kill"), ("wandb", "exit")]
+    ("backend", "end"),
+    [("tensorboard", "kill"), ("mlflow", "kill"), ("wandb", "kill"), ("wandb", "exit")],
 )
 def test_a_process_without_close_leaves_its_values_and_nothing_elsewhere(backend, end, tmp_path):
     pytest.importorskip(backend)
@@ -140,7 +162,9 @@ def test_a_process_without_close_leaves_its_values_and_nothing_elsewhere(backend
     command = [sys.executable, "-c", SCRIPT, backend, end]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-9 if end == "kill" else 0, "", "")
-    assert read_back(tmp_path / "folder", backend=backend) == {"loss": [(step, step / 4) for step in range(5)]}
+    assert read_back(tmp_path / "folder", backend=backend) == {
+        "loss": [(step, step / 4) for step in range(5)]
+    }
     assert sorted(tmp_path.iterdir()) == [tmp_path / "folder", home, work]
     assert [*home.iterdir(), *work.iterdir()] == []
 
@@ -164,7 +188,16 @@ def test_file_size_as_estimated(steps, tmp_path):
 def test_values_that_are_no_numbers_and_steps_that_go_back(tmp_path):
     with track(tmp_path) as tracker:
         tracker.log(4, loss=1.0)
-        for bad in (torch.ones(2), np.ones(2), torch.ones(0), "high", None, [1.0], 1j, torch.tensor(1j)):
+        for bad in (
+            torch.ones(2),
+            np.ones(2),
+            torch.ones(0),
+            "high",
+            None,
+            [1.0],
+            1j,
+            torch.tensor(1j),
+        ):
             with pytest.raises(ValueError, match=r"gradient_norm.*one number"):
                 tracker.log(5, loss=0.5, gradient_norm=bad)
         for step in (3, -1, 4.5):
@@ -175,8 +208,13 @@ def test_values_that_are_no_numbers_and_steps_that_go_back(tmp_path):
         for name in ("train loss", "_step", "/loss", ""):
             with pytest.raises(ValueError, match="begin with a letter"):
                 tracker.log(5, **{name: 1.0})
-    assert read_back(tmp_path, backend="tensorboard") == {"loss": [(4, 1.0)]}  # nothing of a refused call
-    with track(tmp_path, resume_step=3) as tracker, pytest.raises(ValueError, match="this one is 3 or more"):
+    assert read_back(tmp_path, backend="tensorboard") == {
+        "loss": [(4, 1.0)]
+    }  # nothing of a refused call
+    with (
+        track(tmp_path, resume_step=3) as tracker,
+        pytest.raises(ValueError, match="this one is 3 or more"),
+    ):
         tracker.log(2, loss=1.0)
 
 

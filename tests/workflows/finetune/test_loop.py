@@ -9,12 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.data import IGNORED, load_instructions
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.measure import PeakMemory, measure
-from recipes_lib.core.model import decoder_blocks, load_tokenizer, model_of_shape
-from recipes_lib.export import Settings
-from recipes_lib.finetune import (
+from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.precision.mixed_precision import mixed_precision
+from recipes_lib.training.sequence_packing import pack_sequences
+from recipes_lib.workflows.finetune.libraries import hf_trainer, side_by_side, trl_sft
+from recipes_lib.workflows.finetune.loop import (
     CHECKPOINT,
     Step,
     adapt,
@@ -24,9 +27,7 @@ from recipes_lib.finetune import (
     prepare,
     training_steps,
 )
-from recipes_lib.precision.mixed_precision import mixed_precision
-from recipes_lib.production import hf_trainer, side_by_side, trl_sft
-from recipes_lib.training.sequence_packing import pack_sequences
+from recipes_lib.workflows.finetune.settings import Settings
 
 RUN = Settings(
     base_model="tiny",
@@ -83,7 +84,9 @@ def test_loop_equals_a_plain_one_on_the_whole_batch(shape):
     from recipes_lib.training.exact_resume import rows_of_step
 
     rows, model = make_rows(), fresh(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RUN.learning_rate, eps=RUN.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RUN.learning_rate, eps=RUN.eps, weight_decay=0.0
+    )
     schedule = get_cosine_schedule_with_warmup(optimizer, RUN.warmup_steps, RUN.steps)
     expected = []
     for number in range(RUN.steps):
@@ -126,9 +129,13 @@ def test_packed_rows_give_the_loss_of_the_padded_ones():
     rows = make_rows(8)
     packed = pack_sequences(rows, length=64)
     one_step = {"steps": 1, "warmup_steps": 0}
-    padded = losses(training_steps(fresh(), rows, run=change(**one_step, rows_per_step=8), pad_token_id=0))
+    padded = losses(
+        training_steps(fresh(), rows, run=change(**one_step, rows_per_step=8), pad_token_id=0)
+    )
     run = change(**one_step, rows_per_step=len(packed), micro_batch_size=1)
-    assert losses(training_steps(fresh(), packed, run=run, pad_token_id=0)) == pytest.approx(padded, rel=1e-5)
+    assert losses(training_steps(fresh(), packed, run=run, pad_token_id=0)) == pytest.approx(
+        padded, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_bnb_8bit"])
@@ -146,13 +153,18 @@ def test_a_run_that_stops_goes_on_with_the_identical_losses(tmp_path, optimizer)
 
 
 @pytest.mark.parametrize(
-    ("save_steps", "taken", "kept"), [(1, 1, None), (1, 4, 3), (2, 4, 2), (2, 5, 4), (None, 5, None)]
+    ("save_steps", "taken", "kept"),
+    [(1, 1, None), (1, 4, 3), (2, 4, 2), (2, 5, 4), (None, 5, None)],
 )
 def test_checkpoint_of_a_step_comes_after_it_was_taken(tmp_path, save_steps, taken, kept):
     def saved():
-        return torch.load(tmp_path / CHECKPOINT)["step"] if (tmp_path / CHECKPOINT).exists() else None
+        return (
+            torch.load(tmp_path / CHECKPOINT)["step"] if (tmp_path / CHECKPOINT).exists() else None
+        )
 
-    steps = training_steps(fresh(), make_rows(), run=change(save_steps=save_steps), pad_token_id=0, folder=tmp_path)
+    steps = training_steps(
+        fresh(), make_rows(), run=change(save_steps=save_steps), pad_token_id=0, folder=tmp_path
+    )
     for _ in range(taken):
         next(steps)
     assert saved() == kept
@@ -165,7 +177,11 @@ def test_bad_input_is_refused_before_any_compute(tmp_path):
 
     def start(rows, folder=None, resume=False, **values):
         model = torch.nn.Linear(1, 1)  # any use of it would fail otherwise
-        next(training_steps(model, rows, run=change(**values), pad_token_id=0, folder=folder, resume=resume))
+        next(
+            training_steps(
+                model, rows, run=change(**values), pad_token_id=0, folder=folder, resume=resume
+            )
+        )
 
     with pytest.raises(ValueError, match="data set is empty"):
         start([])
@@ -174,22 +190,39 @@ def test_bad_input_is_refused_before_any_compute(tmp_path):
     with pytest.raises(ValueError, match=r"longer than seq_len=20 \(row \d+: \d\d tokens\)"):
         start(rows, seq_len=20)
     with pytest.raises(ValueError, match="row 3 has no target"):
-        masked = [row | {"labels": [IGNORED] * len(row["labels"])} if i == 3 else row for i, row in enumerate(rows)]
+        masked = [
+            row | {"labels": [IGNORED] * len(row["labels"])} if i == 3 else row
+            for i, row in enumerate(rows)
+        ]
         start(masked)
-    with pytest.raises(ValueError, match="this machine has no GPU"), mock.patch("recipes_lib.finetune.machine") as here:
+    with (
+        pytest.raises(ValueError, match="this machine has no GPU"),
+        mock.patch("recipes_lib.finetune.machine") as here,
+    ):
         here.return_value.device = "cpu"
-        next(training_steps(fresh(), rows, run=change(optimizer="paged_adamw_8bit"), pad_token_id=0))
+        next(
+            training_steps(fresh(), rows, run=change(optimizer="paged_adamw_8bit"), pad_token_id=0)
+        )
     run = change(save_steps=1)
     begun = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path)
     next(begun), next(begun)  # the second step keeps the first
     kept = (tmp_path / CHECKPOINT).read_bytes()
     with pytest.raises(ValueError, match="resume it, or choose another folder"):
         start(rows, folder=tmp_path)
-    for other, what in (({"learning_rate": 1.0}, "learning_rate"), ({"rows_per_step": 2}, "rows_per_step")):
+    for other, what in (
+        ({"learning_rate": 1.0}, "learning_rate"),
+        ({"rows_per_step": 2}, "rows_per_step"),
+    ):
         with pytest.raises(ValueError, match=rf"another run .*{what}"):
-            next(training_steps(fresh(), rows, run=change(**other), pad_token_id=0, folder=tmp_path, resume=True))
+            next(
+                training_steps(
+                    fresh(), rows, run=change(**other), pad_token_id=0, folder=tmp_path, resume=True
+                )
+            )
     with pytest.raises(ValueError, match=r"another run .*data"):
-        next(training_steps(fresh(), rows[1:], run=run, pad_token_id=0, folder=tmp_path, resume=True))
+        next(
+            training_steps(fresh(), rows[1:], run=run, pad_token_id=0, folder=tmp_path, resume=True)
+        )
     assert (tmp_path / CHECKPOINT).read_bytes() == kept
 
 
@@ -232,7 +265,10 @@ BF16 = {"precision": "bf16"}
         ("tiny-llama", {"method": "lora", "dtype": torch.bfloat16} | PACKED),
         ("tiny-llama", {"method": "lora", "dtype": torch.float16} | PACKED),
         ("tiny-llama", {"method": "qlora"} | BF16),
-        ("tiny-gemma2", {"method": "lora", "seq_len": 320} | CHECKPOINTED),  # eager: the gradients of the scores
+        (
+            "tiny-gemma2",
+            {"method": "lora", "seq_len": 320} | CHECKPOINTED,
+        ),  # eager: the gradients of the scores
     ],
     ids=str,
 )
@@ -253,11 +289,15 @@ def test_peak_of_a_step_is_as_predicted(shape, options):
 
 def test_few_steps_are_those_of_the_optimizer():
     """It holds a third of the weights: the losses of a plain loop, and the share of the last block that changed."""
-    (batch,) = micro_batches(make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu")
+    (batch,) = micro_batches(
+        make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu"
+    )
     model, plain, expected = fresh(), fresh(), []
 
     def sgd(model):
-        names = [name for name, _ in model.named_parameters() if "q_proj" in name or "gate_proj" in name]
+        names = [
+            name for name, _ in model.named_parameters() if "q_proj" in name or "gate_proj" in name
+        ]
         return torch.optim.SGD([model.get_parameter(name) for name in names], lr=0.1)
 
     optimizer = sgd(plain)
@@ -274,11 +314,18 @@ def test_few_steps_are_those_of_the_optimizer():
 
 
 def test_few_steps_pass_the_autocast_on():
-    (batch,) = micro_batches(make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu")
+    (batch,) = micro_batches(
+        make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu"
+    )
     found = []
-    for autocast in (contextlib.nullcontext, mixed_precision(dtype=torch.bfloat16, device="cpu").autocast):
+    for autocast in (
+        contextlib.nullcontext,
+        mixed_precision(dtype=torch.bfloat16, device="cpu").autocast,
+    ):
         model = fresh()
-        found.append(few_steps(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, autocast=autocast))
+        found.append(
+            few_steps(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, autocast=autocast)
+        )
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-2) and found[0][0] != found[1][0]
     assert found[0][2] == found[1][2] == 0, "nothing changes at learning rate 0"
 
@@ -298,7 +345,9 @@ def test_trainer_trains_the_same(tmp_path, packed):
     run = change(output_dir=str(tmp_path), packing=packed, rows_per_step=4, method="lora")
     turns = []
     ours = list(training_steps(fresh(method="lora"), rows, run=run, pad_token_id=0))
-    theirs = hf_trainer(fresh(method="lora"), rows, run=run, pad_token_id=0, turn=lambda: turns.append(1))
+    theirs = hf_trainer(
+        fresh(method="lora"), rows, run=run, pad_token_id=0, turn=lambda: turns.append(1)
+    )
     assert len(turns) == len(theirs) == run.steps
     for a, b in zip(ours, theirs, strict=True):
         assert a.loss == pytest.approx(b.loss, abs=2e-4)  # the Trainer rounds to four digits
@@ -325,14 +374,21 @@ def test_trl_trains_the_same(tmp_path):
 
 def test_side_by_side_trains_the_same_three_times(tmp_path):
     run = change(output_dir=str(tmp_path), method="lora", steps=3, warmup_steps=1)
-    found = side_by_side(lambda: fresh(method="lora"), make_rows(), run=run, tokenizer=load_tokenizer())
+    found = side_by_side(
+        lambda: fresh(method="lora"), make_rows(), run=run, tokenizer=load_tokenizer()
+    )
     assert list(found) == ["ours", "Trainer", "SFTTrainer"]
     for name, facts in found.items():
         more = set() if name == "ours" else {"time_ratio"}
         assert facts.keys() == {"losses", "tokens_per_second", "peak_bytes"} | more
-        assert facts["losses"] == pytest.approx(found["ours"]["losses"], rel=1e-3) and len(facts["losses"]) == 3
+        assert (
+            facts["losses"] == pytest.approx(found["ours"]["losses"], rel=1e-3)
+            and len(facts["losses"]) == 3
+        )
         assert facts["tokens_per_second"] > 0
-        assert facts["peak_bytes"] >= found["ours"]["peak_bytes"], "the libraries compute every logit"
+        assert facts["peak_bytes"] >= found["ours"]["peak_bytes"], (
+            "the libraries compute every logit"
+        )
 
 
 def test_the_peak_of_a_library_is_its_own(tmp_path):
@@ -340,7 +396,11 @@ def test_the_peak_of_a_library_is_its_own(tmp_path):
     run = change(output_dir=str(tmp_path), method="lora", steps=2, warmup_steps=1)
     peaks = [
         side_by_side(
-            lambda: fresh(method="lora"), make_rows(), run=run, tokenizer=load_tokenizer(), libraries=libraries
+            lambda: fresh(method="lora"),
+            make_rows(),
+            run=run,
+            tokenizer=load_tokenizer(),
+            libraries=libraries,
         )["SFTTrainer"]["peak_bytes"]
         for libraries in (["SFTTrainer"], ["Trainer", "SFTTrainer"])
     ]

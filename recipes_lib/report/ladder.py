@@ -62,16 +62,26 @@ class Ladder:
         self.rows: list[Row] = []
         self.facts: dict[str, Any] = {}
 
-    def add(self, name: str, measured: Measurement, *, predicted: int, loss: float | None = None) -> Row:
+    def add(
+        self, name: str, measured: Measurement, *, predicted: int, loss: float | None = None
+    ) -> Row:
         """Append a row, save the file and return the row. Raises ValueError for a name that is taken."""
         tokens_per_second = measured.tokens_per_second
-        return self.append(Row(name, int(predicted), measured.peak_bytes, measured.seconds, tokens_per_second, loss))
+        return self.append(
+            Row(
+                name, int(predicted), measured.peak_bytes, measured.seconds, tokens_per_second, loss
+            )
+        )
 
     def append(self, row: Any) -> Any:
         """Append a finished row, of this or another kind, and save the file."""
         if any(other.name == row.name for other in self.rows):
-            raise ValueError(f"the ladder already has a row {row.name!r}: give this step another name")
-        if not self.rows and self.path.exists():  # an earlier run keeps its rows, under the time they were measured
+            raise ValueError(
+                f"the ladder already has a row {row.name!r}: give this step another name"
+            )
+        if (
+            not self.rows and self.path.exists()
+        ):  # an earlier run keeps its rows, under the time they were measured
             measured_at = datetime.datetime.fromtimestamp(self.path.stat().st_mtime)
             os.replace(self.path, self.path.with_suffix(f".{measured_at:%Y%m%d-%H%M%S}.json"))
         self.rows.append(row)
@@ -120,7 +130,17 @@ class Ladder:
 
     def table(self) -> list[list[str]]:
         """Header and rows as text cells; the Δ columns compare the measured peaks."""
-        header = ["step", "predicted", "measured", "off by", "Δ previous", "Δ baseline", "s/step", "tokens/s", "loss"]
+        header = [
+            "step",
+            "predicted",
+            "measured",
+            "off by",
+            "Δ previous",
+            "Δ baseline",
+            "s/step",
+            "tokens/s",
+            "loss",
+        ]
         cells = [header]
         for before, row in zip([None, *self.rows], self.rows, strict=False):
             first = self.rows[0]
@@ -142,14 +162,19 @@ class Ladder:
     def __str__(self) -> str:
         cells = self.table()
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]).rstrip() for r in cells]
+        lines = [
+            "  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]).rstrip()
+            for r in cells
+        ]
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         def line(cells: list[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            return (
+                "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            )
 
         header, *rows = self.table()
         return f"<table>{line(header, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
@@ -166,15 +191,31 @@ def percent(change: float) -> str:
 
 def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     """Draw the rows of a ladder or of a recorded results file: peak memory left, time per step right."""
-    figure, (memory, time) = blank_figure(rows, (9, 0.45 * len(rows) + 1.3), bars=True, ncols=2, width_ratios=(3, 1))
+    figure, (memory, time) = blank_figure(
+        rows, (9, 0.45 * len(rows) + 1.3), bars=True, ncols=2, width_ratios=(3, 1)
+    )
     names = [row["name"] for row in rows]
-    peaks, predicted = ([row[key] / MIB for row in rows] for key in ("peak_bytes", "predicted_bytes"))
+    peaks, predicted = (
+        [row[key] / MIB for row in rows] for key in ("peak_bytes", "predicted_bytes")
+    )
     memory.barh(names, peaks, color=["#9aa5b1", *["#2f6f9f"] * (len(rows) - 1)], height=0.65)
-    memory.plot(predicted, names, "|", color="#d1495b", markersize=15, markeredgewidth=2.5, label="predicted")
+    memory.plot(
+        predicted,
+        names,
+        "|",
+        color="#d1495b",
+        markersize=15,
+        markeredgewidth=2.5,
+        label="predicted",
+    )
     for y, peak in enumerate(peaks):
         share = f"  ({percent(peak / peaks[0] - 1)})" if y else ""
         memory.annotate(
-            f"{peak:,.0f}{share}", (max(peak, predicted[y]), y), (6, 0), textcoords="offset points", va="center"
+            f"{peak:,.0f}{share}",
+            (max(peak, predicted[y]), y),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
         )
     memory.set(xlabel="peak memory of tensors, MiB", xlim=(0, max(peaks) * 1.22))
     memory.legend(loc="lower right", frameon=False)
@@ -194,7 +235,9 @@ def budget_chart(budgets: dict[str, Any]) -> Any:
     left = [0.0] * len(budgets)
     for term, color in BUDGET_COLORS.items():
         sizes = [budget.at_peak()[term] / MIB for budget in budgets.values()]
-        axes.barh(list(budgets), sizes, left=left, color=color, height=0.65, label=term.replace("_", " "))
+        axes.barh(
+            list(budgets), sizes, left=left, color=color, height=0.65, label=term.replace("_", " ")
+        )
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.set(xlabel="predicted bytes at the moment of the peak, MiB")
     axes.legend(loc="lower right", frameon=False)
@@ -208,7 +251,9 @@ def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
         axes.plot(*zip(*curve, strict=True), marker="o", label=name)
     axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))  # beside the curves, which go anywhere
+    axes.legend(
+        frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
+    )  # beside the curves, which go anywhere
     return figure
 
 
@@ -219,11 +264,16 @@ def change_chart(changes: dict[str, Any]) -> Any:
         reach = [[change.difference - change.low], [change.high - change.difference]]
         axes.errorbar(change.difference, name, xerr=reach, fmt="o", color="#2f6f9f", capsize=4)
     axes.axvline(0, color="#9aa5b1", linewidth=1)
-    axes.set(xlabel="change of the held-out loss, nats per token (left of the line: better)", ymargin=0.15)
+    axes.set(
+        xlabel="change of the held-out loss, nats per token (left of the line: better)",
+        ymargin=0.15,
+    )
     return figure
 
 
-def blank_figure(content: Any, size: tuple[float, float], *, bars: bool = False, **options: Any) -> tuple[Any, Any]:
+def blank_figure(
+    content: Any, size: tuple[float, float], *, bars: bool = False, **options: Any
+) -> tuple[Any, Any]:
     """A figure without frames and its axes, closed: a notebook shows what is returned, and would show it twice."""
     if not content:
         raise ValueError("there is nothing to draw: add a row or a point first")

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.ladder import Ladder, blank_figure
 from recipes_lib.core.machine import GIB, machine
 from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.style import blank_figure
 
 LONGEST = 2**30  # tokens: beyond it indices of 32 bits end
 
@@ -72,7 +73,12 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
 
 
 def find_longest(
-    peak: Callable[[int], int], *, limit_bytes: int, start: int, resolution: float = 0.01, most: int = LONGEST
+    peak: Callable[[int], int],
+    *,
+    limit_bytes: int,
+    start: int,
+    resolution: float = 0.01,
+    most: int = LONGEST,
 ) -> Search:
     """Bisect for the longest sequence whose step stays within `limit_bytes`, from a guess `start`.
 
@@ -85,7 +91,9 @@ def find_longest(
     """
     if not 1 <= start <= most or not 0 < resolution < 1:
         given = f"start={start}, most={most}, resolution={resolution}"
-        raise ValueError(f"{given}: start at 1 token or more and at `most`, resolution between 0 and 1")
+        raise ValueError(
+            f"{given}: start at 1 token or more and at `most`, resolution between 0 and 1"
+        )
     peaks: dict[int, int | None] = {}
 
     def fits(tokens: int) -> bool:
@@ -103,7 +111,9 @@ def find_longest(
         else:
             high, tokens = tokens, min(tokens - 1, math.ceil(tokens / (1 + stride)))
         if tokens < 1:
-            raise ValueError(f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})")
+            raise ValueError(
+                f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})"
+            )
         stride *= 2
     while high - low > max(1, resolution * low):
         middle = (low + high) // 2
@@ -111,7 +121,9 @@ def find_longest(
     return Search(low, limit_bytes, peaks)
 
 
-def peak_of(step: Callable[[int], Any], clear: Callable[[], Any], *, limit_bytes: int | None = None) -> Callable:
+def peak_of(
+    step: Callable[[int], Any], clear: Callable[[], Any], *, limit_bytes: int | None = None
+) -> Callable:
     """The `peak` for `find_longest`: bytes of `step(tokens)`; `clear` frees what a step that ran out of memory left.
 
     Inside `dry_run` give no limit: nothing runs out, and the peak of a length that is too long is known as well.
@@ -130,7 +142,11 @@ def peak_of(step: Callable[[int], Any], clear: Callable[[], Any], *, limit_bytes
 
 
 def search(
-    arrange: Callable[[], tuple[Callable, Callable]], *, expected: int, limit_bytes: int, also: Iterable[int] = ()
+    arrange: Callable[[], tuple[Callable, Callable]],
+    *,
+    expected: int,
+    limit_bytes: int,
+    also: Iterable[int] = (),
 ) -> Search:
     """`find_longest` for a training step: real steps on a GPU, dry ones on a CPU.
 
@@ -150,7 +166,9 @@ def search(
 def recorded(part: str) -> dict[str, Any] | None:
     """The newest recorded result of a part of `benchmarks.gpu`, of any machine: for what takes too long to run here."""
     files = (Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json")
-    runs = [run for run in map(json.loads, (file.read_text() for file in files)) if part in run["parts"]]
+    runs = [
+        run for run in map(json.loads, (file.read_text() for file in files)) if part in run["parts"]
+    ]
     return max(runs, key=lambda run: run["date"])["parts"][part] if runs else None
 
 
@@ -176,9 +194,13 @@ class LengthRow:
 class LengthLadder(Ladder):
     """Rows in the order of the steps; the first is the baseline."""
 
-    def add(self, name: str, found: Search, *, predicted: int, loss: float | None = None) -> LengthRow:
+    def add(
+        self, name: str, found: Search, *, predicted: int, loss: float | None = None
+    ) -> LengthRow:
         """Append a row, save the file and return the row. Raises ValueError for a name that is taken."""
-        return self.append(LengthRow(name, predicted, found.tokens, found.crossing, found.peak_bytes, None, loss))
+        return self.append(
+            LengthRow(name, predicted, found.tokens, found.crossing, found.peak_bytes, None, loss)
+        )
 
     def retime(self, name: str, seconds: float) -> None:
         """Give a row the time of a step that took turns with those of the other rows."""
@@ -194,11 +216,24 @@ class LengthLadder(Ladder):
         row = self[name]
         longer = "" if row is self.rows[0] else f", {self.gain(name):.1f}× the baseline"
         loss = f"; loss {row.loss:.5f}" if row.loss is not None else ""
-        return f"{name}: expected {row.predicted_tokens:,} tokens, found {row.tokens:,}{longer}{loss}"
+        return (
+            f"{name}: expected {row.predicted_tokens:,} tokens, found {row.tokens:,}{longer}{loss}"
+        )
 
     def table(self) -> list[list[str]]:
         """Header and rows as text cells."""
-        cells = [["step", "predicted tokens", "longest found", "off by", "× previous", "× baseline", "time", "loss"]]
+        cells = [
+            [
+                "step",
+                "predicted tokens",
+                "longest found",
+                "off by",
+                "× previous",
+                "× baseline",
+                "time",
+                "loss",
+            ]
+        ]
         for before, row in zip([None, *self.rows], self.rows, strict=False):
             cells.append(
                 [
@@ -224,10 +259,21 @@ def length_chart(rows: list[dict[str, Any]], *, title: str) -> Any:
     figure, axes = blank_figure(rows, (9, 0.42 * len(rows) + 1.3), bars=True)
     names, tokens = [row["name"] for row in rows], [row["tokens"] for row in rows]
     axes.barh(names, tokens, color=["#9aa5b1", *["#2f6f9f"] * (len(rows) - 1)], height=0.65)
-    axes.plot([row["predicted_tokens"] for row in rows], names, "|", color="#d1495b", markersize=15, label="predicted")
+    axes.plot(
+        [row["predicted_tokens"] for row in rows],
+        names,
+        "|",
+        color="#d1495b",
+        markersize=15,
+        label="predicted",
+    )
     for y, length in enumerate(tokens):
         axes.annotate(f"{length:,}", (length, y), (8, 0), textcoords="offset points", va="center")
-    axes.set(xscale="log", xlabel="longest sequence that fits, tokens", xlim=(min(tokens) / 2, max(tokens) * 2))
+    axes.set(
+        xscale="log",
+        xlabel="longest sequence that fits, tokens",
+        xlim=(min(tokens) / 2, max(tokens) * 2),
+    )
     axes.legend(loc="upper right", frameon=False)
     figure.suptitle(title, fontsize=11)
     return figure
@@ -242,10 +288,27 @@ def growth_chart(curves: dict[str, dict[int, int]], *, fixed_bytes: int, limit_b
     for name, curve in curves.items():
         tokens = sorted(curve)
         grown = [(curve[length] - fixed_bytes) / GIB for length in tokens]
-        axes.plot(tokens, grown, marker="o", markersize=3.5, label=f"{name}: slope {slope(curve, fixed_bytes):.2f}")
+        axes.plot(
+            tokens,
+            grown,
+            marker="o",
+            markersize=3.5,
+            label=f"{name}: slope {slope(curve, fixed_bytes):.2f}",
+        )
     left = (limit_bytes - fixed_bytes) / GIB
-    axes.axhline(left, color="#9aa5b1", linestyle="--", linewidth=1, label=f"the limit: {limit_bytes / GIB:.1f} GiB")
-    axes.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="GiB beyond weights and states")
+    axes.axhline(
+        left,
+        color="#9aa5b1",
+        linestyle="--",
+        linewidth=1,
+        label=f"the limit: {limit_bytes / GIB:.1f} GiB",
+    )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens in the sequence",
+        ylabel="GiB beyond weights and states",
+    )
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -262,7 +325,10 @@ def position_chart(curves: dict[str, list[float]], *, window: int, trained: int,
     for name, losses in curves.items():
         axes.plot([(i + 0.5) * window for i in range(len(losses))], losses, label=name, alpha=0.8)
     axes.axvline(trained, color="#9aa5b1", linestyle="--", linewidth=1)
-    axes.set(xlabel="position in the text (dashed: length of the training)", ylabel="loss, nats per token")
+    axes.set(
+        xlabel="position in the text (dashed: length of the training)",
+        ylabel="loss, nats per token",
+    )
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title, fontsize=11)
     return figure

@@ -3,9 +3,12 @@ import json
 import pytest
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.ladder import MIB, Ladder, budget_chart, change_chart, chart, loss_chart, show
 from recipes_lib.core.measure import Measurement
 from recipes_lib.fine_tuning.honest_evaluation import Comparison
+from recipes_lib.report.charts import budget_chart, change_chart, chart, loss_chart
+from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.show import show
+from recipes_lib.report.style import MIB
 
 
 @pytest.fixture
@@ -45,7 +48,10 @@ def test_a_time_taken_in_turns_replaces_the_first(ladder):
     before = ladder["half"]
     ladder.retime("half", 3.0, tokens=600)
     assert (ladder["half"].seconds, ladder["half"].tokens_per_second) == (3.0, 200.0)
-    assert ladder["half"].peak_bytes == before.peak_bytes and [row.name for row in ladder.rows][1] == "half"
+    assert (
+        ladder["half"].peak_bytes == before.peak_bytes
+        and [row.name for row in ladder.rows][1] == "half"
+    )
     assert json.loads(ladder.path.read_text())["rows"][1]["seconds"] == 3.0
     with pytest.raises(KeyError, match="no row 'third'"):
         ladder.retime("third", 1.0, tokens=1)
@@ -73,10 +79,24 @@ def test_line_says_what_was_expected_and_what_came(ladder):
 def test_budget_chart_stacks_the_phase_of_the_peak():
     forward = Budget(10, 20, 5, 0, 40, 8, 3, 0, 0, 1)
     backward = Budget(10, 20, 50, 0, 30, 8, 3, 0, 0, 4)
-    assert forward.at_peak() == {"weights": 10, "states": 20, "gradients": 0, "activations": 40, "loss": 8}
-    assert backward.at_peak() == {"weights": 10, "states": 20, "gradients": 54, "activations": 0, "loss": 0}
+    assert forward.at_peak() == {
+        "weights": 10,
+        "states": 20,
+        "gradients": 0,
+        "activations": 40,
+        "loss": 8,
+    }
+    assert backward.at_peak() == {
+        "weights": 10,
+        "states": 20,
+        "gradients": 54,
+        "activations": 0,
+        "loss": 0,
+    }
     (axes,) = budget_chart({"a": forward, "b": backward}).axes
-    assert sum(bar.get_width() for bar in axes.patches) * MIB == pytest.approx(forward.peak + backward.peak)
+    assert sum(bar.get_width() for bar in axes.patches) * MIB == pytest.approx(
+        forward.peak + backward.peak
+    )
 
 
 def test_bad_input(ladder, tmp_path):
@@ -102,14 +122,23 @@ def test_change_chart_draws_a_point_with_its_interval_per_run():
     changes = {"a": Comparison(-0.3, -0.5, -0.2, 0.95), "b": Comparison(0.1, -0.1, 0.2, 0.95)}
     (axes,) = change_chart(changes).axes
     bars = [bar for collection in axes.collections for bar in collection.get_segments()]
-    assert [bar[:, 0].tolist() for bar in bars] == [pytest.approx([-0.5, -0.2]), pytest.approx([-0.1, 0.2])]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"] and axes.yaxis_inverted()
+    assert [bar[:, 0].tolist() for bar in bars] == [
+        pytest.approx([-0.5, -0.2]),
+        pytest.approx([-0.1, 0.2]),
+    ]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "a",
+        "b",
+    ] and axes.yaxis_inverted()
 
 
 def test_a_new_run_keeps_the_rows_of_the_last(tmp_path):
     for peak in (MIB, 2 * MIB):
         Ladder("steps", folder=tmp_path).add("baseline", Measurement(1.0, peak, 10), predicted=MIB)
-    new, old = tmp_path / "steps.json", [path for path in tmp_path.iterdir() if path.name != "steps.json"]
+    new, old = (
+        tmp_path / "steps.json",
+        [path for path in tmp_path.iterdir() if path.name != "steps.json"],
+    )
     assert json.loads(new.read_text())["rows"][0]["peak_bytes"] == 2 * MIB
     assert [json.loads(path.read_text())["rows"][0]["peak_bytes"] for path in old] == [MIB]
 
@@ -120,4 +149,8 @@ def test_show_prints_code_without_docstring(capsys):
     assert printed.startswith("def chart(") and "Draw the rows" not in printed and "barh" in printed
     show(Ladder.append)  # a method, whose docstring is indented
     printed = capsys.readouterr().out
-    assert printed.startswith("def append(") and "Append a finished" not in printed and "    self.save()" in printed
+    assert (
+        printed.startswith("def append(")
+        and "Append a finished" not in printed
+        and "    self.save()" in printed
+    )

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from recipes_lib.bench import Bench, techniques
 from recipes_lib.core.machine import GIB, fast, machine
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
+from recipes_lib.workflows.bench.run import Bench, techniques
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -28,7 +28,9 @@ def list_techniques(_: argparse.Namespace) -> None:
     root = Path(__file__).parent
     for path in sorted(root.glob("*/*.py")):
         if path.name != "__init__.py" and path.parent.name != "core":
-            first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]
+            first = (
+                ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            ).splitlines()[0]
             print(f"{path.relative_to(root).as_posix():<44}{first}")
 
 
@@ -44,15 +46,19 @@ def bench(options: argparse.Namespace) -> None:
 
 def doctor(options: argparse.Namespace) -> None:
     """Say what to try against running out of memory, in which order."""
-    from recipes_lib.memory.out_of_memory_doctor import diagnose
+    from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
     model = None
     if options.model in SHAPES:
-        model = model_of_shape(options.model, dtype=DTYPES[options.dtype], device="meta")  # arithmetic needs no memory
+        model = model_of_shape(
+            options.model, dtype=DTYPES[options.dtype], device="meta"
+        )  # arithmetic needs no memory
     elif options.model:
         model = load_model(options.model, dtype=DTYPES[options.dtype], device="cpu")
     if options.memory is not None and options.memory <= 0:
-        raise ValueError(f"--memory {options.memory}: give the GiB of the device, or leave it out for this machine's")
+        raise ValueError(
+            f"--memory {options.memory}: give the GiB of the device, or leave it out for this machine's"
+        )
     memory = int(options.memory * GIB) if options.memory else None
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     print(diagnose(error=options.error, model=model, memory_bytes=memory, **sizes))
@@ -61,13 +67,17 @@ def doctor(options: argparse.Namespace) -> None:
 def finetune(options: argparse.Namespace) -> None:
     """Fine-tune a pretrained model on pairs and leave the adapter, its log and the production files in a folder."""
     from recipes_lib import export
-    from recipes_lib.finetune_command import finetune
+    from recipes_lib.workflows.finetune.command import finetune
 
     fields = {field.name for field in dataclasses.fields(export.Settings)}
     settings = {name: value for name, value in vars(options).items() if name in fields}
-    low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[machine().compute_dtype]
+    low = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[
+        machine().compute_dtype
+    ]
     settings["output_dir"] = str(Path(options.output_dir).expanduser())
-    settings["learning_rate"] = options.learning_rate or (1e-4 if options.method == "full" else 1e-3)
+    settings["learning_rate"] = options.learning_rate or (
+        1e-4 if options.method == "full" else 1e-3
+    )
     warmup = options.warmup_steps if options.warmup_steps < options.steps else 0
     settings |= {"precision": options.precision or low, "warmup_steps": warmup}
     print(machine())
@@ -78,14 +88,26 @@ def finetune(options: argparse.Namespace) -> None:
 def add_finetune(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--model", dest="base_model", default="smollm2", help="hub id or folder")
-    add("--data", dest="data_file", default="", help=".jsonl with prompt and completion, or messages; else docstrings")
+    add(
+        "--data",
+        dest="data_file",
+        default="",
+        help=".jsonl with prompt and completion, or messages; else docstrings",
+    )
     add("--held-out", help=".jsonl of held-out pairs; else every tenth pair of --data")
     add("--limit", type=int, help="use the first pairs only, to try a run")
-    add("--output", dest="output_dir", required=True, help="folder for adapter, checkpoint, log and configurations")
+    add(
+        "--output",
+        dest="output_dir",
+        required=True,
+        help="folder for adapter, checkpoint, log and configurations",
+    )
     add("--resume", action="store_true", help="go on from the checkpoint in --output")
     add("--method", choices=("lora", "qlora", "full"), default="lora", help="what is trained")
     add("--rank", type=int, default=16, help="of the adapters")
-    add("--alpha", type=float, default=32, help="the adapters' correction is scaled by alpha / rank")
+    add(
+        "--alpha", type=float, default=32, help="the adapters' correction is scaled by alpha / rank"
+    )
     add("--dropout", type=float, default=0.0, help="of what the adapters read")
     add("--learning-rate", type=float, help="else 1e-3 for adapters, 1e-4 for the full model")
     add("--optimizer", default="adamw_torch_fused", help="or adamw_bnb_8bit, paged_adamw_8bit")
@@ -111,7 +133,9 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="recipes_lib", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="recipes_lib",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True)
 
@@ -120,18 +144,24 @@ def main() -> None:
 
     command = commands.add_parser("bench", help="measure one technique beside the plain step")
     command.add_argument("technique", choices=techniques())
-    command.add_argument("--model", default="smollm2", help=f"hub id, folder, or a shape: {', '.join(SHAPES)}")
+    command.add_argument(
+        "--model", default="smollm2", help=f"hub id, folder, or a shape: {', '.join(SHAPES)}"
+    )
     command.add_argument("--layers", type=int, help="fewer layers of a shape")
     command.add_argument("--batch-size", type=int, default=4)
     command.add_argument("--seq-len", type=int, default=64)
-    command.add_argument("--micro-batches", type=int, help="for gradient accumulation; default: one per row")
+    command.add_argument(
+        "--micro-batches", type=int, help="for gradient accumulation; default: one per row"
+    )
     command.set_defaults(run=bench)
 
     command = commands.add_parser("doctor", help="out of memory: what to try, in which order")
     command.add_argument("--error", default="", help="the text of the error")
     command.add_argument("--model", default="", help="hub id, folder, or a shape")
     command.add_argument(
-        "--memory", type=float, help="of the device in GiB; default: what the error says, or this machine's"
+        "--memory",
+        type=float,
+        help="of the device in GiB; default: what the error says, or this machine's",
     )
     command.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights")
     command.add_argument("--batch-size", type=int, default=8)
@@ -139,7 +169,9 @@ def main() -> None:
     command.set_defaults(run=doctor)
 
     shown = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    command = commands.add_parser("finetune", help="adapt a pretrained model to pairs of your own", **shown)
+    command = commands.add_parser(
+        "finetune", help="adapt a pretrained model to pairs of your own", **shown
+    )
     add_finetune(command)
     command.set_defaults(run=finetune)
 

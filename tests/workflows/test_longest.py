@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from recipes_lib import longest
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.measure import PeakMemory, dry, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from tests.conftest import FAMILIES
@@ -14,7 +14,9 @@ from tests.conftest import FAMILIES
 
 def trainer(family, layers=3, **options):
     model = model_of_shape(family, layers=layers, device="cpu")
-    model.set_attn_implementation(options.get("attention", "eager" if "gemma" in family else "sdpa"))
+    model.set_attn_implementation(
+        options.get("attention", "eager" if "gemma" in family else "sdpa")
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(tokens):
@@ -78,8 +80,12 @@ def test_bisection_within_the_resolution_and_with_few_steps():
 
 @pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (90, 90), (1, 2**30)])
 def test_where_everything_fits_the_most_is_the_result(start, most):
-    assert longest.find_longest(lambda tokens: 8, limit_bytes=8, start=start, most=most).tokens == most
-    found = longest.find_longest(cubic, limit_bytes=1000 + 100**3, start=start, resolution=0.001, most=most)
+    assert (
+        longest.find_longest(lambda tokens: 8, limit_bytes=8, start=start, most=most).tokens == most
+    )
+    found = longest.find_longest(
+        cubic, limit_bytes=1000 + 100**3, start=start, resolution=0.001, most=most
+    )
     assert found.tokens == min(most, 100)
 
 
@@ -100,7 +106,9 @@ def test_a_real_search_under_an_emulated_limit():
     with PeakMemory() as now:
         pass
     limit = now.current + 3 * 2**20
-    found = longest.find_longest(longest.peak_of(step, clear, limit_bytes=limit), limit_bytes=limit, start=100)
+    found = longest.find_longest(
+        longest.peak_of(step, clear, limit_bytes=limit), limit_bytes=limit, start=100
+    )
     assert 100 < found.tokens < 2000
     peak = longest.peak_of(step, clear)
     assert peak(found.tokens) <= limit < peak(int(1.02 * found.tokens) + 1)
@@ -144,7 +152,12 @@ def test_prediction_is_the_largest_length_of_the_arithmetic():
 def test_bad_input():
     with pytest.raises(ValueError, match="not even one token fits"):
         longest.find_longest(cubic, limit_bytes=10, start=8)
-    wrong = {"start": 0}, {"start": 9, "most": 8}, {"start": 1, "resolution": 0}, {"start": 1, "resolution": 1}
+    wrong = (
+        {"start": 0},
+        {"start": 9, "most": 8},
+        {"start": 1, "resolution": 0},
+        {"start": 1, "resolution": 1},
+    )
     for options in wrong:
         with pytest.raises(ValueError, match="1 token or more and at `most`"):
             longest.find_longest(cubic, limit_bytes=10, **options)
@@ -164,15 +177,30 @@ def test_ladder_of_lengths(tmp_path):
     ladder.retime("plain", 2.0)
     ladder.retime("better", 3.0)
     assert ladder.gain("better") == 20
-    assert ladder.line("better") == "better: expected 1,900 tokens, found 2,000, 20.0× the baseline; loss 3.00001"
-    assert ladder.table()[2] == ["better", "1,900", "2,000", "-5.0%", "20.00", "20.0", "1.50×", "3.00001"]
+    assert (
+        ladder.line("better")
+        == "better: expected 1,900 tokens, found 2,000, 20.0× the baseline; loss 3.00001"
+    )
+    assert ladder.table()[2] == [
+        "better",
+        "1,900",
+        "2,000",
+        "-5.0%",
+        "20.00",
+        "20.0",
+        "1.50×",
+        "3.00001",
+    ]
     assert [row["tokens"] for row in json.loads(ladder.path.read_text())["rows"]] == [100, 2000]
     assert "longest found" in str(ladder) and "<td>better</td>" in ladder._repr_html_()
     assert [bar.get_width() for bar in ladder.chart().axes[0].patches] == [100, 2000]
 
 
 def test_charts():
-    curves = {"square": {10: 110, 100: 10_010, 1000: 10**6 + 10}, "line": {10: 20, 100: 110, 1000: 1010}}
+    curves = {
+        "square": {10: 110, 100: 10_010, 1000: 10**6 + 10},
+        "line": {10: 20, 100: 110, 1000: 1010},
+    }
     assert longest.slope(curves["square"], 10) == pytest.approx(2)
     figure = longest.growth_chart(curves, fixed_bytes=10, limit_bytes=10**6)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]

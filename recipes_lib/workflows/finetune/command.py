@@ -27,19 +27,31 @@ import torch
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.export import Settings
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
-from recipes_lib.finetune import FREE, Step, adapt, check_run, keeps_checkpoint, micro_batches, training_steps
-from recipes_lib.finetune_data import load_data
-from recipes_lib.production import WRITTEN, write_production
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, read_back, track
+from recipes_lib.workflows.finetune.data import load_data
+from recipes_lib.workflows.finetune.libraries import WRITTEN, write_production
+from recipes_lib.workflows.finetune.loop import (
+    FREE,
+    Step,
+    adapt,
+    check_run,
+    keeps_checkpoint,
+    micro_batches,
+    training_steps,
+)
+from recipes_lib.workflows.finetune.settings import Settings
 
 
 def finetune(
-    run: Settings, *, held_out_file: str | None = None, limit: int | None = None, resume: bool = False
+    run: Settings,
+    *,
+    held_out_file: str | None = None,
+    limit: int | None = None,
+    resume: bool = False,
 ) -> None:
     """The command: read and check the data, train, compare the held-out loss, save, and write the production files.
 
@@ -66,9 +78,17 @@ def finetune(
     before = held_out_losses(model, held_out, **feed)
     model = adapt(model, run=run)
     if run.method == "qlora":
-        check_gradient_flow(model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0])
-    log_steps(training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run)
-    few = "" if len(held_out) >= 30 else f" (of {len(held_out)} rows, too few to rely on: hold out 30 or more)"
+        check_gradient_flow(
+            model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0]
+        )
+    log_steps(
+        training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run
+    )
+    few = (
+        ""
+        if len(held_out) >= 30
+        else f" (of {len(held_out)} rows, too few to rely on: hold out 30 or more)"
+    )
     print(f"held-out loss: {compare(before, held_out_losses(model, held_out, **feed))}{few}")
     write_production(run, pairs)
     if run.method == "full":
@@ -88,14 +108,20 @@ def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: b
     read = {Path(path).resolve() for path in inputs if path}
     for path in [folder / "log", *(folder / name for name in WRITTEN)]:
         if path.resolve() in read or (path.exists() and not resume):
-            raise ValueError(f"{path} would be overwritten: resume the run it belongs to, or choose another folder")
+            raise ValueError(
+                f"{path} would be overwritten: resume the run it belongs to, or choose another folder"
+            )
 
 
-def check_packing(model: Any, rows: Sequence[dict[str, Any]], *, run: Settings, pad_token_id: int) -> None:
+def check_packing(
+    model: Any, rows: Sequence[dict[str, Any]], *, run: Settings, pad_token_id: int
+) -> None:
     """Raise ValueError if the model cannot keep the documents of a packed row apart."""
     packed = [row for row in rows if row["position_ids"].count(0) > 1][:1]
     if packed:
-        batch = micro_batches(packed, run=run, pad_token_id=pad_token_id, device=str(model.device))[0]
+        batch = micro_batches(packed, run=run, pad_token_id=pad_token_id, device=str(model.device))[
+            0
+        ]
         try:
             check_document_mask(model, batch)
         except RuntimeError as error:
@@ -113,13 +139,20 @@ def log_steps(steps: Iterable[Step], run: Settings) -> None:
         for count, step in enumerate(steps, 1):
             if tracker is None and run.report_to != "none":
                 tracker = stack.enter_context(open_log(run, first_step=step.number))
-            values = {"loss": step.loss, "gradient_norm": step.gradient_norm, "learning_rate": step.learning_rate}
+            values = {
+                "loss": step.loss,
+                "gradient_norm": step.gradient_norm,
+                "learning_rate": step.learning_rate,
+            }
             values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
             if tracker:
                 tracker.log(step.number, **values)
                 if keeps_checkpoint(step.number, run=run):
                     tracker.flush()  # the checkpoint comes next
-            print(f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s",
+                flush=True,
+            )
             if count == 3 and machine().device == "cpu":
                 account.close()
 
@@ -127,7 +160,9 @@ def log_steps(steps: Iterable[Step], run: Settings) -> None:
 def open_log(run: Settings, *, first_step: int) -> Tracker:
     """The run's log in `<output_dir>/log`, from `first_step` on; one that holds values is continued."""
     folder, options = Path(run.output_dir) / "log", {"backend": run.report_to}
-    settings = {name: str(value) for name, value in dataclasses.asdict(run).items() if name not in FREE}
+    settings = {
+        name: str(value) for name, value in dataclasses.asdict(run).items() if name not in FREE
+    }
     try:
         read_back(folder, **options)
     except ValueError:  # killed before the first value, or another backend's log

@@ -10,11 +10,11 @@ import pytest
 
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.finetune_command import check_output, check_packing, run_command
-from recipes_lib.finetune_data import load_data
-from recipes_lib.production import write_production
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
+from recipes_lib.workflows.finetune.command import check_output, check_packing, run_command
+from recipes_lib.workflows.finetune.data import load_data
+from recipes_lib.workflows.finetune.libraries import write_production
 from tests.test_finetune import RUN
 
 
@@ -34,7 +34,10 @@ def small_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    lines = [{"prompt": f"What is {i} plus {i}?", "completion": f"It is {2 * i}, of course."} for i in range(40)]
+    lines = [
+        {"prompt": f"What is {i} plus {i}?", "completion": f"It is {2 * i}, of course."}
+        for i in range(40)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -58,26 +61,52 @@ def test_command_is_killed_and_resumed_with_the_identical_losses(small_model, pa
 
     log = read_back(killed / "log", backend="tensorboard")
     assert [step for step, _ in log["loss"]] == list(range(8))
-    assert [loss for _, loss in log["loss"]] == pytest.approx([float(expected[s]) for s in range(8)], abs=1e-5)
-    assert {"loss", "tokens_per_second", "peak_bytes", "gradient_norm", "learning_rate"} <= log.keys()
+    assert [loss for _, loss in log["loss"]] == pytest.approx(
+        [float(expected[s]) for s in range(8)], abs=1e-5
+    )
+    assert {
+        "loss",
+        "tokens_per_second",
+        "peak_bytes",
+        "gradient_norm",
+        "learning_rate",
+    } <= log.keys()
     files = {path.name for path in killed.iterdir()}
-    assert {"adapter", "axolotl.yml", "accelerate.yml", "train.jsonl", "checkpoint.pt", "log"} <= files
-    same = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert {
+        "adapter",
+        "axolotl.yml",
+        "accelerate.yml",
+        "train.jsonl",
+        "checkpoint.pt",
+        "log",
+    } <= files
+    same = [
+        (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+        for name in ("whole", "killed")
+    ]
     assert same[0] == same[1]
 
     with pytest.raises(RuntimeError, match="is there already, a finished run"):
         run_command(*command(small_model, pairs, killed))
-    assert run_command(*command(small_model, pairs, tmp_path / "new", "--resume", steps=2)), "nothing there: it begins"
+    assert run_command(*command(small_model, pairs, tmp_path / "new", "--resume", steps=2)), (
+        "nothing there: it begins"
+    )
 
 
 @pytest.mark.parametrize(
     ("lines", "error"),
     [
         ([], "(no rows)"),
-        ([{"prompt": f"{i}", "completion": "b " * 200} for i in range(30)], "longer than seq_len=64"),
+        (
+            [{"prompt": f"{i}", "completion": "b " * 200} for i in range(30)],
+            "longer than seq_len=64",
+        ),
         ([{"text": "a"}], "`prompt` and `completion` are needed"),
         ([{"prompt": f"{i}", "completion": "b"} for i in range(5)], "held-out rows"),
-        ([{"prompt": "a", "completion": "b"}] * 30, "the data set is empty"),  # all of it is held out
+        (
+            [{"prompt": "a", "completion": "b"}] * 30,
+            "the data set is empty",
+        ),  # all of it is held out
     ],
 )
 def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
@@ -88,7 +117,9 @@ def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_is_killed_before_its_first_checkpoint_begins_again(small_model, pairs, tmp_path):
+def test_a_run_that_is_killed_before_its_first_checkpoint_begins_again(
+    small_model, pairs, tmp_path
+):
     line = command(small_model, pairs, tmp_path / "run", "--save-steps", "4", steps=4)
     before = run_command(*line, kill_at=1)
     with pytest.raises(RuntimeError, match="log would be overwritten: resume"):
@@ -119,7 +150,9 @@ def test_what_is_held_out_is_not_trained_on(pairs, tmp_path, capsys):
     assert len(trained) == len(rows) == 35 and "held out too: 5 pairs" in capsys.readouterr().out
     assert len(load_data(tokenizer, run=run, limit=20)[0]) == 18
     with pytest.raises(ValueError, match="give the file of pairs to train on"):
-        load_data(tokenizer, run=dataclasses.replace(run, data_file=""), held_out_file=str(held_out))
+        load_data(
+            tokenizer, run=dataclasses.replace(run, data_file=""), held_out_file=str(held_out)
+        )
     with pytest.raises(ValueError, match="limit=0"):
         load_data(tokenizer, run=run, limit=0)
 
@@ -140,7 +173,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 @pytest.mark.parametrize("rows", [[PAIR, PAIR], [PAIR, CHAT], [CHAT, PAIR], [CHAT, CHAT]])
 def test_production_files_name_the_rows_that_were_trained_on(tmp_path, rows):
-    write_production(dataclasses.replace(RUN, output_dir=str(tmp_path), data_file="mine.jsonl", method="lora"), rows)
+    write_production(
+        dataclasses.replace(RUN, output_dir=str(tmp_path), data_file="mine.jsonl", method="lora"),
+        rows,
+    )
     assert f"path: {tmp_path}/train.jsonl" in (tmp_path / "axolotl.yml").read_text()
-    written = [json.loads(line)["messages"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line)["messages"] for line in (tmp_path / "train.jsonl").read_text().splitlines()
+    ]
     assert written == [CHAT["messages"]] * 2

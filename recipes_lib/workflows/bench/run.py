@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, budget_of
+from recipes_lib.core.budget import Budget
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.ladder import Ladder
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.report.ladder import Ladder
 
 LR = 2e-5
 
@@ -41,9 +42,13 @@ class Bench:
                 f"batch_size={self.batch_size}, seq_len={self.seq_len}: at least 1 row and 2 tokens are needed"
             )
         if self.layers and self.model_name not in SHAPES:
-            raise ValueError(f"layers={self.layers}: only a shape can be built with fewer layers ({', '.join(SHAPES)})")
+            raise ValueError(
+                f"layers={self.layers}: only a shape can be built with fewer layers ({', '.join(SHAPES)})"
+            )
         if self.micro_batches < 1 or self.batch_size % self.micro_batches:
-            raise ValueError(f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}")
+            raise ValueError(
+                f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}"
+            )
 
     @property
     def size(self) -> dict[str, int]:
@@ -60,10 +65,14 @@ class Bench:
         shape = (self.batch_size, self.seq_len)
         ids = torch.randint(0, model.config.vocab_size, shape, generator=generator).to(model.device)
         labels = ids.clone()
-        labels[:, : self.seq_len // 2] = IGNORED  # as in instruction tuning: the prompt carries no loss
+        labels[:, : self.seq_len // 2] = (
+            IGNORED  # as in instruction tuning: the prompt carries no loss
+        )
         return {"input_ids": ids, "labels": labels}
 
-    def plain(self, model: Any, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], float]:
+    def plain(
+        self, model: Any, optimizer: torch.optim.Optimizer | None = None
+    ) -> Callable[[], float]:
         batch = self.batch(model)
         optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
@@ -80,10 +89,15 @@ class Bench:
         return self.plain(model), budget_of(model, **self.size)
 
     def arrange_gradient_accumulation(self, model: Any) -> tuple[Callable[[], float], Budget]:
-        from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
+        from recipes_lib.training.gradient_accumulation import (
+            accumulate_gradients,
+            estimate_gradient_accumulation,
+        )
 
         plan = budget_of(model, **self.size)
-        plan = estimate_gradient_accumulation(plan, model, **self.size, micro_batches=self.micro_batches)
+        plan = estimate_gradient_accumulation(
+            plan, model, **self.size, micro_batches=self.micro_batches
+        )
         batch = self.batch(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
@@ -105,7 +119,10 @@ class Bench:
         return self.plain(apply_activation_checkpointing(model)), plan
 
     def arrange_activation_offload(self, model: Any) -> tuple[Callable[[], float], Budget]:
-        from recipes_lib.memory.activation_offload import estimate_activation_offload, offload_activations
+        from recipes_lib.memory.activation_offload import (
+            estimate_activation_offload,
+            offload_activations,
+        )
 
         plan = estimate_activation_offload(budget_of(model, **self.size), model, **self.size)
         step = self.plain(model)
@@ -121,7 +138,9 @@ class Bench:
 
         native = machine().compute_dtype
         dtype = torch.bfloat16 if native is torch.float32 else native  # emulated: shown as it is
-        plan = estimate_mixed_precision(budget_of(model, **self.size), model, **self.size, dtype=dtype)
+        plan = estimate_mixed_precision(
+            budget_of(model, **self.size), model, **self.size, dtype=dtype
+        )
         mp, batch = mixed_precision(dtype=dtype), self.batch(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
@@ -142,7 +161,10 @@ class Bench:
         return self.plain(model, eight_bit_adamw(model, lr=LR)), plan
 
     def arrange_optimizer_offload(self, model: Any) -> tuple[Callable[[], float], Budget]:
-        from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, offload_optimizer
+        from recipes_lib.memory.optimizer_offload import (
+            estimate_optimizer_offload,
+            offload_optimizer,
+        )
 
         plan = estimate_optimizer_offload(budget_of(model, **self.size), model)
         return self.plain(model, offload_optimizer(model, lr=LR)), plan
@@ -163,7 +185,9 @@ class Bench:
         )
 
         targets = self.batch_size * (self.seq_len - self.seq_len // 2)
-        plan = estimate_chunked_cross_entropy(budget_of(model, **self.size), model, **self.size, targets=targets)
+        plan = estimate_chunked_cross_entropy(
+            budget_of(model, **self.size), model, **self.size, targets=targets
+        )
         return self.plain(apply_chunked_cross_entropy(model)), plan
 
     def arrange_tiled_mlp(self, model: Any) -> tuple[Callable[[], float], Budget]:
@@ -180,7 +204,9 @@ class Bench:
         )
 
         group = best_group(model.config.num_hidden_layers)
-        plan = estimate_nested_checkpointing(budget_of(model, **self.size), model, **self.size, group=group)
+        plan = estimate_nested_checkpointing(
+            budget_of(model, **self.size), model, **self.size, group=group
+        )
         return self.plain(apply_nested_checkpointing(model, group=group)), plan
 
     def arrange_lora(self, model: Any) -> tuple[Callable[[], float], Budget]:
@@ -198,7 +224,9 @@ class Bench:
     def run(self, technique: str, *, repeats: int = 2) -> Ladder:
         """Ladder of two rows, the plain step and the technique. Raises ValueError for an unknown name."""
         if technique not in techniques():
-            raise ValueError(f"no arrangement for {technique!r}; choose one of {', '.join(techniques())}")
+            raise ValueError(
+                f"no arrangement for {technique!r}; choose one of {', '.join(techniques())}"
+            )
         ladder = Ladder(f"bench_{technique}")
         for name in ("baseline", technique):
             model = self.fresh()
@@ -250,16 +278,23 @@ def compare_losses(
     from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
 
     F, device = torch.nn.functional, machine().device
-    h, w = (torch.randn(n, hidden, device=device, dtype=dtype).div_(hidden**0.25) for n in (tokens, vocab))
+    h, w = (
+        torch.randn(n, hidden, device=device, dtype=dtype).div_(hidden**0.25)
+        for n in (tokens, vocab)
+    )
     y = torch.randint(vocab, (tokens,), device=device)
     parts = zip(h.split(256), y.split(256))  # fp64 logits of all tokens are gigabytes
-    exact = sum(F.cross_entropy(a.double() @ w.double().T, b, reduction="sum").item() for a, b in parts) / tokens
+    exact = (
+        sum(F.cross_entropy(a.double() @ w.double().T, b, reduction="sum").item() for a, b in parts)
+        / tokens
+    )
     h, w = h.requires_grad_(), w.requires_grad_()
     ways = {"plain": lambda: F.cross_entropy((h @ w.T).float(), y)}
     ways["ours"] = lambda: chunked_cross_entropy(h, w, y, chunk_size=chunk_size)
     if hasattr(F, "linear_cross_entropy"):  # without options it makes all logits
         default, rows = (
-            torch.nn.LinearCrossEntropyOptions(**o) for o in ({}, {"chunking_method": None, "batch_chunk_size": 256})
+            torch.nn.LinearCrossEntropyOptions(**o)
+            for o in ({}, {"chunking_method": None, "batch_chunk_size": 256})
         )
         ways["torch"] = lambda: F.linear_cross_entropy(h, w, y, options=default)
         ways["torch, 256 rows"] = lambda: F.linear_cross_entropy(h, w, y, options=rows)
@@ -279,4 +314,7 @@ def compare_losses(
     h.grad = w.grad = None
     steps = {name: lambda way=way: torch.autograd.grad(way(), (h, w)) for name, way in ways.items()}
     seconds = in_turns(steps, rounds=rounds)
-    return {name: LossCost(min(seconds[name]), peaks[name], abs(values[name] / exact - 1)) for name in ways}
+    return {
+        name: LossCost(min(seconds[name]), peaks[name], abs(values[name] / exact - 1))
+        for name in ways
+    }

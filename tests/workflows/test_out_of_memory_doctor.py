@@ -1,16 +1,21 @@
 import pytest
 import torch
 
-from recipes_lib.core.budget import budget_of
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import estimate_lora
 from recipes_lib.fine_tuning.qlora import nf4_bytes
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
-from recipes_lib.memory.out_of_memory_doctor import RECIPES, diagnose, estimate_remedies, parse_error
 from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
+from recipes_lib.workflows.out_of_memory_doctor import (
+    RECIPES,
+    diagnose,
+    estimate_remedies,
+    parse_error,
+)
 from tests.conftest import FAMILIES
 
 MIB, GIB = 2**20, 2**30
@@ -51,10 +56,46 @@ CPU = (
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (TORCH_1, {"requested": 2.93, "capacity": 23.8, "allocated": 12.04, "free": 2.82, "unallocated": 7.65}),
-        (TORCH_2_0, {"requested": 1.7, "capacity": 6, "free": 0, "allocated": 2.93, "unallocated": 2.3, "others": 0}),
-        (TORCH_2_6, {"requested": 142 / 1024, "capacity": 47.27, "unallocated": 34.62 / 1024, "others": 44.12}),
-        (GRAPHS_AND_CAP, {"requested": 1.5, "allowed": 20, "allocated": 19, "unallocated": 240 / 1024, "others": 0}),
+        (
+            TORCH_1,
+            {
+                "requested": 2.93,
+                "capacity": 23.8,
+                "allocated": 12.04,
+                "free": 2.82,
+                "unallocated": 7.65,
+            },
+        ),
+        (
+            TORCH_2_0,
+            {
+                "requested": 1.7,
+                "capacity": 6,
+                "free": 0,
+                "allocated": 2.93,
+                "unallocated": 2.3,
+                "others": 0,
+            },
+        ),
+        (
+            TORCH_2_6,
+            {
+                "requested": 142 / 1024,
+                "capacity": 47.27,
+                "unallocated": 34.62 / 1024,
+                "others": 44.12,
+            },
+        ),
+        (
+            GRAPHS_AND_CAP,
+            {
+                "requested": 1.5,
+                "allowed": 20,
+                "allocated": 19,
+                "unallocated": 240 / 1024,
+                "others": 0,
+            },
+        ),
         (MPS, {"requested": 1, "capacity": 18.13, "allocated": 17.5}),
         (CPU, {"requested": 116813856768 / GIB}),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", {}),
@@ -81,7 +122,10 @@ def names(diagnosis):
 
 def test_names_the_causes_that_no_recipe_cures():
     fragmented = diagnose(error=TORCH_1).remedies[0]
-    assert fragmented.where.endswith("expandable_segments:True") and "7.7 GiB in pieces" in fragmented.saves
+    assert (
+        fragmented.where.endswith("expandable_segments:True")
+        and "7.7 GiB in pieces" in fragmented.saves
+    )
     assert names(diagnose(error=TORCH_2_0))[0] == "memory in one piece"
     assert names(diagnose(error=TORCH_2_6))[0] == "stop other processes"
     for error in (TORCH_2_6, GRAPHS_AND_CAP, MPS, CPU):
@@ -129,7 +173,9 @@ def test_the_first_fit_follows_the_memory(eight_b, gib, first):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_and_device(family):
-    diagnosis = diagnose(model=model_of_shape(family, device="cpu"), batch_size=6, seq_len=64, memory_bytes=MIB)
+    diagnosis = diagnose(
+        model=model_of_shape(family, device="cpu"), batch_size=6, seq_len=64, memory_bytes=MIB
+    )
     assert names(diagnosis)[:2] == ["as it is", "6 micro-batches of 1"]
     assert "optimizer offload" not in names(diagnosis)  # a CPU has nowhere to move them to
     peaks = [remedy.peak for remedy in diagnosis.remedies]
@@ -154,9 +200,13 @@ def test_agrees_with_the_estimates_of_the_recipes():
     assert peak["eight_bit_adam.py"] == pytest.approx(plan.peak, rel=0.05)
     base = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
     lora = estimate_lora(budget_of(base, **sizes).change(loss=0), base, **sizes)
-    assert peak["lora.py"] == pytest.approx(estimate_activation_checkpointing(lora, base, **sizes).peak, rel=0.1)
+    assert peak["lora.py"] == pytest.approx(
+        estimate_activation_checkpointing(lora, base, **sizes).peak, rel=0.1
+    )
     frozen = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    assert peak["lora.py"] - peak["qlora.py"] == pytest.approx(2 * frozen - nf4_bytes(model), rel=0.01)
+    assert peak["lora.py"] - peak["qlora.py"] == pytest.approx(
+        2 * frozen - nf4_bytes(model), rel=0.01
+    )
 
 
 def test_a_model_with_adapters_gets_no_second_ones():
@@ -177,7 +227,10 @@ def test_error_and_model_together(eight_b):
     tiny = model_of_shape("tiny-llama", device="meta")
     assert "loss.item()" in str(diagnose(error=TORCH_2_0, model=tiny, batch_size=1, seq_len=8))
     assert "loss.item()" not in str(diagnose(model=tiny, batch_size=1, seq_len=8))
-    assert "of 20.0 GiB" in diagnose(error=GRAPHS_AND_CAP, model=tiny, batch_size=1, seq_len=8).findings[1]
+    assert (
+        "of 20.0 GiB"
+        in diagnose(error=GRAPHS_AND_CAP, model=tiny, batch_size=1, seq_len=8).findings[1]
+    )
     here = machine().memory_bytes / GIB
     assert f"of {here:,.1f} GiB" in diagnose(model=tiny, batch_size=1, seq_len=8).findings[0]
 
@@ -188,7 +241,9 @@ def test_a_wrapped_message_reads_the_same():
 
 
 def test_shows_itself_as_text_and_table(eight_b):
-    diagnosis = diagnose(error=TORCH_1, model=eight_b, batch_size=8, seq_len=2048, memory_bytes=24 * GIB)
+    diagnosis = diagnose(
+        error=TORCH_1, model=eight_b, batch_size=8, seq_len=2048, memory_bytes=24 * GIB
+    )
     text, page = str(diagnosis), diagnosis._repr_html_()
     assert "weights 29.9 GiB → 15.1 GiB" in text and diagnosis.remedies[-1].outcome in text
     assert page.count("<tr>") == len(diagnosis.table()) == 10

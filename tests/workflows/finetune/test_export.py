@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from recipes_lib.core.data import batches, collate, load_instructions, tokenize_pair
 from recipes_lib.core.model import cache_dir, load_tokenizer, resolve
-from recipes_lib.export import (
+from recipes_lib.workflows.finetune.export import (
     CHOICES,
     accelerate_config,
     axolotl_config,
@@ -35,10 +35,21 @@ PAIRS = [
 
 def run(**changes):
     """Settings of one run; not one number is a default of the libraries."""
-    settings = {"base_model": "smollm2", "data_file": "train.jsonl", "output_dir": "out", "method": "lora"}
+    settings = {
+        "base_model": "smollm2",
+        "data_file": "train.jsonl",
+        "output_dir": "out",
+        "method": "lora",
+    }
     settings |= {"rank": 4, "alpha": 12, "learning_rate": 3e-4, "optimizer": "adamw_torch_fused"}
     settings |= {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
-    settings |= {"steps": 6, "warmup_steps": 2, "rows_per_step": 6, "micro_batch_size": 2, "seq_len": 64}
+    settings |= {
+        "steps": 6,
+        "warmup_steps": 2,
+        "rows_per_step": 6,
+        "micro_batch_size": 2,
+        "seq_len": 64,
+    }
     settings |= {"packing": False, "precision": "fp32", "gradient_checkpointing": False, "seed": 7}
     return settings | changes
 
@@ -79,13 +90,24 @@ def axolotl():
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             scratch = Path(tempfile.mkdtemp(prefix="axolotl-", dir=folder.parent))
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--no-deps"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--retries",
+                "1",
+                "--no-deps",
+            ]
             command += ["--target", str(scratch), AXOLOTL, "addict", "colorama"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 scratch.replace(folder)
             shutil.rmtree(scratch, ignore_errors=True)
-            assert done.returncode == 0, f"pip could not fetch {AXOLOTL}, whose schema is asked here: {done.stderr}"
+            assert done.returncode == 0, (
+                f"pip could not fetch {AXOLOTL}, whose schema is asked here: {done.stderr}"
+            )
     return str(folder)
 
 
@@ -143,16 +165,26 @@ def read_by_axolotl(axolotl, tmp_path_factory):
     """What Axolotl makes of every case and of three bad configurations, in one process: the import takes seconds."""
     folder = tmp_path_factory.mktemp("axolotl")
     configs = {name: axolotl_config(**settings) for name, settings in CASES.items()}
-    configs["bad-qlora"] = {key: value for key, value in configs["qlora"].items() if key != "load_in_4bit"}
+    configs["bad-qlora"] = {
+        key: value for key, value in configs["qlora"].items() if key != "load_in_4bit"
+    }
     configs["bad-key"] = configs["lora"] | {"lora_rank": 8}
     configs["bad-warmup"] = configs["lora"] | {"warmup_steps": 1}
-    files = {name: str(write_yaml(config, folder / f"{name}.yml")) for name, config in configs.items()}
+    files = {
+        name: str(write_yaml(config, folder / f"{name}.yml")) for name, config in configs.items()
+    }
     write_messages(PAIRS, folder / "train.jsonl")
     request = {"files": files, "tokenizer": resolve(), "data": str(folder / "train.jsonl")}
     path = os.pathsep.join(filter(None, [axolotl, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+    }
     command = [sys.executable, "-c", READ_BY_AXOLOTL]
-    done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=json.dumps(request), env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -165,7 +197,9 @@ def test_axolotl_takes_the_configuration_and_knows_every_key(case, read_by_axolo
     data = config.pop("datasets")[0]
     assert {key: answer["valid"][key] for key in config} == config, "the schema changed a value"
     assert {key: answer["valid"]["datasets"][0][key] for key in data} == data
-    assert answer["dtype"] == DTYPES[CASES[case]["precision"]] and answer["arguments"]["tf32"] is False
+    assert (
+        answer["dtype"] == DTYPES[CASES[case]["precision"]] and answer["arguments"]["tf32"] is False
+    )
 
 
 def test_the_axolotl_check_can_fail(read_by_axolotl):
@@ -176,9 +210,15 @@ def test_the_axolotl_check_can_fail(read_by_axolotl):
 @for_each_case
 def test_axolotl_hands_the_trainer_what_we_hand_it(case, read_by_axolotl):
     theirs, ours = read_by_axolotl[case]["arguments"], trainer_arguments(**CASES[case])
-    theirs = {key.replace("gradient_checkpointing", "activation_checkpointing"): v for key, v in theirs.items()}
+    theirs = {
+        key.replace("gradient_checkpointing", "activation_checkpointing"): v
+        for key, v in theirs.items()
+    }
     theirs["report_to"] = (theirs["report_to"] or ["none"])[0]
-    ours = {key.replace("gradient_checkpointing", "activation_checkpointing"): v for key, v in ours.items()}
+    ours = {
+        key.replace("gradient_checkpointing", "activation_checkpointing"): v
+        for key, v in ours.items()
+    }
     assert {key: theirs.get(key) for key in ours} == ours
 
 
@@ -193,7 +233,9 @@ def test_axolotl_makes_one_warmup_step_two(read_by_axolotl):
 def test_axolotl_trains_on_the_same_tokens(read_by_axolotl):
     for pair, row in zip(PAIRS, read_by_axolotl["rows"], strict=True):
         ours = tokenize_pair(load_tokenizer(), **pair)
-        behind = len(row["input_ids"]) - len(ours["input_ids"])  # the template's line break after the end mark
+        behind = len(row["input_ids"]) - len(
+            ours["input_ids"]
+        )  # the template's line break after the end mark
         assert 0 <= behind <= 1
         assert row["input_ids"][: -behind or None] == ours["input_ids"]
         assert row["labels"] == ours["labels"] + [-100] * behind
@@ -209,12 +251,20 @@ def test_what_axolotl_would_choose_otherwise():
     }
     wanted |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     assert {key: config[key] for key in wanted} == wanted
-    assert config["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"  # "smollm2" is a name of ours
+    assert (
+        config["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    )  # "smollm2" is a name of ours
     assert axolotl_config(**run(base_model="org/model"))["base_model"] == "org/model"
     layers = axolotl_config(**run(target_modules=("q_proj", "v_proj")))
-    assert layers["lora_target_modules"] == ["q_proj", "v_proj"] and "lora_target_linear" not in layers
+    assert (
+        layers["lora_target_modules"] == ["q_proj", "v_proj"] and "lora_target_linear" not in layers
+    )
     assert "lora_mlp_kernel" not in layers  # without dropout the fused kernels compute the same
-    assert not [key for key in axolotl_config(**run(method="full")) if key.startswith(("lora", "adapter", "load_in"))]
+    assert not [
+        key
+        for key in axolotl_config(**run(method="full"))
+        if key.startswith(("lora", "adapter", "load_in"))
+    ]
 
 
 def test_round_trip(tmp_path):
@@ -224,7 +274,10 @@ def test_round_trip(tmp_path):
     assert again == config
     rows = again["gradient_accumulation_steps"] * again["micro_batch_size"] * settings["processes"]
     assert rows == settings["rows_per_step"]
-    assert (again["learning_rate"], again["adam_epsilon"]) == (settings["learning_rate"], settings["eps"])
+    assert (again["learning_rate"], again["adam_epsilon"]) == (
+        settings["learning_rate"],
+        settings["eps"],
+    )
 
 
 # --- the Trainer and TRL --------------------------------------------------------------------------
@@ -250,7 +303,9 @@ def test_training_arguments_take_every_key(case, tmp_path, fresh_accelerate):
     given = trainer_arguments(**CASES[case] | {"output_dir": tmp_path})
     arguments = TrainingArguments(**given, use_cpu=True)
     assert arguments.lr_scheduler_type == "cosine" and arguments.optim == CASES[case]["optimizer"]
-    assert arguments.mixed_precision == {"fp32": "no"}.get(CASES[case]["precision"], CASES[case]["precision"])
+    assert arguments.mixed_precision == {"fp32": "no"}.get(
+        CASES[case]["precision"], CASES[case]["precision"]
+    )
     assert arguments.activation_checkpointing is CASES[case]["gradient_checkpointing"]
     assert arguments.report_to == ([] if given["report_to"] == "none" else [given["report_to"]])
     assert arguments.get_warmup_steps(arguments.max_steps) == CASES[case]["warmup_steps"]
@@ -261,8 +316,15 @@ def test_sft_config_takes_every_key(case, tmp_path, fresh_accelerate):
     trl = pytest.importorskip("trl")
     config = trl.SFTConfig(**sft_arguments(**CASES[case] | {"output_dir": tmp_path}), use_cpu=True)
     # TRL's own defaults are bf16, checkpointing and 1,024 tokens.
-    assert (config.bf16, config.fp16) == (CASES[case]["precision"] == "bf16", CASES[case]["precision"] == "fp16")
-    assert config.activation_checkpointing is config.gradient_checkpointing is CASES[case]["gradient_checkpointing"]
+    assert (config.bf16, config.fp16) == (
+        CASES[case]["precision"] == "bf16",
+        CASES[case]["precision"] == "fp16",
+    )
+    assert (
+        config.activation_checkpointing
+        is config.gradient_checkpointing
+        is CASES[case]["gradient_checkpointing"]
+    )
     assert (config.max_length, config.packing) == (64, CASES[case]["packing"])
     assert config.completion_only_loss is True and config.assistant_only_loss is False
 
@@ -270,13 +332,21 @@ def test_sft_config_takes_every_key(case, tmp_path, fresh_accelerate):
 def plain_loop(model, rows, settings):
     """The run written out: whole batches, AdamW, clipping, a linear warm-up and a cosine."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    groups = [{"params": decayed}, {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
     options = {name: settings[name] for name in ("betas", "eps", "weight_decay")}
     optimizer = torch.optim.AdamW(groups, **options)
     warmup, steps = settings["warmup_steps"], settings["steps"]
     losses = []
-    for step, batch in zip(range(steps), batches(rows, batch_size=settings["rows_per_step"], pad_token_id=0)):
-        rise, fall = step / warmup, 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    for step, batch in zip(
+        range(steps), batches(rows, batch_size=settings["rows_per_step"], pad_token_id=0)
+    ):
+        rise, fall = (
+            step / warmup,
+            0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))),
+        )
         for group in optimizer.param_groups:
             group["lr"] = settings["learning_rate"] * (rise if step < warmup else fall)
         loss = model(**batch, use_cache=False).loss
@@ -298,11 +368,15 @@ def random_rows(count=12):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
-def test_the_trainers_run_is_the_plain_run(trainer, checkpointing, llama, tmp_path, fresh_accelerate):
+def test_the_trainers_run_is_the_plain_run(
+    trainer, checkpointing, llama, tmp_path, fresh_accelerate
+):
     """Two passes in micro-batches of unequal token counts: the same losses and, in the end, the same weights."""
     from datasets import Dataset
 
-    settings = run(method="full", learning_rate=1e-2, gradient_checkpointing=checkpointing, output_dir=tmp_path)
+    settings = run(
+        method="full", learning_rate=1e-2, gradient_checkpointing=checkpointing, output_dir=tmp_path
+    )
     rows, reference = random_rows(), copy.deepcopy(llama)
     expected = plain_loop(reference, rows, settings)
     options = {"use_cpu": True, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
@@ -320,7 +394,12 @@ def test_the_trainers_run_is_the_plain_run(trainer, checkpointing, llama, tmp_pa
         from transformers import Trainer, TrainingArguments
 
         arguments = TrainingArguments(**trainer_arguments(**settings), **options)
-        made = Trainer(llama, arguments, train_dataset=rows, data_collator=lambda rows: collate(rows, pad_token_id=0))
+        made = Trainer(
+            llama,
+            arguments,
+            train_dataset=rows,
+            data_collator=lambda rows: collate(rows, pad_token_id=0),
+        )
     made.train()
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     assert losses == pytest.approx(expected, abs=1e-5)
@@ -336,9 +415,15 @@ def sft(tmp_path, llama, fresh_accelerate):
     from datasets import load_dataset
 
     def make(file, **changes):
-        arguments = trl.SFTConfig(**sft_arguments(**run(output_dir=tmp_path, **changes)), use_cpu=True)
-        rows = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
-        return trl.SFTTrainer(llama, arguments, train_dataset=rows, processing_class=load_tokenizer()).train_dataset
+        arguments = trl.SFTConfig(
+            **sft_arguments(**run(output_dir=tmp_path, **changes)), use_cpu=True
+        )
+        rows = load_dataset(
+            "json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache")
+        )
+        return trl.SFTTrainer(
+            llama, arguments, train_dataset=rows, processing_class=load_tokenizer()
+        ).train_dataset
 
     return make
 
@@ -349,7 +434,10 @@ def test_trl_trains_on_the_answers(sft, tmp_path):
         ours = tokenize_pair(load_tokenizer(), **pair)
         size = len(ours["input_ids"])
         behind = row["input_ids"][size:]
-        assert row["input_ids"][:size] == ours["input_ids"] and row["labels"] == ours["labels"] + behind
+        assert (
+            row["input_ids"][:size] == ours["input_ids"]
+            and row["labels"] == ours["labels"] + behind
+        )
         assert load_tokenizer().decode(behind).strip() == ""
     (packed,) = sft(tmp_path / "train.jsonl", packing=True, seq_len=128)
     assert sorted(packed["seq_lengths"]) == sorted(
@@ -369,7 +457,9 @@ def test_trl_takes_our_rows_as_they_are(llama, tmp_path, fresh_accelerate):
     trl = pytest.importorskip("trl")
     rows = load_instructions(load_tokenizer(), dataset=PAIRS)
     arguments = trl.SFTConfig(**sft_arguments(**run(output_dir=tmp_path)), use_cpu=True)
-    taken = trl.SFTTrainer(llama, arguments, train_dataset=rows, processing_class=load_tokenizer()).train_dataset
+    taken = trl.SFTTrainer(
+        llama, arguments, train_dataset=rows, processing_class=load_tokenizer()
+    ).train_dataset
     assert [dict(row) for row in taken] == [dict(row) for row in rows]
 
 
@@ -405,20 +495,26 @@ def test_accelerate_reads_its_configuration(case, tmp_path, monkeypatch, fresh_a
     if kind == "NO":
         return
     environment = prepare_multi_gpu_env(arguments)
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16" and arguments.nproc_per_node == str(wanted["processes"])
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16" and arguments.nproc_per_node == str(
+        wanted["processes"]
+    )
     if kind == "FSDP":
         for name, value in environment.items():
             if name.startswith(("FSDP_", "ACCELERATE_")):
                 monkeypatch.setenv(name, value)
         plugin = FullyShardedDataParallelPlugin()
         assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
-        assert plugin.cpu_ram_efficient_loading is False and "transformer" in str(plugin.auto_wrap_policy)
+        assert plugin.cpu_ram_efficient_loading is False and "transformer" in str(
+            plugin.auto_wrap_policy
+        )
 
 
 def test_accelerate_rejects_an_unknown_key(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    path = write_yaml(accelerate_config(precision="bf16") | {"processes": 2}, tmp_path / "accelerate.yml")
+    path = write_yaml(
+        accelerate_config(precision="bf16") | {"processes": 2}, tmp_path / "accelerate.yml"
+    )
     with pytest.raises(ValueError, match="processes"):
         load_config_from_file(str(path))
 
@@ -429,7 +525,14 @@ def test_accelerate_launches_with_it(tmp_path):
         "import accelerate\na = accelerate.Accelerator()\nprint(a.mixed_precision, a.device, a.num_processes)"
     )
     path = write_yaml(accelerate_config(precision="bf16", cpu=True), tmp_path / "accelerate.yml")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(path),
+        str(script),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["bf16", "cpu", "1"]

@@ -1,0 +1,109 @@
+"""What a causal language model is here, and where its parts are.
+
+Every technique that changes a model asks `require_causal_lm` first, before it changes anything. What it
+lets through has decoder blocks, an input embedding and an output layer, and reads from left to right.
+
+    model   adapters (peft) around it, or not
+    └ causal LM            LlamaForCausalLM        without_adapters(model)
+      ├ trunk              LlamaModel              .base_model
+      │ ├ embedding                                .get_input_embeddings()
+      │ ├ decoder blocks   ModuleList              decoder_blocks(model)
+      │ └ final norm
+      └ output layer       Linear, [V, D]          .get_output_embeddings()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+# Names that modules of a mixture of experts have: the router that picks experts, and its neighbours.
+ROUTERS = {"gate", "router", "wg", "shared_expert_gate"}
+EXPERTS = {"experts", "shared_expert", "shared_experts"}
+
+
+def require_causal_lm(model: Any) -> None:
+    """Raise ValueError, in one sentence, unless `model` is a Hugging Face causal LM, adapters or not."""
+    problem = _why_no_causal_lm(model)
+    if problem:
+        raise ValueError(
+            f"{type(model).__name__} {problem}: "
+            f"give a decoder-only model, such as AutoModelForCausalLM.from_pretrained(…) returns"
+        )
+
+
+def _why_no_causal_lm(model: Any) -> str | None:
+    from transformers import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    causal = without_adapters(model)
+    if not isinstance(causal, PreTrainedModel):
+        return "is no Hugging Face model"
+    config = causal.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "has an encoder and a decoder"
+    if causal.get_output_embeddings() is None or not causal.can_generate():
+        return "has no output layer over the vocabulary"
+    # BERT and its relatives read in both directions, unless their configuration says "decoder".
+    reads_both_ways = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if reads_both_ways and hasattr(config, "is_decoder") and not config.is_decoder:
+        return "reads in both directions"
+    if not _module_lists(causal):
+        return "has no list of decoder blocks"
+    return None
+
+
+def without_adapters(model: Any) -> Any:
+    """The model inside peft's wrapper, or `model` itself. Adapted layers stay adapted."""
+    unwrap = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
+
+
+def decoder_blocks(model: Any) -> nn.ModuleList:
+    """The transformer blocks of any Hugging Face causal LM, adapters or not: its longest ModuleList."""
+    lists = _module_lists(model)
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks: a decoder-only causal LM is needed"
+        )
+    return max(lists, key=len)
+
+
+def _module_lists(model: nn.Module) -> list[nn.ModuleList]:
+    modules = model.modules()
+    return [module for module in modules if isinstance(module, nn.ModuleList) and len(module) > 0]
+
+
+def trunk(model: Any) -> nn.Module:
+    """The module that holds the decoder blocks: embedding, blocks, final norm."""
+    blocks = decoder_blocks(model)
+    for module in model.modules():
+        if any(child is blocks for child in module.children()):
+            return module
+    raise AssertionError("decoder_blocks are a child of some module")
+
+
+def norms_of(module: nn.Module) -> list[nn.Module]:
+    """The norms that stand directly in a block or in the trunk: those of the residual stream, not of Q and K."""
+    return [child for child in module.children() if "Norm" in type(child).__name__]
+
+
+def projection_widths(config: Any) -> tuple[int, int, int]:
+    """Output features of the query, of the key and of the feed-forward projection: Q, KV, F."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return heads * head_dim, kv_heads * head_dim, feed_forward or 4 * config.hidden_size
+
+
+def final_softcap(model: Any) -> float | None:
+    """c, if the model makes its logits c tanh(logits / c) (Gemma 2); None otherwise."""
+    config = without_adapters(model).config.get_text_config()
+    return getattr(config, "final_logit_softcapping", None)
+
+
+def is_layer_norm(norm: nn.Module) -> bool:
+    """LayerNorm saves its input for backward as it is; an RMSNorm, the other kind, saves it in fp32."""
+    return isinstance(norm, nn.LayerNorm)

@@ -1,0 +1,48 @@
+"""What techniques leave on parameters, blocks and models for each other.
+
+No technique imports another, and still some must know of each other: gradient accumulation cannot work
+when an optimizer has used the gradients in backward already. So a technique leaves a mark, and whoever
+has to know asks for it. These are all marks that there are:
+
+    mark                          on            left by                          value
+    STEPS_IN_BACKWARD             a parameter   optimizer_in_backward,           True if the first backward
+                                                optimizer_offload                updates the weight
+    TAKES_GRADIENTS_IN_BACKWARD   an optimizer  optimizer_in_backward,           True: `.grad` is empty after
+                                                optimizer_offload                backward
+    GRADIENT_TAKER                a parameter   optimizer_in_backward,           the optimizer: the parameter
+                                                optimizer_offload                keeps it alive
+    CHECKPOINTED_INDEX            a block       activation_checkpointing,        the number of the block
+                                                nested_checkpointing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+STEPS_IN_BACKWARD = "steps_in_backward"
+TAKES_GRADIENTS_IN_BACKWARD = "takes_gradients_in_backward"
+GRADIENT_TAKER = "gradient_taker"
+CHECKPOINTED_INDEX = "checkpointed_index"
+
+
+def mark(thing: Any, name: str, value: Any = True) -> None:
+    """Leave a mark, one of the names above."""
+    setattr(thing, name, value)
+
+
+def marked(thing: Any, name: str) -> bool:
+    """Whether the mark is there and not False. Block number 0 counts as marked."""
+    value = getattr(thing, name, None)
+    return value is not None and value is not False
+
+
+def any_marked(things: Iterable[Any], name: str) -> bool:
+    """Whether one of `things` has the mark."""
+    return any(marked(thing, name) for thing in things)
+
+
+def unmark(thing: Any, name: str) -> None:
+    """Take the mark away, if it is there."""
+    if hasattr(thing, name):
+        delattr(thing, name)

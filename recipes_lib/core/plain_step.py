@@ -1,0 +1,272 @@
+"""The arithmetic of a plain training step: what each part of a model saves, before any recipe.
+
+Legend: B rows, S sequence, T = B*S tokens, D hidden, F feed-forward, H heads, Q = H*head_dim,
+KV = KV heads*head_dim, L layers, V vocabulary; `size` is the bytes of one element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recipes_lib.core.budget import Budget, Shape
+from recipes_lib.core.causal_lm import (
+    decoder_blocks,
+    is_layer_norm,
+    norms_of,
+    projection_widths,
+)
+from recipes_lib.core.sizes import tensor_bytes, weight_bytes
+
+# --- the budget of the step -------------------------------------------------------------------------------
+
+
+def budget_of(model: Any, shape: Shape) -> Budget:
+    """Budget of one plain AdamW step on all rows of `shape` in one pass, for `model` as it is now.
+
+    Frozen parameters cost neither gradients nor states; quantized ones count as they are stored.
+    Raises ValueError for an architecture without a formula.
+    """
+    whole = shape.whole()
+    gradients = trainable_bytes(model)
+    return Budget(
+        weights=weight_bytes(model),
+        states=2 * gradients,
+        gradients=gradients,
+        carried=0,
+        activations=activation_bytes(model, whole),
+        loss=loss_bytes(model, whole.tokens, head_trains=head_of(model).requires_grad),
+        one_block=whole.tokens * block_bytes(model, seq=shape.seq),
+        block_gradients=whole.tokens * block_gradient_bytes(model, seq=shape.seq),
+        last_gradients=_last_gradient_bytes(model),
+        embedding_gradient=embedding_copies(model),
+        shape=whole,
+    )
+
+
+def trainable_bytes(model: Any) -> int:
+    """Bytes of the parameters that train, and so of their gradients."""
+    return sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)
+
+
+def head_of(model: Any) -> torch.Tensor:
+    """The weight of the output layer [V, D]."""
+    return model.get_output_embeddings().weight
+
+
+def head_trains(budget: Budget, model: Any) -> bool:
+    """Whether the output layer's weight will train, as far as the recipes in `budget` have decided."""
+    return head_of(model).requires_grad and not budget.base_frozen
+
+
+def require_adapters(budget: Budget, model: Any) -> None:
+    """Raise ValueError if the budget is that of adapters and `model` has none yet: nobody knows what trains."""
+    if budget.base_frozen and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"the budget is that of adapters and this {type(model).__name__} has none: "
+            f"give the model that apply_lora or apply_qlora returned"
+        )
+
+
+def _last_gradient_bytes(model: Any) -> int:
+    """Gradients that do not exist yet when backward enters the first block."""
+    first_block = trainable_bytes(decoder_blocks(model)[0])
+    embedding = model.get_input_embeddings().weight
+    if embedding is head_of(model) or not embedding.requires_grad:
+        return first_block
+    return first_block + tensor_bytes(embedding)
+
+
+def embedding_copies(model: Any) -> int:
+    """Bytes of the copies of a tied embedding: the output layer's part waits until the embedding's arrives, and
+    their sum is a new tensor."""
+    embedding = model.get_input_embeddings().weight
+    if embedding is head_of(model) and embedding.requires_grad:
+        return 2 * tensor_bytes(embedding)
+    return 0
+
+
+def free_gradients(budget: Budget, model: Any) -> Budget:
+    """The budget when each gradient goes as soon as it is complete.
+
+    Only that of a tied embedding waits, for its second half.
+    """
+    require_adapters(budget, model)
+    trainable = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
+    largest = max(trainable, default=0)
+    copies = embedding_copies(model)
+    last_gradients = largest
+    if copies:
+        last_gradients = (
+            0  # the largest one is that of the embedding, and its first half exists already
+        )
+    return budget.change(
+        gradients=largest, carried=0, last_gradients=last_gradients, embedding_gradient=copies
+    )
+
+
+# --- the loss ---------------------------------------------------------------------------------------------
+
+
+def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
+    """Peak of the output layer: log-softmax and two gradients of the logits, all fp32 [T, V].
+
+    With a trainable output layer and few tokens, one of them beside the layer's gradient [V, D] is more.
+    """
+    logits = 4 * tokens * model.config.vocab_size
+    if not head_trains:
+        return 3 * logits
+    return max(3 * logits, logits + tensor_bytes(head_of(model)))
+
+
+# --- the blocks -------------------------------------------------------------------------------------------
+
+
+def activation_bytes(model: Any, shape: Shape) -> int:
+    """Bytes that the blocks of a plain forward save for backward: T x (L blocks + the final norm)."""
+    blocks = len(decoder_blocks(model)) * block_bytes(model, seq=shape.seq)
+    return shape.tokens * (blocks + final_norm_bytes(model))
+
+
+def block_bytes(model: Any, *, seq: int) -> int:
+    """Bytes that one block saves per token, read off the operators of the Hugging Face implementation.
+
+    RMSNorm saves its input in fp32, the normalised input (only if its weight trains) and, where linear
+    layers read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and its output. A
+    gated MLP saves both projections, the activated gate and the product.
+    Raises ValueError for a block that is built otherwise.
+    """
+    block = decoder_blocks(model)[0]
+    _require_formula(model, block)
+    config = model.config
+    size = model.dtype.itemsize
+    q, kv, feed_forward = projection_widths(config)
+
+    norms = norms_of(block)
+    normalising = normalising_bytes(norms[0], config, size)
+    # Norms 3 and 4 (Gemma) feed the residual stream, and no linear layer saves their output.
+    norm = config.hidden_size * (len(norms) * normalising + 2 * size)
+
+    attention = size * (2 * q + 2 * kv)
+    scores = saved_score_bytes(model)
+    if scores:  # K and V are repeated to all heads
+        attention = size * 4 * q + scores * config.num_attention_heads * seq
+    if "q_norm" in _leaf_names(block):
+        attention += normalising * (q + kv)
+
+    return norm + attention + size * feed_forward * saved_mlp_tensors(model)
+
+
+def block_gradient_bytes(model: Any, *, seq: int) -> int:
+    """Bytes per token of the gradients that backward holds inside a block at its worst moment.
+
+    Either of the block's output and, as they are multiplied, of gate and up. Or, when the activations of
+    the MLP are free again, of the scores and the softmax.
+    """
+    config = model.config
+    size = model.dtype.itemsize
+    _, _, feed_forward = projection_widths(config)
+    in_mlp = size * (config.hidden_size + 2 * feed_forward)
+    scores = score_gradient_bytes(model) * config.num_attention_heads * seq
+    return max(in_mlp, scores - 4 * size * feed_forward)
+
+
+def saved_mlp_tensors(model: Any) -> int:
+    """How many [T, F] one MLP saves: four if it is gated. GPT-2's gelu_new is made of elementary operators, each of
+    which saves its input: five."""
+    gated = "gate_proj" in _leaf_names(decoder_blocks(model)[0])
+    return 4 if gated else 5
+
+
+def _require_formula(model: Any, block: torch.nn.Module) -> None:
+    known_mlp = {"gate_proj", "c_fc"} & _leaf_names(block)
+    if not norms_of(block) or not known_mlp:
+        raise ValueError(
+            f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with pre-norm "
+            f"and a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); measure this one with PeakMemory"
+        )
+
+
+def _leaf_names(block: torch.nn.Module) -> set[str]:
+    return {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
+
+
+# --- attention scores -------------------------------------------------------------------------------------
+
+
+def saved_score_bytes(model: Any) -> int:
+    """Bytes that are saved per attention score: of the softmax, and of a soft cap; 0 where no [S, S] is made."""
+    if not makes_scores(model):
+        return 0
+    size = model.dtype.itemsize
+    saved = size
+    if _softmax_in_fp32(model):
+        saved += 4
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        saved += size
+    return saved
+
+
+def score_gradient_bytes(model: Any) -> int:
+    """Bytes per attention score of the gradients that backward makes of them; 0 where no [S, S] is made."""
+    if not makes_scores(model):
+        return 0
+    size = model.dtype.itemsize
+    if _softmax_in_fp32(model):
+        return 2 * size + 2
+    return 2 * size
+
+
+def makes_scores(model: Any) -> bool:
+    """Whether attention makes [heads, S, S] tensors.
+
+    Eager attention does. So does SDPA on CUDA in fp32, or before Ampere, where no fast kernel takes grouped
+    KV heads.
+    """
+    kind = model.config._attn_implementation
+    if kind == "eager":
+        return True
+    q, kv, _ = projection_widths(model.config)
+    return kind == "sdpa" and kv < q and without_grouped_heads(model.device, model.dtype)
+
+
+def without_grouped_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether, on this CUDA device, SDPA's fast kernels want as many heads of K and V as of Q.
+
+    Only the flash kernel takes fewer: it needs 16 bits and Ampere or newer.
+    """
+    if device.type != "cuda":
+        return False
+    return dtype.itemsize == 4 or torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _softmax_in_fp32(model: Any) -> bool:
+    """Whether a 16-bit model takes its softmax in fp32, and keeps that beside the 16-bit copy: all but GPT-2."""
+    return model.dtype.itemsize == 2 and model.config.model_type != "gpt2"
+
+
+# --- norms ------------------------------------------------------------------------------------------------
+
+
+def final_norm_bytes(model: Any) -> int:
+    """Bytes per token that the norm behind the last block saves, its output included if a trained layer reads it."""
+    size = model.dtype.itemsize
+    norm = norms_of(decoder_blocks(model)[0])[0]
+    saved = normalising_bytes(norm, model.config, size)
+    if head_of(model).requires_grad:
+        saved += size
+    return model.config.hidden_size * saved
+
+
+def normalising_bytes(norm: torch.nn.Module, config: Any, size: int) -> int:
+    """Bytes per element that a norm saves, without its output."""
+    if is_layer_norm(norm):
+        return size
+    input_in_fp32 = 4
+    trained = any(p.requires_grad for p in norm.parameters())
+    if not trained:
+        return input_in_fp32
+    if config.model_type.startswith("gemma"):  # which multiplies in fp32
+        return input_in_fp32 + 4
+    return input_in_fp32 + size
