@@ -1,0 +1,130 @@
+"""An exact account of the bytes of live tensors, on a CPU, on a GPU, or of a dry run.
+
+The resident set size of a process says little about its tensors: the C allocator keeps pages and uses them
+again. So this account counts the storages themselves. It starts from every tensor alive, adds each new
+storage that an operator returns, and subtracts it when the storage dies. Scratch buffers inside an
+operator's C++ code are not tensors and are not seen.
+
+It is a dispatch mode: PyTorch hands every operator to `__torch_dispatch__`, those of backward included.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch._guards import active_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Listener(Protocol):
+    """Who wants to know each change of the account. Storages are told apart by a number of their own."""
+
+    def changed(self, number: int, change: int) -> None:
+        """A storage was made, resized or freed: its bytes changed by `change`."""
+
+    def operator_ended(self, current: int) -> None:
+        """An operator returned, and `current` bytes are alive."""
+
+
+@dataclass
+class _Storage:
+    """A live storage: its number, which no later storage gets again, its size, and what waits for its end."""
+
+    number: int
+    size: int
+    finalizer: weakref.finalize
+
+
+class LiveBytes(TorchDispatchMode):
+    """`current` and `peak` bytes of the live storages on one type of device.
+
+    In a dry run the account is of its fake tensors, whatever the device. An operator after which more than
+    `limit_bytes` are alive raises `torch.OutOfMemoryError`, as on a smaller device.
+    """
+
+    def __init__(
+        self, device_type: str, *, limit_bytes: int | None = None, listener: Listener | None = None
+    ) -> None:
+        super().__init__()
+        self._fake_mode = active_fake_mode()
+        # Fake tensors say that they are on a device; their storages are on none.
+        self._device_type = device_type if self._fake_mode is None else "meta"
+        self._limit = limit_bytes
+        self._listener = listener
+        self._storages: dict[int, _Storage] = {}
+        self._numbers = 0
+        self.current = 0
+        self.peak = 0
+
+    def __enter__(self) -> LiveBytes:
+        self._storages = {}
+        self.current = 0
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                self.see(thing)
+                # Until `.grad` is read, the collector does not know the tensor behind it.
+                if thing.is_leaf and thing.grad is not None:
+                    self.see(thing.grad)
+        self.peak = self.current
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for storage in self._storages.values():
+            storage.finalizer.detach()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        self.peak = max(self.peak, self.current)
+        if self._listener is not None:
+            self._listener.operator_ended(self.current)
+        if self._limit is not None and self.current > self._limit:
+            raise torch.OutOfMemoryError(
+                f"emulated out of memory: {self.current:,} bytes of tensors are alive, "
+                f"the limit is {self._limit:,}"
+            )
+        return out
+
+    def see(self, tensor: torch.Tensor) -> int | None:
+        """Enter the tensor's storage if it is new; returns its number, or None if it does not count here."""
+        # A dry run counts its own fake tensors; those of torch.compile hold no memory.
+        of_another_mode = getattr(tensor, "fake_mode", None) is not self._fake_mode
+        if tensor.layout != torch.strided or of_another_mode:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.device.type != self._device_type:
+            return None
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._storages.get(key)
+        if known is None:
+            known = self._enter(key, storage)
+        if known.size != size:  # new, or resized in place
+            self._change(known, size - known.size)
+        return known.number
+
+    def _enter(self, key: int, storage: torch.UntypedStorage) -> _Storage:
+        # PyTorch keeps the Python object of a storage alive exactly as long as the storage itself.
+        finalizer = weakref.finalize(storage, self._forget, key)
+        finalizer.atexit = False
+        self._numbers += 1
+        self._storages[key] = _Storage(number=self._numbers, size=0, finalizer=finalizer)
+        return self._storages[key]
+
+    def _forget(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        self._change(storage, -storage.size)
+
+    def _change(self, storage: _Storage, change: int) -> None:
+        storage.size += change
+        self.current += change
+        if self._listener is not None:
+            self._listener.changed(storage.number, change)

@@ -1,0 +1,263 @@
+"""Memory over time: the live bytes of a training step after each operator, by kind and phase.
+
+    timeline = record_timeline(step, model=model, optimizer=optimizer)
+    timeline.peak                 bytes at the highest point
+    timeline.at_peak()            what they consist of: {"weights": …, "states": …, …}
+    report.charts.timeline_chart({"baseline": timeline})
+
+A number for the peak says how much. The timeline says when, and of what:
+
+    weights      parameters and buffers of the model, scales of quantized ones included
+    states       what the optimizer keeps from step to step
+    gradients    what becomes a parameter's `.grad`, from the moment at which backward makes it
+    activations  what forward makes while autograd records, and what a checkpoint makes again in backward
+    other        everything else: inputs, gradients of activations, what a loss or an optimizer makes
+                 inside, and what was there before
+
+A storage has one kind for its whole life. Which one is known at the latest when the step is over: a tensor
+that ends as `.grad` was a gradient from the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from recipes_lib.core.live_bytes import LiveBytes
+from recipes_lib.core.machine import machine
+from recipes_lib.core.sizes import plain_tensors, quantization_tensors, state_tensors
+
+KINDS = ("weights", "states", "gradients", "activations", "other")
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Point:
+    """After operator number `operator`, in `phase`: the live bytes of each kind."""
+
+    operator: int
+    phase: str
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The points of a step, in their order; between two points nothing changes."""
+
+    points: list[Point]
+
+    @property
+    def peak(self) -> int:
+        """Live bytes at the highest point."""
+        return self.highest.total
+
+    @property
+    def highest(self) -> Point:
+        """The first of the highest points."""
+        return max(self.points, key=lambda point: point.total)
+
+    def at_peak(self) -> dict[str, int]:
+        """What the peak consists of, by kind."""
+        return dict(self.highest.bytes)
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """The phases as (name, first operator, last operator); accumulation repeats forward and backward."""
+        spans: list[tuple[str, int, int]] = []
+        for point in self.points:
+            if spans and spans[-1][0] == point.phase:
+                name, first, _ = spans.pop()
+                spans.append((name, first, point.operator))
+            else:
+                spans.append((point.phase, point.operator, point.operator))
+        return spans
+
+
+def record_timeline(
+    step: Callable[[], Any],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Timeline:
+    """Run `step` once and record its timeline; take one step before, in which AdamW makes its states.
+
+    On a CPU, on a GPU and in a dry run (on a model that was made in it) alike: the account is of tensors,
+    not of what an allocator rounds up or keeps.
+    """
+    recorder = TimelineRecorder(model, optimizer)
+    with recorder:
+        step()
+    return recorder.timeline()
+
+
+class TimelineRecorder(contextlib.AbstractContextManager):
+    """Records while inside; `timeline()` afterwards. `peak` and `current` are those of its account."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)
+        self._kinds: dict[int, str] = {}  # of each storage, by its number in the account
+        self._changes: list[tuple[int, int]] = []  # (number of the storage, change of its bytes)
+        self._samples: list[
+            tuple[int, str, int, int]
+        ] = []  # operator, phase, changes so far, bytes
+        self._operators = 0
+        self._phase = "forward"
+        self._stepping = False
+        self._recording = False
+        self._hooks = contextlib.ExitStack()
+
+    # --- what the account tells ---
+
+    def changed(self, number: int, change: int) -> None:
+        self._changes.append((number, change))
+        if number in self._kinds:
+            return
+        self._kinds[number] = "other"
+        if self._recording and torch.is_grad_enabled():
+            # Autograd records: this is forward, or a checkpoint that repeats it in backward.
+            self._kinds[number] = "activations"
+            if not _in_backward() and not self._stepping:
+                self._phase = "forward"
+
+    def operator_ended(self, current: int) -> None:
+        self._operators += 1
+        if _in_backward():
+            self._phase = "backward"
+        elif self._stepping:
+            self._phase = "step"
+        self._sample(current)
+
+    def _sample(self, current: int) -> None:
+        count = len(self._changes)
+        unchanged = self._samples and self._samples[-1][2] == count
+        if unchanged and self._samples[-1][1] == self._phase:
+            return
+        self._samples.append((self._operators, self._phase, count, current))
+
+    # --- recording ---
+
+    def __enter__(self) -> TimelineRecorder:
+        self.account.__enter__()
+        self._label_what_is_there()
+        self._hooks.enter_context(self._watch_gradients())
+        self._hooks.enter_context(self._watch_steps())
+        self._recording = True
+        self._sample(self.account.current)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._recording = False
+        self._hooks.close()
+        self._label_what_is_there()  # states that the step has made
+        self._sample(self.account.current)
+        self.account.__exit__(*error)
+
+    def _label_what_is_there(self) -> None:
+        model = self._model()
+        self._label([*model.parameters(), *model.buffers()], "weights")
+        for parameter in model.parameters():
+            self._label(quantization_tensors(parameter), "weights")
+            if parameter.grad is not None:
+                self._label([parameter.grad], "gradients")
+        if self._optimizer is not None:
+            self._label(state_tensors(self._optimizer()), "states")
+
+    def _label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        for tensor in tensors:
+            for part in plain_tensors(tensor):
+                number = self.account.see(part)
+                if number is not None:
+                    self._kinds[number] = kind
+
+    @contextlib.contextmanager
+    def _watch_gradients(self) -> Iterator[None]:
+        """Label each gradient when it is complete, before anybody else uses and frees it."""
+
+        def label(parameter: torch.Tensor) -> None:
+            self._label([parameter.grad], "gradients")
+
+        handles = []
+        for parameter in self._model().parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(label))
+                _call_last_hook_first(parameter)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def _watch_steps(self) -> Iterator[None]:
+        """Know when an optimizer is in its step, whichever it is."""
+
+        def begin(*_: Any) -> None:
+            self._stepping = True
+
+        def end(*_: Any) -> None:
+            self._stepping = False
+
+        before = register_optimizer_step_pre_hook(begin)
+        after = register_optimizer_step_post_hook(end)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    # --- the result ---
+
+    @property
+    def peak(self) -> int:
+        return self.account.peak
+
+    @property
+    def current(self) -> int:
+        return self.account.current
+
+    def timeline(self) -> Timeline:
+        """The points of the step: the changes added up, each under the kind of its storage."""
+        live = dict.fromkeys(KINDS, 0)
+        points = []
+        done = 0
+        for operator, phase, count, current in self._samples:
+            for number, change in self._changes[done:count]:
+                live[self._kinds[number]] += change
+            done = count
+            assert sum(live.values()) == current, "the kinds add up to the account"
+            points.append(Point(operator, phase, dict(live)))
+        return Timeline(points)
+
+
+def _call_last_hook_first(parameter: torch.Tensor) -> None:
+    """An optimizer that steps in backward frees the gradient in a hook of its own: be there before it."""
+    hooks = parameter._post_accumulate_grad_hooks
+    *earlier, last = hooks.items()
+    # Autograd reads the order of insertion, which `move_to_end` does not change.
+    hooks.clear()
+    hooks.update([last, *earlier])
+
+
+def _in_backward() -> bool:
+    """Whether autograd's engine runs this thread: also in a hook, or in a checkpoint that computes again."""
+    return torch._C._current_graph_task_id() != -1
