@@ -6,6 +6,8 @@ KV = KV heads*head_dim, L layers, V vocabulary; `size` is the bytes of one eleme
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from recipes_lib.core.causal_lm import (
 )
 from recipes_lib.core.sizes import tensor_bytes, weight_bytes
 
-# --- the budget of the step -------------------------------------------------------------------------------
+# --- the budget of the step -----------------------------------------------------------------------
 
 
 def budget_of(model: Any, shape: Shape) -> Budget:
@@ -61,12 +63,28 @@ def head_trains(budget: Budget, model: Any) -> bool:
 
 
 def require_adapters(budget: Budget, model: Any) -> None:
-    """Raise ValueError if the budget is that of adapters and `model` has none yet: nobody knows what trains."""
+    """Raise ValueError if the budget is that of adapters and `model` has none yet: nobody knows
+    what trains.
+    """
     if budget.base_frozen and not hasattr(model, "peft_config"):
         raise ValueError(
             f"the budget is that of adapters and this {type(model).__name__} has none: "
             f"give the model that apply_lora or apply_qlora returned"
         )
+
+
+@contextlib.contextmanager
+def all_frozen(model: Any) -> Iterator[None]:
+    """Nothing trains inside this context: for a second budget, of the model as adapters will leave
+    it.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 def _last_gradient_bytes(model: Any) -> int:
@@ -79,8 +97,10 @@ def _last_gradient_bytes(model: Any) -> int:
 
 
 def embedding_copies(model: Any) -> int:
-    """Bytes of the copies of a tied embedding: the output layer's part waits until the embedding's arrives, and
-    their sum is a new tensor."""
+    """Bytes of the copies of a tied embedding while its gradient is summed.
+
+    The output layer's part waits until the embedding's arrives, and their sum is a new tensor.
+    """
     embedding = model.get_input_embeddings().weight
     if embedding is head_of(model) and embedding.requires_grad:
         return 2 * tensor_bytes(embedding)
@@ -95,24 +115,24 @@ def free_gradients(budget: Budget, model: Any) -> Budget:
     require_adapters(budget, model)
     trainable = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
     largest = max(trainable, default=0)
-    copies = embedding_copies(model)
     last_gradients = largest
+    copies = embedding_copies(model)
     if copies:
-        last_gradients = (
-            0  # the largest one is that of the embedding, and its first half exists already
-        )
+        # The largest gradient is that of the embedding, and its first half exists already.
+        last_gradients = 0
     return budget.change(
         gradients=largest, carried=0, last_gradients=last_gradients, embedding_gradient=copies
     )
 
 
-# --- the loss ---------------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 
 def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
     """Peak of the output layer: log-softmax and two gradients of the logits, all fp32 [T, V].
 
-    With a trainable output layer and few tokens, one of them beside the layer's gradient [V, D] is more.
+    With a trainable output layer and few tokens, one of them beside the layer's gradient [V, D] is
+    more.
     """
     logits = 4 * tokens * model.config.vocab_size
     if not head_trains:
@@ -120,7 +140,7 @@ def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
     return max(3 * logits, logits + tensor_bytes(head_of(model)))
 
 
-# --- the blocks -------------------------------------------------------------------------------------------
+# --- the blocks -----------------------------------------------------------------------------------
 
 
 def activation_bytes(model: Any, shape: Shape) -> int:
@@ -130,12 +150,13 @@ def activation_bytes(model: Any, shape: Shape) -> int:
 
 
 def block_bytes(model: Any, *, seq: int) -> int:
-    """Bytes that one block saves per token, read off the operators of the Hugging Face implementation.
+    """Bytes that one block saves per token, read off the operators of the Hugging Face
+    implementation.
 
-    RMSNorm saves its input in fp32, the normalised input (only if its weight trains) and, where linear
-    layers read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and its output. A
-    gated MLP saves both projections, the activated gate and the product.
-    Raises ValueError for a block that is built otherwise.
+    RMSNorm saves its input in fp32, the normalised input (only if its weight trains) and, where
+    linear layers read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and
+    its output. A gated MLP saves both projections, the activated gate and the product. Raises
+    ValueError for a block that is built otherwise.
     """
     block = decoder_blocks(model)[0]
     _require_formula(model, block)
@@ -161,8 +182,8 @@ def block_bytes(model: Any, *, seq: int) -> int:
 def block_gradient_bytes(model: Any, *, seq: int) -> int:
     """Bytes per token of the gradients that backward holds inside a block at its worst moment.
 
-    Either of the block's output and, as they are multiplied, of gate and up. Or, when the activations of
-    the MLP are free again, of the scores and the softmax.
+    Either of the block's output and, as they are multiplied, of gate and up. Or, when the
+    activations of the MLP are free again, of the scores and the softmax.
     """
     config = model.config
     size = model.dtype.itemsize
@@ -173,8 +194,10 @@ def block_gradient_bytes(model: Any, *, seq: int) -> int:
 
 
 def saved_mlp_tensors(model: Any) -> int:
-    """How many [T, F] one MLP saves: four if it is gated. GPT-2's gelu_new is made of elementary operators, each of
-    which saves its input: five."""
+    """How many [T, F] one MLP saves: four if it is gated, five in GPT-2.
+
+    GPT-2's gelu_new is made of elementary operators, each of which saves its input.
+    """
     gated = "gate_proj" in _leaf_names(decoder_blocks(model)[0])
     return 4 if gated else 5
 
@@ -192,11 +215,14 @@ def _leaf_names(block: torch.nn.Module) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
 
 
-# --- attention scores -------------------------------------------------------------------------------------
+# --- attention scores -----------------------------------------------------------------------------
 
 
 def saved_score_bytes(model: Any) -> int:
-    """Bytes that are saved per attention score: of the softmax, and of a soft cap; 0 where no [S, S] is made."""
+    """Bytes that are saved per attention score: of the softmax, and of a soft cap.
+
+    0 where no [S, S] is made.
+    """
     if not makes_scores(model):
         return 0
     size = model.dtype.itemsize
@@ -209,7 +235,10 @@ def saved_score_bytes(model: Any) -> int:
 
 
 def score_gradient_bytes(model: Any) -> int:
-    """Bytes per attention score of the gradients that backward makes of them; 0 where no [S, S] is made."""
+    """Bytes per attention score of the gradients that backward makes of them.
+
+    0 where no [S, S] is made.
+    """
     if not makes_scores(model):
         return 0
     size = model.dtype.itemsize
@@ -221,8 +250,8 @@ def score_gradient_bytes(model: Any) -> int:
 def makes_scores(model: Any) -> bool:
     """Whether attention makes [heads, S, S] tensors.
 
-    Eager attention does. So does SDPA on CUDA in fp32, or before Ampere, where no fast kernel takes grouped
-    KV heads.
+    Eager attention does. So does SDPA on CUDA in fp32, or before Ampere, where no fast kernel takes
+    grouped KV heads.
     """
     kind = model.config._attn_implementation
     if kind == "eager":
@@ -242,15 +271,18 @@ def without_grouped_heads(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _softmax_in_fp32(model: Any) -> bool:
-    """Whether a 16-bit model takes its softmax in fp32, and keeps that beside the 16-bit copy: all but GPT-2."""
+    """Whether a 16-bit model keeps an fp32 softmax beside its 16-bit copy: all do but GPT-2."""
     return model.dtype.itemsize == 2 and model.config.model_type != "gpt2"
 
 
-# --- norms ------------------------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 
 def final_norm_bytes(model: Any) -> int:
-    """Bytes per token that the norm behind the last block saves, its output included if a trained layer reads it."""
+    """Bytes per token that the norm behind the last block saves.
+
+    Its output is included if a trained output layer reads it.
+    """
     size = model.dtype.itemsize
     norm = norms_of(decoder_blocks(model)[0])[0]
     saved = normalising_bytes(norm, model.config, size)
@@ -259,14 +291,35 @@ def final_norm_bytes(model: Any) -> int:
     return model.config.hidden_size * saved
 
 
-def normalising_bytes(norm: torch.nn.Module, config: Any, size: int) -> int:
-    """Bytes per element that a norm saves, without its output."""
+def normalising_bytes(
+    norm: torch.nn.Module, config: Any, size: int, *, base_frozen: bool = False
+) -> int:
+    """Bytes per element that a norm saves, without its output. `base_frozen`: its weight will not train."""
     if is_layer_norm(norm):
         return size
     input_in_fp32 = 4
     trained = any(p.requires_grad for p in norm.parameters())
-    if not trained:
+    if base_frozen or not trained:
         return input_in_fp32
-    if config.model_type.startswith("gemma"):  # which multiplies in fp32
+    if config.model_type.startswith("gemma"):
+        # Gemma multiplies by the weight in fp32.
         return input_in_fp32 + 4
     return input_in_fp32 + size
+
+
+# --- linear layers --------------------------------------------------------------------------------
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether this is a linear layer: `nn.Linear`, or GPT-2's Conv1D, which multiplies as well."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, torch.nn.Linear | Conv1D)
+
+
+def features(layer: torch.nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer. Conv1D stores its weight as [in, out]."""
+    if isinstance(layer, torch.nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs = layer.weight.shape
+    return inputs, outputs
