@@ -278,15 +278,16 @@ def _softmax_in_fp32(model: Any) -> bool:
 # --- norms ----------------------------------------------------------------------------------------
 
 
-def final_norm_bytes(model: Any) -> int:
+def final_norm_bytes(model: Any, *, base_frozen: bool = False) -> int:
     """Bytes per token that the norm behind the last block saves.
 
-    Its output is included if a trained output layer reads it.
+    Its output is included if a trained output layer reads it. `base_frozen` is that of a budget: the
+    model's own weights will not train, whatever they do now.
     """
     size = model.dtype.itemsize
     norm = norms_of(decoder_blocks(model)[0])[0]
-    saved = normalising_bytes(norm, model.config, size)
-    if head_of(model).requires_grad:
+    saved = normalising_bytes(norm, model.config, size, base_frozen=base_frozen)
+    if head_of(model).requires_grad and not base_frozen:
         saved += size
     return model.config.hidden_size * saved
 
@@ -294,7 +295,10 @@ def final_norm_bytes(model: Any) -> int:
 def normalising_bytes(
     norm: torch.nn.Module, config: Any, size: int, *, base_frozen: bool = False
 ) -> int:
-    """Bytes per element that a norm saves, without its output. `base_frozen`: its weight will not train."""
+    """Bytes per element that a norm saves, without its output.
+
+    `base_frozen` is that of a budget: the norm's weight will not train, whatever it does now.
+    """
     if is_layer_norm(norm):
         return size
     input_in_fp32 = 4
