@@ -1,7 +1,8 @@
 """What a causal language model is here, and where its parts are.
 
-Every technique that changes a model asks `require_causal_lm` first, before it changes anything. What it
-lets through has decoder blocks, an input embedding and an output layer, and reads from left to right.
+Every technique that changes a model asks `require_causal_lm` first, before it changes anything.
+What it lets through has decoder blocks, an input embedding and an output layer, and reads from left
+to right.
 
     model   adapters (peft) around it, or not
     └ causal LM            LlamaForCausalLM        without_adapters(model)
@@ -18,13 +19,13 @@ from typing import Any
 
 from torch import nn
 
-# Names that modules of a mixture of experts have: the router that picks experts, and its neighbours.
+# Names of modules in a mixture of experts: the router that picks experts, and the experts.
 ROUTERS = {"gate", "router", "wg", "shared_expert_gate"}
 EXPERTS = {"experts", "shared_expert", "shared_experts"}
 
 
 def require_causal_lm(model: Any) -> None:
-    """Raise ValueError, in one sentence, unless `model` is a Hugging Face causal LM, adapters or not."""
+    """Raise ValueError unless `model` is a Hugging Face causal LM, with adapters or without."""
     problem = _why_no_causal_lm(model)
     if problem:
         raise ValueError(
@@ -61,7 +62,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def decoder_blocks(model: Any) -> nn.ModuleList:
-    """The transformer blocks of any Hugging Face causal LM, adapters or not: its longest ModuleList."""
+    """The transformer blocks of a Hugging Face causal LM: its longest ModuleList."""
     lists = _module_lists(model)
     if not lists:
         raise ValueError(
@@ -85,7 +86,7 @@ def trunk(model: Any) -> nn.Module:
 
 
 def norms_of(module: nn.Module) -> list[nn.Module]:
-    """The norms that stand directly in a block or in the trunk: those of the residual stream, not of Q and K."""
+    """The norms that stand directly in a block or in the trunk, not those of Q and K inside."""
     return [child for child in module.children() if "Norm" in type(child).__name__]
 
 
@@ -105,5 +106,5 @@ def final_softcap(model: Any) -> float | None:
 
 
 def is_layer_norm(norm: nn.Module) -> bool:
-    """LayerNorm saves its input for backward as it is; an RMSNorm, the other kind, saves it in fp32."""
+    """Whether it is a LayerNorm, which saves its input as it is. An RMSNorm saves it in fp32."""
     return isinstance(norm, nn.LayerNorm)

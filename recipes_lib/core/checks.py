@@ -37,7 +37,9 @@ def check_number(
     """Each of `given` is a finite number inside the bounds. Raises ValueError.
 
     Args:
-        above: the number must be larger. least: it must be as large, or larger. below: it must be smaller.
+        above: each number must be larger than this.
+        least: each number must be this, or larger.
+        below: each number must be smaller.
     """
     bounds = []
     if above is not None:

@@ -1,11 +1,12 @@
 """An exact account of the bytes of live tensors, on a CPU, on a GPU, or of a dry run.
 
-The resident set size of a process says little about its tensors: the C allocator keeps pages and uses them
-again. So this account counts the storages themselves. It starts from every tensor alive, adds each new
-storage that an operator returns, and subtracts it when the storage dies. Scratch buffers inside an
-operator's C++ code are not tensors and are not seen.
+The resident set size of a process says little about its tensors: the C allocator keeps pages and
+uses them again. So this account counts the storages themselves. It starts from every tensor alive,
+adds each new storage that an operator returns, and subtracts it when the storage dies. Scratch
+buffers inside an operator's C++ code are not tensors and are not seen.
 
-It is a dispatch mode: PyTorch hands every operator to `__torch_dispatch__`, those of backward included.
+It is a dispatch mode: PyTorch hands every operator to `__torch_dispatch__`, those of backward
+included.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Listener(Protocol):
-    """Who wants to know each change of the account. Storages are told apart by a number of their own."""
+    """Who wants to know of each change. Every storage has a number of its own."""
 
     def changed(self, number: int, change: int) -> None:
         """A storage was made, resized or freed: its bytes changed by `change`."""
@@ -33,7 +34,7 @@ class Listener(Protocol):
 
 @dataclass
 class _Storage:
-    """A live storage: its number, which no later storage gets again, its size, and what waits for its end."""
+    """A live storage: a number that no later one gets, its bytes, and what waits for its end."""
 
     number: int
     size: int
@@ -43,8 +44,8 @@ class _Storage:
 class LiveBytes(TorchDispatchMode):
     """`current` and `peak` bytes of the live storages on one type of device.
 
-    In a dry run the account is of its fake tensors, whatever the device. An operator after which more than
-    `limit_bytes` are alive raises `torch.OutOfMemoryError`, as on a smaller device.
+    In a dry run the account is of its fake tensors, whatever the device. An operator after which
+    more than `limit_bytes` are alive raises `torch.OutOfMemoryError`, as on a smaller device.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Enter the tensor's storage if it is new; returns its number, or None if it does not count here."""
+        """Enter a storage that is new; returns its number, or None if it does not count."""
         # A dry run counts its own fake tensors; those of torch.compile hold no memory.
         of_another_mode = getattr(tensor, "fake_mode", None) is not self._fake_mode
         if tensor.layout != torch.strided or of_another_mode:

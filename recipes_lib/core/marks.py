@@ -1,18 +1,16 @@
 """What techniques leave on parameters, blocks and models for each other.
 
-No technique imports another, and still some must know of each other: gradient accumulation cannot work
-when an optimizer has used the gradients in backward already. So a technique leaves a mark, and whoever
-has to know asks for it. These are all marks that there are:
+No technique imports another, and still some must know of each other: gradient accumulation cannot
+work when an optimizer has used the gradients in backward already. So a technique leaves a mark, and
+whoever has to know asks for it. These are all marks that there are:
 
-    mark                          on            left by                          value
-    STEPS_IN_BACKWARD             a parameter   optimizer_in_backward,           True if the first backward
-                                                optimizer_offload                updates the weight
-    TAKES_GRADIENTS_IN_BACKWARD   an optimizer  optimizer_in_backward,           True: `.grad` is empty after
-                                                optimizer_offload                backward
-    GRADIENT_TAKER                a parameter   optimizer_in_backward,           the optimizer: the parameter
-                                                optimizer_offload                keeps it alive
-    CHECKPOINTED_INDEX            a block       activation_checkpointing,        the number of the block
-                                                nested_checkpointing
+    STEPS_IN_BACKWARD             on a parameter: True if the first backward updates the weight
+    TAKES_GRADIENTS_IN_BACKWARD   on an optimizer: True, since `.grad` is empty after backward
+    GRADIENT_TAKER                on a parameter: the optimizer, which the parameter keeps alive
+    CHECKPOINTED_INDEX            on a block: its number among the blocks
+
+The first three are left by optimizer_in_backward and optimizer_offload, the last one by
+activation_checkpointing and nested_checkpointing.
 """
 
 from __future__ import annotations

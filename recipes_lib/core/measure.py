@@ -1,7 +1,7 @@
 """Measure a step: median seconds, tokens per second, the peak bytes of tensors, and their timeline.
 
-"Peak bytes" means the same on both devices. On CUDA it is the allocator's own peak. On a CPU it is that of
-an exact account of live storages (`live_bytes.py`).
+"Peak bytes" means the same on both devices. On CUDA it is the allocator's own peak. On a CPU it is
+that of an exact account of live storages (`live_bytes.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from recipes_lib.core.timeline import Timeline, TimelineRecorder
 class Measurement:
     """What one recipe costs.
 
-    `seconds` per step (median), `peak_bytes` of tensors, the `result` of the last step, and the `timeline`
-    of the step under the memory account, if the model was named.
+    `seconds` per step (median), `peak_bytes` of tensors, the `result` of the last step, and the
+    `timeline` of the step under the memory account, if the model was named.
     """
 
     seconds: float
@@ -81,8 +81,8 @@ def measure(
 def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
     """Seconds of every step in `rounds` rounds, each round in the other direction.
 
-    What slows the machine for a while then slows all of them. Warm up before, and compare by the median.
-    Raises ValueError for less than one round.
+    What slows the machine for a while then slows all of them. Warm up before, and compare by the
+    median. Raises ValueError for less than one round.
     """
     check_whole(rounds=rounds)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -107,14 +107,15 @@ def _timed(step: Callable[[], Any]) -> tuple[float, Any]:
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside, tensors have shapes and no data, so that operators cost no memory and hardly any time.
+    """Inside, tensors have shapes and no data: operators cost no memory and hardly any time.
 
-    `PeakMemory` counts the bytes that they would take, kernel by kernel as on this device. What reads a
-    value raises an error.
+    `PeakMemory` counts the bytes that they would take, kernel by kernel as on this device. What
+    reads a value raises an error.
     """
     from transformers import masking_utils
 
-    # To skip the [S, S] mask, transformers looks at the positions for packed documents. There are none to see.
+    # To skip the [S, S] mask, transformers looks at the positions for packed documents. There are
+    # none to see.
     blind = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     with FakeTensorMode(), blind:
         yield
@@ -126,10 +127,10 @@ def dry() -> bool:
 
 
 class PeakMemory:
-    """Context manager: `peak` so far, and `current` while inside, in bytes of live tensors on this device.
+    """Context manager: `peak` so far, and `current` while inside, in bytes of live tensors.
 
-    What was alive before counts as well, as it does on a GPU. Contexts nest, and an error inside the block
-    leaves no hook behind.
+    What was alive before counts as well, as it does on a GPU. Contexts nest, and an error inside
+    the block leaves no hook behind.
 
         with PeakMemory() as memory:
             loss.backward()
@@ -141,7 +142,8 @@ class PeakMemory:
         model, optimizer: name them, and `timeline` holds the bytes by kind and phase afterwards.
     """
 
-    # Shared on purpose: a CUDA device has one counter of its peak, and the open contexts take turns with it.
+    # Shared on purpose: a CUDA device has one counter of its peak, and the open contexts take turns
+    # with it.
     _open: list[PeakMemory] = []  # noqa: RUF012
 
     def __init__(

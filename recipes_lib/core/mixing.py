@@ -1,15 +1,16 @@
 """Mix a class into one module of a model, and take it out again.
 
-A technique that changes what a block computes could replace the block's `forward` by a function. That
-function would stay bound to *this* block: `copy.deepcopy(model)` gives a copy whose blocks still run the
-original's weights. A class has no such tie. So the module keeps its identity, its name, its parameters and
-its hooks, and only its class changes:
+A technique that changes what a block computes could replace the block's `forward` by a function.
+That function would stay bound to *this* block: `copy.deepcopy(model)` gives a copy whose blocks
+still run the original's weights. A class has no such tie. So the module keeps its identity, its
+name, its parameters and its hooks, and only its class changes:
 
     before    block.__class__ is LlamaDecoderLayer
     after     block.__class__ is LlamaDecoderLayer, a subclass of (Checkpointed, LlamaDecoderLayer)
 
-The new class has the old one's name, because FSDP and device maps find blocks by it. A mixin's `forward`
-calls `super().forward(...)` for what the module did before. Hooks run outside of it, once.
+The new class has the old one's name, because FSDP and device maps find blocks by it. A mixin's
+`forward` calls `super().forward(...)` for what the module did before. Hooks run outside of it,
+once.
 
 To pickle a whole model (its state dict is unchanged), unmix it first: the new class has no address.
 """
@@ -52,7 +53,8 @@ def unmix(module: nn.Module, mixin: type, *, attributes: Iterable[str] = ()) -> 
 
 @functools.cache
 def _mixed_class(mixin: type, module_class: type) -> type:
-    # Trainer and `generate` read the signature of `forward`: it stays the one of the module's own class.
+    # Trainer and `generate` read the signature of `forward`: it stays the one of the module's own
+    # class.
     @functools.wraps(module_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)

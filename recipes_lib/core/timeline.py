@@ -10,12 +10,12 @@ A number for the peak says how much. The timeline says when, and of what:
     weights      parameters and buffers of the model, scales of quantized ones included
     states       what the optimizer keeps from step to step
     gradients    what becomes a parameter's `.grad`, from the moment at which backward makes it
-    activations  what forward makes while autograd records, and what a checkpoint makes again in backward
-    other        everything else: inputs, gradients of activations, what a loss or an optimizer makes
-                 inside, and what was there before
+    activations  what forward makes while autograd records, or a checkpoint makes again
+    other        everything else: inputs, gradients of activations, what a loss or an optimizer
+                 makes inside, and what was there before
 
-A storage has one kind for its whole life. Which one is known at the latest when the step is over: a tensor
-that ends as `.grad` was a gradient from the start.
+A storage has one kind for its whole life. Which one is known at the latest when the step is over: a
+tensor that ends as `.grad` was a gradient from the start.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Timeline:
         return dict(self.highest.bytes)
 
     def phases(self) -> list[tuple[str, int, int]]:
-        """The phases as (name, first operator, last operator); accumulation repeats forward and backward."""
+        """The phases as (name, first operator, last operator); accumulation repeats some."""
         spans: list[tuple[str, int, int]] = []
         for point in self.points:
             if spans and spans[-1][0] == point.phase:
@@ -91,10 +91,11 @@ def record_timeline(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Timeline:
-    """Run `step` once and record its timeline; take one step before, in which AdamW makes its states.
+    """Run `step` once and record its timeline. AdamW makes its states in the first step: take one
+    before.
 
-    On a CPU, on a GPU and in a dry run (on a model that was made in it) alike: the account is of tensors,
-    not of what an allocator rounds up or keeps.
+    On a CPU, on a GPU and in a dry run (on a model that was made in it) alike: the account is of
+    tensors, not of what an allocator rounds up or keeps.
     """
     recorder = TimelineRecorder(model, optimizer)
     with recorder:
@@ -103,7 +104,8 @@ def record_timeline(
 
 
 class TimelineRecorder(contextlib.AbstractContextManager):
-    """Records while inside; `timeline()` afterwards. `peak` and `current` are those of its account."""
+    """Records while inside; `timeline()` afterwards. `peak` and `current` are those of its account.
+    """
 
     def __init__(
         self,
@@ -250,7 +252,7 @@ class TimelineRecorder(contextlib.AbstractContextManager):
 
 
 def _call_last_hook_first(parameter: torch.Tensor) -> None:
-    """An optimizer that steps in backward frees the gradient in a hook of its own: be there before it."""
+    """An optimizer that steps in backward frees the gradient in its hook: be there before it."""
     hooks = parameter._post_accumulate_grad_hooks
     *earlier, last = hooks.items()
     # Autograd reads the order of insertion, which `move_to_end` does not change.
@@ -259,5 +261,5 @@ def _call_last_hook_first(parameter: torch.Tensor) -> None:
 
 
 def _in_backward() -> bool:
-    """Whether autograd's engine runs this thread: also in a hook, or in a checkpoint that computes again."""
+    """Whether backward runs in this thread: also in a hook, or in a checkpoint that recomputes."""
     return torch._C._current_graph_task_id() != -1
