@@ -1,0 +1,8 @@
+"""Measure techniques beside the plain step, and beside the libraries that do the same.
+
+run         one technique and the plain step on one batch: `python -m recipes_lib bench <technique>`
+entries     one entry per technique: its shortest use in a training step, and its predicted budget
+losses      output layer and loss: all logits, chunks, PyTorch's and Liger's fused kernels
+attention   attention alone: seconds and bytes of one kernel beside another
+curriculum  short rows first beside rows of one length, at equal compute
+"""
