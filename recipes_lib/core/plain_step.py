@@ -58,13 +58,14 @@ def head_of(model: Any) -> torch.Tensor:
 
 
 def head_trains(budget: Budget, model: Any) -> bool:
-    """Whether the output layer's weight will train, as far as the recipes in `budget` have decided."""
+    """Whether the output layer will train, as far as the recipes in `budget` have decided."""
     return head_of(model).requires_grad and not budget.base_frozen
 
 
 def require_adapters(budget: Budget, model: Any) -> None:
-    """Raise ValueError if the budget is that of adapters and `model` has none yet: nobody knows
-    what trains.
+    """Raise ValueError if the budget is that of adapters and `model` has none yet.
+
+    Then nobody knows which weights will train.
     """
     if budget.base_frozen and not hasattr(model, "peft_config"):
         raise ValueError(
@@ -75,9 +76,7 @@ def require_adapters(budget: Budget, model: Any) -> None:
 
 @contextlib.contextmanager
 def all_frozen(model: Any) -> Iterator[None]:
-    """Nothing trains inside this context: for a second budget, of the model as adapters will leave
-    it.
-    """
+    """Nothing trains in this context: for a second budget, of the base under adapters."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     try:
@@ -144,7 +143,7 @@ def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
 
 
 def activation_bytes(model: Any, shape: Shape) -> int:
-    """Bytes that the blocks of a plain forward save for backward: T x (L blocks + the final norm)."""
+    """Bytes that a plain forward saves for backward: T x (L blocks + the final norm)."""
     blocks = len(decoder_blocks(model)) * block_bytes(model, seq=shape.seq)
     return shape.tokens * (blocks + final_norm_bytes(model))
 
@@ -206,8 +205,9 @@ def _require_formula(model: Any, block: torch.nn.Module) -> None:
     known_mlp = {"gate_proj", "c_fc"} & _leaf_names(block)
     if not norms_of(block) or not known_mlp:
         raise ValueError(
-            f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with pre-norm "
-            f"and a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); measure this one with PeakMemory"
+            f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with "
+            f"pre-norm and a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); "
+            f"measure this one with PeakMemory"
         )
 
 
@@ -281,8 +281,8 @@ def _softmax_in_fp32(model: Any) -> bool:
 def final_norm_bytes(model: Any, *, base_frozen: bool = False) -> int:
     """Bytes per token that the norm behind the last block saves.
 
-    Its output is included if a trained output layer reads it. `base_frozen` is that of a budget: the
-    model's own weights will not train, whatever they do now.
+    Its output is included if a trained output layer reads it. `base_frozen` is that of a budget:
+    the model's own weights will not train, whatever they do now.
     """
     size = model.dtype.itemsize
     norm = norms_of(decoder_blocks(model)[0])[0]
