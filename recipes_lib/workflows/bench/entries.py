@@ -32,7 +32,7 @@ RANK = 16  # of the adapters
 
 @dataclass(frozen=True)
 class Arranged:
-    """What an entry gives: a step that returns its loss, what it works on, and what it should need."""
+    """What an entry gives: a step that returns its loss, what it works on, what it should need."""
 
     step: Callable[[], float]
     model: Any

@@ -105,7 +105,7 @@ def _exact_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
 
 
 def _ways(chunk_size: int | None) -> dict[str, Way]:
-    """The ways that are here, by name. Each takes hidden states [T, D], weight [V, D], targets [T]."""
+    """The ways that are here, by name. Each takes hidden [T, D], weight [V, D], targets [T]."""
 
     def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy((hidden @ weight.T).float(), targets)

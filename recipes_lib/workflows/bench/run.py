@@ -26,7 +26,13 @@ from recipes_lib.core.measure import measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.report.ladder import Ladder
-from recipes_lib.workflows.bench.entries import ENTRIES, Arranged, baseline, plain_training
+from recipes_lib.workflows.bench.entries import (
+    ENTRIES,
+    Arranged,
+    baseline,
+    plain_adamw,
+    training_step,
+)
 from recipes_lib.workflows.bench.entries import LR as LR  # the benchmarks train with it too
 
 
@@ -68,7 +74,7 @@ class Bench:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens at the start of each row without loss, as in instruction tuning: half of the row."""
+        """Tokens at the start of a row without loss, as in instruction tuning: half of the row."""
         return self.seq_len // 2
 
     @property
@@ -101,7 +107,9 @@ class Bench:
         self, model: Any, optimizer: torch.optim.Optimizer | None = None
     ) -> Callable[[], float]:
         """The plain step on `model` as it is now, for what has no entry here."""
-        return plain_training(self, model, self.budget(model), optimizer=optimizer).step
+        if optimizer is None:
+            optimizer = plain_adamw(model)
+        return training_step(model, optimizer, self.batch(model))
 
     def arrange(self, name: str, model: Any) -> Arranged:
         """The step with technique `name`, or that of the "baseline", on a fresh `model`.
