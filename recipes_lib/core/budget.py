@@ -2,25 +2,25 @@
 
     peak = weights + states + the largest of three moments of backward:
 
-        it begins                   carried + activations + the larger of loss and block_gradients
+        it begins                   carried + activations + max(loss, block_gradients)
         it enters the first block   gradients - last_gradients + one_block + block_gradients
         the last gradient arrives   gradients + embedding_gradient
 
 Each term is plain arithmetic on the model's shape, so that a recipe can say which one it shrinks:
 
     weights      4 bytes x parameters (2 in bf16, about 0.52 in NF4)
-    states       twice the bytes of the trainable parameters: AdamW keeps two averages in their dtype
+    states       twice the bytes of the trainable parameters: AdamW keeps two averages
     gradients    the bytes of the trainable parameters
     carried      gradients that already exist while a micro-batch runs (only with accumulation)
     activations  what the blocks save for backward: grows with batch x sequence
     loss         logits and their gradients: three [batch x sequence, vocabulary] fp32 tensors
     one_block    what one block saves for backward
     block_gradients     gradients of activations that backward makes inside a block
-    last_gradients      gradients that the first block, and an embedding of its own, have still to make
+    last_gradients      gradients that the first block, and an untied embedding, have still to make
     embedding_gradient  copies of the embedding table that are alive as its gradient is summed
 
-`plain_step.budget_of` makes the budget of a plain step. A recipe's estimate takes a budget and gives the
-one that holds with the recipe:
+`plain_step.budget_of` makes the budget of a plain step. A recipe's estimate takes a budget and
+gives the one that holds with the recipe:
 
     @estimate(Order.LOSS)
     def estimate_chunked_cross_entropy(budget, model, shape, *, chunk_size=None) -> Budget: ...
@@ -28,9 +28,9 @@ one that holds with the recipe:
     shape = Shape(batch=8, seq=512)
     plan = estimate_chunked_cross_entropy(budget_of(model, shape), model, shape, chunk_size=256)
 
-Recipes build on each other: what a checkpoint keeps depends on the precision, and the precision on which
-weights train. So every estimate has a place in `Order`. A wrong order raises an error, and `compose`
-sorts by itself.
+Recipes build on each other: what a checkpoint keeps depends on the precision, and the precision on
+which weights train. So every estimate has a place in `Order`. A wrong order raises an error, and
+`compose` sorts by itself.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from recipes_lib.core.checks import check_whole
 
 @dataclass(frozen=True)
 class Shape:
-    """What one optimizer step trains on: `batch` rows of `seq` tokens, in `micro_batches` passes, on `ranks`.
+    """What one optimizer step trains on: `batch` rows of `seq` tokens.
 
-    `batch` counts the rows of all ranks and all micro-batches. Raises ValueError for numbers below 1, and
-    for a batch that does not split evenly.
+    `batch` counts the rows of all ranks and of all micro-batches. Raises ValueError for numbers
+    below 1, and for a batch that does not split evenly.
     """
 
     batch: int
@@ -113,8 +113,8 @@ class Applied:
 class Budget:
     """The terms of the equation above, in bytes, for the step that `shape` describes.
 
-    `change(term=…)` gives a new budget. `base_frozen` says that adapters train and the model's own weights
-    do not, although `model` may not have its adapters yet.
+    `change(term=…)` gives a new budget. `base_frozen` says that adapters train and the model's own
+    weights do not, although `model` may not have its adapters yet.
     """
 
     weights: int
@@ -138,7 +138,7 @@ class Budget:
 
     @property
     def after_activations(self) -> int:
-        """What joins the activations of all blocks: the loss, or what backward makes in the last block."""
+        """What joins all activations: the loss, or what backward makes in the last block."""
         return max(self.loss, self.block_gradients)
 
     def terms(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ class Budget:
         return {name: getattr(self, name) for name in TERMS}
 
     def moments(self) -> dict[str, dict[str, int]]:
-        """The three moments of backward that can be the peak, each with what is alive beside weights and states."""
+        """The moments that can be the peak: what is alive in each, beside weights and states."""
         return {
             "backward begins": {
                 "gradients": self.carried,
@@ -196,10 +196,10 @@ Estimate = Callable[..., Budget]
 
 
 def estimate(order: Order) -> Callable[[Estimate], Estimate]:
-    """Mark `f(budget, model, shape, **options) -> Budget` as a recipe's estimate, with its place in the order.
+    """Mark `f(budget, model, shape, **options) -> Budget` as an estimate, and give it its place.
 
-    The marked function raises ValueError for a budget that a later recipe has changed already, and for one
-    that was made for another shape.
+    The marked function raises ValueError for a budget that a later recipe has changed already, and
+    for one that was made for another shape.
     """
 
     def decorate(change: Estimate) -> Estimate:
@@ -220,7 +220,7 @@ def estimate(order: Order) -> Callable[[Estimate], Estimate]:
 def compose(
     budget: Budget, model: Any, shape: Shape, recipes: Iterable[tuple[Estimate, dict[str, Any]]]
 ) -> Budget:
-    """Apply the estimates (with their options) to `budget` in their right order, whatever the order given."""
+    """Apply the estimates (with their options) in their right order, whatever the order given."""
     for recipe, options in sorted(recipes, key=lambda pair: pair[0].order):
         budget = recipe(budget, model, shape, **options)
     return budget

@@ -1,52 +1,100 @@
 """Mixed precision: matrix products in 16 bits, weights and sums in fp32.
 
-Problem    fp32 matrix products leave the fast units of the device idle, and every activation takes 4 bytes.
+Problem    fp32 matrix products leave the fast units of the device idle, and every activation takes
+           4 bytes.
 Idea       Keep the weights in fp32 and cast what a matrix product reads:
 
-               weights W, AdamW states, gradients     fp32   the masters: small updates survive
-               x16 = x.to(16 bit), W16 = W.to(16 bit) 16 bit y = x16 W16^T on the fast units
-               norms, softmax, loss                   fp32   sums over many elements
+               weights W, AdamW states, gradients       fp32    the masters: small updates survive
+               x16 = x.to(16 bit), W16 = W.to(16 bit)   16 bit  y = x16 W16^T on the fast units
+               norms, softmax, loss                     fp32    sums over many elements
 
-                        bits  exponent  smallest > 0  largest  a weight of 1 moves by at least
-               fp16      16      5        6e-8          65504     0.0005  -> gradients vanish: scale the loss
-               bf16      16      8        1e-40         3e38      0.004   -> range of fp32: no scaling
-               fp32      32      8        1e-45         3e38      6e-8
+                     bits  exponent  smallest > 0  largest  a weight of 1 moves by at least
+               fp16   16      5        6e-8         65504   0.0005  -> gradients vanish: scale
+               bf16   16      8        1e-40        3e38    0.004   -> range of fp32: no scaling
+               fp32   32      8        1e-45        3e38    6e-8
 
-           Loss scaling multiplies the loss, so every gradient, by a large s (2**16 at first), and divides
-           before the step. Infinite gradients skip the step and halve s; 2000 good steps double it.
+           Loss scaling multiplies the loss, so every gradient, by a large s (2**16 at first), and
+           divides before the step. Infinite gradients skip the step and halve s; 2000 good steps
+           double it.
 Saves      Half of what matrix products save for backward; the norms stay in fp32. Time, on tensor
            cores and on CPUs with AVX512-BF16 or AMX.
-Costs      A 16-bit copy of every weight from its forward to its backward (2 bytes per parameter), and the
-           accuracy of 16-bit products (3 digits in fp16, 2 in bf16). fp16 skips some steps.
-Use when   The device multiplies 16-bit numbers natively: prefer bf16, take fp16 on a T4 or V100. Not when a
-           CPU emulates them (slower than fp32), and not to shrink the weights: they stay fp32.
-In production   `TrainingArguments(bf16=True)` or `fp16=True`; `Accelerator(mixed_precision="bf16")`. FSDP's
-           `MixedPrecisionPolicy` casts the shards before it gathers them, which halves the traffic too.
-Source     Micikevicius et al., "Mixed Precision Training", 2018; the AMP recipe of the PyTorch documentation.
+Costs      A 16-bit copy of every weight from its forward to its backward (2 bytes per parameter),
+           and the accuracy of 16-bit products (3 digits in fp16, 2 in bf16). fp16 skips some steps.
+Use when   The device multiplies 16-bit numbers natively: prefer bf16, take fp16 on a T4 or V100.
+Not when   A CPU emulates 16-bit products, which is slower than fp32. Nor to shrink the weights:
+           they stay fp32.
+In production   `TrainingArguments(bf16=True)` or `fp16=True`;
+           `Accelerator(mixed_precision="bf16")`. FSDP's `MixedPrecisionPolicy` casts the shards
+           before it gathers them, which halves the traffic too.
+Source     Micikevicius et al., "Mixed Precision Training", 2018; the AMP recipe of the PyTorch
+           documentation.
 
-Shapes: T tokens, L blocks, D hidden, F feed-forward, Q = heads*head_dim, KV = KV heads*head_dim, S sequence.
+Shapes: T tokens, L blocks, D hidden, F feed-forward, Q = heads*head_dim, KV = KV heads*head_dim,
+S sequence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.causal_lm import decoder_blocks, norms_of, projection_widths
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import (
+    decoder_blocks,
+    is_layer_norm,
+    norms_of,
+    projection_widths,
+)
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.machine import machine
-from recipes_lib.core.plain_step import block_bytes
+from recipes_lib.core.marks import TAKES_GRADIENTS_IN_BACKWARD, marked
+from recipes_lib.core.plain_step import (
+    block_bytes,
+    features,
+    head_trains,
+    is_linear,
+    require_adapters,
+)
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def linear_by_hand(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """What autocast makes of a linear layer: an fp32 master `weight`, a product in 16 bits.
+
+    Backward casts in the other direction, so the gradient arrives at `weight` in fp32.
+    """
+    x16 = x.to(dtype)  # [T, D]
+    weight16 = weight.to(dtype)  # [F, D], a copy that lives until its backward
+    return x16 @ weight16.T  # [T, F], in 16 bits
+
+
+def scaled_gradients(
+    loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, scale: float
+) -> list[torch.Tensor] | None:
+    """Loss scaling by hand: the gradients of `loss`, made `scale` times larger and divided again.
+
+    None stands for a scale that was too large: skip this step and halve it.
+    """
+    large = torch.autograd.grad(loss * scale, parameters)
+    if not all(gradient.isfinite().all() for gradient in large):
+        return None
+    return [gradient / scale for gradient in large]
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 def mixed_precision(
     *, dtype: torch.dtype | None = None, device: str | None = None
 ) -> MixedPrecision:
-    """Choose the precision of a training loop: its forward context, its backward and its optimizer step.
+    """Choose the precision of a training loop: of its forward, its backward and its step.
 
         mp = mixed_precision()
         with mp.autocast():
@@ -59,11 +107,9 @@ def mixed_precision(
         device: "cpu" or "cuda"; default is this machine's.
     Raises ValueError for another dtype, or for "cuda" on a machine without it.
     """
-    dtype, device = dtype or machine().compute_dtype, torch.device(device or machine().device).type
-    if dtype not in NAMES:
-        raise ValueError(
-            f"dtype={dtype}: mixed precision computes in torch.bfloat16, float16 or float32 (off)"
-        )
+    dtype = dtype or machine().compute_dtype
+    device = torch.device(device or machine().device).type
+    check_choice(NAMES, dtype=dtype)
     # Here GradScaler would only warn, switch itself off, and let fp16 gradients vanish.
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no CUDA device: use device='cpu'")
@@ -71,22 +117,31 @@ def mixed_precision(
 
 
 class MixedPrecision:
-    """What `mixed_precision` returns. `print(mp)` says what it does on this machine, and why."""
+    """What `mixed_precision` returns. `print(mp)` says what it does on this machine, and why.
+
+    `gradient_norm` is that of the last step that clipped, before it clipped.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
+        self.gradient_norm: torch.Tensor | None = None
+        # bf16 and fp32 have the range for every gradient: there the scaler does nothing.
         self.scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
         self._backward_ran = False
-        self.gradient_norm: torch.Tensor | None = (
-            None  # before clipping, of the last step that clipped
-        )
 
     def autocast(self) -> torch.autocast:
-        """A new context for one forward; leave it before `backward`, which repeats the forward's dtypes."""
+        """A new context for one forward.
+
+        Leave it before `backward`, which repeats the forward's dtypes by itself.
+        """
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not torch.float32)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, of the scaled loss in fp16: until `step`, the gradients are scaled as well."""
+        """`loss.backward()`, of the scaled loss in fp16.
+
+        Until `step`, the gradients are scaled as well.
+        """
         self.scaler.scale(loss).backward()
         self._backward_ran = True
 
@@ -97,36 +152,21 @@ class MixedPrecision:
         Raises ValueError for 16-bit parameters, for no gradients, and for gradients that `backward`
         did not scale: divided by the scale they would be far too small, and Adam would hide it.
         """
-        parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-        ]
-        low = {NAMES[p.dtype] for p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
-        if low:
-            raise ValueError(
-                f"{' and '.join(low)} weights without masters: a small update rounds to nothing. Load the "
-                f"model in torch.float32; mixed precision casts it where that is fast. Frozen weights may be 16-bit"
-            )
-        if getattr(optimizer, "takes_gradients_in_backward", False):
-            if self.scaler.is_enabled() or max_grad_norm is not None:
-                raise ValueError(
-                    "this optimizer took the gradients in backward: too late to unscale or clip them here"
-                )
-        elif all(p.grad is None for p in parameters):
-            raise ValueError(
-                "no parameter of this optimizer has a gradient: call backward(loss) before step"
-            )
-        if self.scaler.is_enabled() and not self._backward_ran:
-            raise ValueError(
-                "fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()"
-            )
+        parameters = _trainable(optimizer)
+        _require_masters(parameters)
+        self._require_gradients(optimizer, parameters, clips=max_grad_norm is not None)
         self._backward_ran = False
-        if max_grad_norm is not None:  # the norm of scaled gradients would clip everything
+
+        if max_grad_norm is not None:
+            # The norm of scaled gradients is so large that all of them would be clipped.
             self.scaler.unscale_(optimizer)
             self.gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-        scale = self.scaler.get_scale()
+
+        before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= scale
+        # A skipped step is the only one that lowers the scale.
+        return self.scaler.get_scale() >= before
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to resume: the scale and how long it has held."""
@@ -134,98 +174,203 @@ class MixedPrecision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict()`. Raises ValueError if that was of another dtype."""
-        if state["dtype"] != NAMES[self.dtype]:
+        own = NAMES[self.dtype]
+        if state["dtype"] != own:
             raise ValueError(
-                f"the checkpoint was trained in {state['dtype']}, this run computes in {NAMES[self.dtype]}: "
+                f"the checkpoint was trained in {state['dtype']}, this run computes in {own}: "
                 f"pass the same dtype to mixed_precision, or start without its state"
             )
         self.scaler.load_state_dict(state["scaler"])
 
+    def _require_gradients(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[torch.Tensor],
+        *,
+        clips: bool,
+    ) -> None:
+        """Raise ValueError for no gradients, and for those that cannot be unscaled or clipped."""
+        scales = self.scaler.is_enabled()
+        if marked(optimizer, TAKES_GRADIENTS_IN_BACKWARD):
+            if scales or clips:
+                raise ValueError(
+                    "this optimizer took the gradients in backward: "
+                    "too late to unscale or clip them here"
+                )
+        elif all(parameter.grad is None for parameter in parameters):
+            raise ValueError(
+                "no parameter of this optimizer has a gradient: call backward(loss) before step"
+            )
+        if scales and not self._backward_ran:
+            raise ValueError(
+                "fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()"
+            )
+
     def __str__(self) -> str:
         if self.dtype is torch.float32:
-            return f"fp32 on {self.device}: autocast is off. {machine().name} has no fast 16-bit products"
+            name = machine().name
+            return f"fp32 on {self.device}: autocast is off. {name} has no fast 16-bit products"
         scaling = "no loss scaling: bf16 has the range of fp32"
         if self.scaler.is_enabled():
             scaling = f"dynamic loss scaling, now {self.scaler.get_scale():,.0f}"
         return f"{NAMES[self.dtype]} autocast on {self.device}, fp32 weights, {scaling}"
 
 
-def estimate_mixed_precision(
-    budget: Budget,
-    model: Any,
-    *,
-    batch_size: int,
-    seq_len: int,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Budget:
-    """The same step under autocast, for fp32 weights: activations shrink, 16-bit copies of the weights add.
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
-    Weights, states, gradients and the loss stay in fp32. `model` is as it is now, with its adapters, and
-    `batch_size` that of a micro-batch; estimate checkpointing and offloading afterwards.
-    Raises ValueError if the linear layers hold 16-bit weights, whose activations are 16-bit already.
+
+def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += [parameter for parameter in group["params"] if parameter.requires_grad]
+    return parameters
+
+
+def _require_masters(parameters: list[torch.Tensor]) -> None:
+    """Raise ValueError for trainable weights in 16 bits: there a small update rounds to nothing."""
+    in_16_bits = {NAMES[p.dtype] for p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
+    if in_16_bits:
+        raise ValueError(
+            f"{' and '.join(sorted(in_16_bits))} weights without masters: a small update rounds to "
+            f"nothing. Load the model in torch.float32; mixed precision casts it where that is "
+            f"fast. Frozen weights may be 16-bit"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.PRECISION)
+def estimate_mixed_precision(
+    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype = torch.bfloat16
+) -> Budget:
+    """The same step under autocast: activations shrink, 16-bit copies of the fp32 weights add.
+
+    Weights, states, gradients and the loss stay in fp32. `model` is as it is now, with its
+    adapters.
+    Raises ValueError if the linear layers hold 16-bit weights, whose activations are 16-bit
+    already.
     """
+    require_adapters(budget, model)
     if dtype is torch.float32:
         return budget
-    weights = [weight for _, _, weight in _linears(model)]
+    weights = [layer.weight for layer in _cast_layers(model).values()]
     if any(weight.dtype is not torch.float32 for weight in weights):
         raise ValueError(
             f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast"
         )
-    tokens, blocks, head = (
-        batch_size * seq_len,
-        decoder_blocks(model),
-        model.get_output_embeddings().weight,
-    )
-    block = autocast_block_bytes(model, seq_len=seq_len)
-    final_norm = model.config.hidden_size * (8 + 2 * head.requires_grad)
-    copies = 2 * sum(weight.numel() for weight in weights)  # saved for backward, frozen or not
-    copied = 2 * max(sum(weight.numel() for *_, weight in _linears(block)) for block in blocks)
+    blocks = decoder_blocks(model)
+    per_block = shape.tokens * autocast_block_bytes(model, seq=shape.seq)
+
+    # The norm behind the last block: its input and the normalised one in fp32, and the output
+    # layer's 16-bit copy of that if its weight trains.
+    final_norm = 8
+    if head_trains(budget, model):
+        final_norm += 2
+    final_norm *= shape.tokens * model.config.hidden_size
+
+    # Backward needs the 16-bit copy of every weight, frozen or not.
+    copies = _copy_bytes(model)
+    largest_copies = max(_copy_bytes(block) for block in blocks)
     return budget.change(
-        activations=tokens * (len(blocks) * block + final_norm) + copies,
-        one_block=tokens * block + copied,
+        activations=len(blocks) * per_block + final_norm + copies,
+        one_block=per_block + largest_copies,
     )
 
 
-def autocast_block_bytes(model: Any, *, seq_len: int) -> int:
-    """Bytes that one block saves per token under autocast; raises ValueError where `block_bytes` does."""
-    block_bytes(model, seq_len=seq_len)
-    config, block = model.config, decoder_blocks(model)[0]
-    leaves = {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    q, kv, feed_forward = projection_widths(config)
-    norms = norms_of(block)
-    trained = any(p.requires_grad for p in norms[0].parameters())
-    layer_norm = isinstance(norms[0], torch.nn.LayerNorm)
-    total = (
-        len(norms) * hidden * (8 if trained and not layer_norm else 4)
-    )  # fp32: input, normalised input
-    # Each linear casts its input for itself (Q, K and V: three copies), and keeps it if its weight trains.
-    for name, inputs, weight in _linears(block):
-        # The attention's output is in 16 bits already and is counted below.
-        if weight.requires_grad and not re.search(r"attn.*(o_proj|c_proj)", name):
+def autocast_block_bytes(model: Any, *, seq: int) -> int:
+    """Bytes that one block saves per token under autocast.
+
+    Raises ValueError where `block_bytes` does.
+    """
+    block_bytes(model, seq=seq)
+    block = decoder_blocks(model)[0]
+    norm = norms_of(block)[0]
+    norm_trains = any(parameter.requires_grad for parameter in norm.parameters())
+    return (
+        _norm_bytes(model, trains=norm_trains)
+        + _linear_input_bytes(block)
+        + _attention_bytes(model, seq=seq, norm_trains=norm_trains)
+        + _mlp_bytes(model)
+    )
+
+
+def _norm_bytes(model: Any, *, trains: bool) -> int:
+    """The norms compute in fp32: each saves its input.
+
+    An RMSNorm whose weight trains also saves the normalised input.
+    """
+    norms = norms_of(decoder_blocks(model)[0])
+    per_element = 4
+    if trains and not is_layer_norm(norms[0]):
+        per_element = 8
+    return len(norms) * model.config.hidden_size * per_element
+
+
+def _linear_input_bytes(block: torch.nn.Module) -> int:
+    """Each linear layer casts its input for itself: Q, K and V make three copies.
+
+    It keeps its copy if its weight trains.
+    """
+    total = 0
+    for name, layer in _cast_layers(block).items():
+        # The attention's output is in 16 bits already: it counts as the attention's.
+        reads_attention = re.search(r"attn.*(o_proj|c_proj)", name)
+        if layer.weight.requires_grad and not reads_attention:
+            inputs, _ = features(layer)
             total += 2 * inputs
-    total += 2 * (2 * q + 2 * kv)
-    if (
-        config._attn_implementation == "eager"
-    ):  # K and V repeated; softmax in fp32 and cast, soft-capped scores
-        total += 2 * (2 * q - 2 * kv) + heads * seq_len * (
-            8 if config.model_type.startswith("gemma2") else 6
-        )
-    if "q_norm" in leaves:  # an fp32 copy of the 16-bit input, and the normalised one
-        total += (4 + 2 * trained) * (q + kv)
-    if (
-        "gate_proj" in leaves
-    ):  # gate, activated gate and up; the down projection keeps its own input
-        return total + 6 * feed_forward
-    # GPT-2's gelu_new keeps four tensors; on CUDA its power, and what follows, runs in fp32.
-    return total + (8 if model.device.type == "cpu" else 14) * feed_forward
+    return total
 
 
-def _linears(model: torch.nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Name, input features and weight of the layers that autocast casts; quantized ones cast for themselves."""
-    for name, module in model.named_modules():
-        conv1d = (
-            type(module).__name__ == "Conv1D"
-        )  # GPT-2's linear layer, with its weight transposed
-        if (conv1d or isinstance(module, torch.nn.Linear)) and module.weight.is_floating_point():
-            yield name, module.weight.shape[0 if conv1d else 1], module.weight
+def _attention_bytes(model: Any, *, seq: int, norm_trains: bool) -> int:
+    """Q, K, V and the output in 16 bits; with eager attention also what it makes of them."""
+    config = model.config
+    q, kv, _ = projection_widths(config)
+    total = 2 * (2 * q + 2 * kv)
+    if config._attn_implementation == "eager":
+        # K and V are repeated to all heads.
+        total += 2 * (2 * q - 2 * kv)
+        # The softmax in fp32 and its 16-bit copy; Gemma 2 caps the scores before.
+        per_score = 6
+        if config.model_type.startswith("gemma2"):
+            per_score = 8
+        total += per_score * config.num_attention_heads * seq
+    if _has(model, "q_norm"):
+        # An fp32 copy of the 16-bit input, and the normalised one if a trained weight reads it.
+        per_element = 4
+        if norm_trains:
+            per_element += 2
+        total += per_element * (q + kv)
+    return total
+
+
+def _mlp_bytes(model: Any) -> int:
+    """What the feed-forward part saves beside the inputs of its linear layers."""
+    _, _, feed_forward = projection_widths(model.config)
+    if _has(model, "gate_proj"):
+        # Gate, activated gate and up; the down projection keeps its own input.
+        return 2 * 3 * feed_forward
+    # GPT-2's gelu_new keeps four tensors. On CUDA its power, and what follows, runs in fp32.
+    if model.device.type == "cpu":
+        return 2 * 4 * feed_forward
+    return 14 * feed_forward
+
+
+def _has(model: Any, name: str) -> bool:
+    """Whether the first block has a module of this name."""
+    block = decoder_blocks(model)[0]
+    return any(path.rsplit(".", 1)[-1] == name for path, _ in block.named_modules())
+
+
+def _cast_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The linear layers that autocast casts, by name; quantized ones cast for themselves."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if is_linear(layer) and layer.weight.is_floating_point()
+    }
+
+
+def _copy_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the 16-bit copies of all weights that autocast casts."""
+    return 2 * sum(layer.weight.numel() for layer in _cast_layers(module).values())
