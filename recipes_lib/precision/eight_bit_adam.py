@@ -5,20 +5,21 @@ Idea       Store each average as an 8-bit code and one fp32 scale per block of 2
 
                m[i] = scale[i // 256] * table[code[i]]      scale = largest |m| of the block
 
-           A block confines the damage of an outlier to 256 elements. The table is spaced finely near
-           zero and coarsely near one, because the averages span many orders of magnitude. A step
-           decodes a block, does the usual AdamW update in fp32 and encodes it again.
-Saves      6 of 8 bytes per parameter: 2 x (1 + 4/256) = 2.03 stay. Tensors under 4,096 elements and
-           embeddings keep their 32 bits: few or sparse gradients make their averages hard to encode.
+           A block confines the damage of an outlier to 256 elements. The table is spaced finely
+           near zero and coarsely near one, because the averages span many orders of magnitude. A
+           step decodes a block, does the usual AdamW update in fp32 and encodes it again.
+Saves      6 of 8 bytes per parameter: 2 x (1 + 4/256) = 2.03 stay. Tensors under 4,096 elements
+           and embeddings keep their 32 bits: few or sparse gradients make their averages hard to
+           encode.
 Costs      The update is close to AdamW's, not equal. On a CPU the step takes much longer than
-           fused AdamW's and decodes one tensor at a time into fp32: 20 bytes per
-           element of the largest, inside an operator, so no account of tensors sees them. With bf16
-           weights there is no fp32 copy: small updates round away, as in plain bf16 AdamW.
+           fused AdamW's and decodes one tensor at a time into fp32: 20 bytes per element of the
+           largest, inside an operator, so no account of tensors sees them. With bf16 weights there
+           is no fp32 copy: small updates round away, as in plain bf16 AdamW.
 Use when   Full fine-tuning, where the states are the largest term of the budget.
 Not when   With LoRA, whose states are small; on a CPU that has the memory. `paged=True` helps only
            where long batches spill over a GPU's memory: it moves states to host memory on demand.
-In production   `TrainingArguments(optim="adamw_8bit")`, or `"paged_adamw_8bit"`: this same optimizer, 32
-           bits for embeddings included; `optim="adamw_torch_8bit"` is torchao's.
+In production   `TrainingArguments(optim="adamw_8bit")`, or `"paged_adamw_8bit"`: this same
+           optimizer, 32 bits for embeddings included; `optim="adamw_torch_8bit"` is torchao's.
 Source     "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861; bitsandbytes.
 """
 
@@ -28,17 +29,96 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.machine import require
+from recipes_lib.core.plain_step import require_adapters
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
+SMALLEST_PAGED = 100_000  # elements: below this bitsandbytes does not page a tensor's states
+
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def code_table(*, signed: bool) -> torch.Tensor:
+    """The 256 numbers that a code can stand for: seven decades, each with twice as many steps.
+
+    The first average has a sign. The second has none, and takes twice as many steps instead.
+    """
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        steps = 2**decade if signed else 2 ** (decade + 1)
+        edges = torch.linspace(0.1, 1, steps + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        numbers += middles.tolist()
+        if signed:
+            numbers += (-middles).tolist()
+    return torch.tensor(sorted(numbers))  # [256]
+
+
+def encode(average: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of an average [N], where N is a multiple of 256."""
+    blocks = average.view(-1, BLOCK)  # [N / 256, 256]
+    scales = blocks.abs().amax(dim=1, keepdim=True)  # [N / 256, 1]
+    relative = blocks / scales.clamp(min=1e-30)  # from -1 to 1; a block of zeros stays one
+    distances = (relative[:, :, None] - table).abs()  # [N / 256, 256, 256]
+    return distances.argmin(dim=-1).to(torch.uint8), scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The average [N] that `encode` stored."""
+    return (scales * table[codes.long()]).flatten()
+
+
+def plain_adamw(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """One step of AdamW, in place."""
+    exp_avg.lerp_(gradient, 1 - betas[0])
+    exp_avg_sq.lerp_(gradient.square(), 1 - betas[1])
+    # Both averages start at zero, so the first steps would be too small, or too large.
+    mean = exp_avg / (1 - betas[0] ** step)
+    spread = (exp_avg_sq / (1 - betas[1] ** step)).sqrt()
+    weight.mul_(1 - lr * weight_decay)
+    weight.sub_(lr * mean / (spread + eps))
+
+
+def plain_eight_bit_step(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
+    **options: Any,
+) -> None:
+    """The whole idea: decode both averages, do a step of AdamW in fp32, encode them again.
+
+    `first` and `second` are [codes, scales, table] of the two averages, and are updated.
+    """
+    exp_avg = decode(*first)  # [N]
+    exp_avg_sq = decode(*second)
+    plain_adamw(weight, gradient, exp_avg, exp_avg_sq, **options)
+    first[:2] = encode(exp_avg, first[2])
+    second[:2] = encode(exp_avg_sq, second[2])
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 def eight_bit_adamw(
@@ -52,85 +132,63 @@ def eight_bit_adamw(
     embedding_bits: int = 32,
     library: str = "bitsandbytes",
 ) -> torch.optim.Optimizer:
-    """Make an AdamW whose states take 8 bits; use it like any other optimizer.
+    """Make an AdamW whose states take 8 bits; use it like any other optimizer, with any model.
 
     Args:
-        model_or_params: a model (its trainable parameters), or parameters or groups of them. Embeddings
-            are known only from a model; a group may say `optim_bits` itself, 8 (the default) or 32.
+        model_or_params: a model (its trainable parameters), or parameters or groups of them.
+            Embeddings are known only from a model; a group may say `optim_bits` itself, 8 (the
+            default) or 32.
         paged: keep the states in memory that moves between GPU and host on demand.
         embedding_bits: 32 or 8, for the embedding and for an output layer tied to it.
-        library: "bitsandbytes", or "torchao", which is PyTorch code that torch.compile fuses: the first step takes
-            long, and it can neither page nor keep the embedding in 32 bits.
-    Raises ValueError for no trainable parameter, for other bits, for what torchao cannot do, and for `paged` on a
-    CPU, where bitsandbytes would only warn and page nothing; ImportError without the library.
+        library: "bitsandbytes", or "torchao", which is PyTorch code that torch.compile fuses: the
+            first step takes long, and it can neither page nor keep the embedding in 32 bits.
+    Raises ValueError for no trainable parameter, for other bits, for what torchao cannot do, and
+    for `paged` on a CPU, where bitsandbytes would only warn and page nothing; ImportError without
+    the library.
     """
-    if embedding_bits not in (8, 32):
-        raise ValueError(f"embedding_bits={embedding_bits}: states have 8 or 32 bits")
-    if library not in ("bitsandbytes", "torchao"):
-        raise ValueError(f"library={library!r}: choose 'bitsandbytes' or 'torchao'")
+    check_choice([8, 32], embedding_bits=embedding_bits)
+    check_choice(["bitsandbytes", "torchao"], library=library)
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if library == "torchao":
         if paged or embedding_bits != 8:
             raise ValueError(
-                "torchao does not page and stores every state in 8 bits: paged=False, embedding_bits=8"
+                "torchao does not page and stores every state in 8 bits: "
+                "give paged=False and embedding_bits=8"
             )
-        module = isinstance(model_or_params, torch.nn.Module)
-        params = (
-            [p for p in model_or_params.parameters() if p.requires_grad]
-            if module
-            else model_or_params
-        )
-        return _torchao_class()(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        return _torchao_adamw(model_or_params, options)
+    return _bitsandbytes_adamw(model_or_params, options, paged, embedding_bits)
+
+
+def _bitsandbytes_adamw(
+    model_or_params: torch.nn.Module | Iterable[Any],
+    options: dict[str, Any],
+    paged: bool,
+    embedding_bits: int,
+) -> torch.optim.Optimizer:
     if isinstance(model_or_params, torch.nn.Module):
         params = _groups(model_or_params, embedding_bits)
     else:
         params = list(model_or_params)
-    optimizer = _optimizer_class()(
-        params,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        min_8bit_size=SMALLEST,
-        is_paged=paged,
-    )
-    if paged and any(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
+    optimizer = _adamw_by_group()(params, min_8bit_size=SMALLEST, is_paged=paged, **options)
+    if paged and _on_cpu(optimizer):
         raise ValueError("paged=True moves states between GPU and host: on a CPU pass paged=False")
     return optimizer
 
 
-def state_bytes(model: Any, *, embedding_bits: int = 32) -> int:
-    """Bytes of the states once they exist: 2 codes and 2 / 256 fp32 scales per element, or 8 bytes."""
-    total = 2 * 256 * 4  # the two code tables, one value per code, which all parameters share
-    for group in _groups(model, embedding_bits):
-        for n in (p.numel() for p in group["params"]):
-            full = n < SMALLEST or group["optim_bits"] == 32
-            total += 8 * n if full else 2 * n + 8 * -(-n // BLOCK)
-    return total
-
-
-def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all states that `optimizer` holds now, each storage once; torchao's are tensors made of tensors."""
-
-    def parts(value: Any) -> Iterator[torch.Tensor]:
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                yield from parts(getattr(value, name))
-        elif isinstance(value, torch.Tensor):
-            yield value
-
-    tensors = [
-        t for state in optimizer.state.values() for value in state.values() for t in parts(value)
-    ]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def estimate_eight_bit_adam(budget: Budget, model: Any, *, embedding_bits: int = 32) -> Budget:
-    """The states shrink, nothing else changes."""
-    return budget.change(states=state_bytes(model, embedding_bits=embedding_bits))
+def _torchao_adamw(
+    model_or_params: torch.nn.Module | Iterable[Any], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    params = model_or_params
+    if isinstance(params, torch.nn.Module):
+        params = [p for p in params.parameters() if p.requires_grad]
+    return _adamw_without_compiler()(params, **options)
 
 
 def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]:
-    """Trainable parameters, those of the embeddings apart. A tied output layer is the same parameter."""
+    """Trainable parameters, those of the embeddings apart.
+
+    An output layer that is tied to the embedding is the same parameter.
+    """
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
@@ -142,28 +200,19 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-def _torchao_class() -> type[torch.optim.Optimizer]:
-    class AdamW8bit(require("torchao.optim").AdamW8bit):
-        """Runs operator by operator, slowly, where torch.compile cannot: on a CPU without a C++ compiler, and under a
-        mode that looks at every operator, as `PeakMemory` does on a CPU."""
-
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            on_cpu = any(
-                p.device.type == "cpu" for group in self.param_groups for p in group["params"]
-            )
-            compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-            eager = (on_cpu and not compiler) or _get_current_dispatch_mode() is not None
-            stance = torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
-            with stance, warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # of torch.compile's cache, about torchao's tensors
-                return super().step(closure)
-
-    return AdamW8bit
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _optimizer_class() -> type[torch.optim.Optimizer]:
+def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of the optimizer's parameters is on a CPU."""
+    for group in optimizer.param_groups:
+        if any(parameter.device.type == "cpu" for parameter in group["params"]):
+            return True
+    return False
+
+
+def _adamw_by_group() -> type[torch.optim.Optimizer]:
+    # The class is made here, because its base class is imported only when it is needed.
     class AdamW8bitByGroup(require("bitsandbytes").optim.AdamW8bit):
         """Reads `optim_bits` from the parameter group.
 
@@ -173,12 +222,78 @@ def _optimizer_class() -> type[torch.optim.Optimizer]:
 
         def __init__(self, params: list[Any], **kwargs: Any):
             super().__init__(params, **kwargs)
-            bits = {group.setdefault("optim_bits", 8) for group in self.param_groups}
-            if not bits <= {8, 32}:
-                raise ValueError(f"optim_bits={bits}: states have 8 or 32 bits")
+            for group in self.param_groups:
+                group.setdefault("optim_bits", 8)
+                check_choice([8, 32], optim_bits=group["optim_bits"])
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             config = super().get_config(gindex, pindex, group)
             return config | {"optim_bits": group["optim_bits"]}
 
     return AdamW8bitByGroup
+
+
+def _adamw_without_compiler() -> type[torch.optim.Optimizer]:
+    class AdamW8bit(require("torchao.optim").AdamW8bit):
+        """Runs operator by operator, slowly, where torch.compile cannot.
+
+        That is on a CPU without a C++ compiler, and under a mode that looks at every operator, as
+        `PeakMemory` does on a CPU.
+        """
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            stance = contextlib.nullcontext()
+            if _get_current_dispatch_mode() is not None or (_on_cpu(self) and not _cpp_compiler()):
+                stance = torch.compiler.set_stance("force_eager")
+            with stance, warnings.catch_warnings():
+                # From torch.compile's cache, about torchao's tensors.
+                warnings.simplefilter("ignore", UserWarning)
+                return super().step(closure)
+
+    return AdamW8bit
+
+
+def _cpp_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.STATES)
+def estimate_eight_bit_adam(
+    budget: Budget, model: Any, shape: Shape, *, embedding_bits: int = 32, paged: bool = False
+) -> Budget:
+    """The states shrink, nothing else changes.
+
+    With `paged`, the averages of a parameter with 100,000 elements or more lie in managed memory.
+    They come to the GPU while a step needs them, and leave it when something else needs the room.
+    PyTorch does not allocate them, and its peak does not contain them. So the budget does not count
+    them either: what remains are the scales, the code tables and the states of smaller parameters.
+    """
+    require_adapters(budget, model)
+    states = predicted_state_bytes(model, embedding_bits=embedding_bits, paged=paged)
+    return budget.change(states=states)
+
+
+def predicted_state_bytes(model: Any, *, embedding_bits: int = 32, paged: bool = False) -> int:
+    """Bytes of the states once they exist: 2 codes and 2 / 256 fp32 scales per element, or 8 bytes.
+
+    With `paged`, only of those that stay on the device.
+    """
+    # The two code tables, one fp32 value per code, which all parameters share.
+    total = 2 * 256 * 4
+    for group in _groups(model, embedding_bits):
+        for parameter in group["params"]:
+            elements = parameter.numel()
+            blocks = -(-elements // BLOCK)
+            if elements < SMALLEST or group["optim_bits"] == 32:
+                averages = 8 * elements
+                scales = 0
+            else:
+                averages = 2 * elements
+                scales = 8 * blocks
+            if paged and elements >= SMALLEST_PAGED:
+                averages = 0
+            total += averages + scales
+    return total
