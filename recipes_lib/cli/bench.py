@@ -1,0 +1,51 @@
+"""`python -m recipes_lib bench <technique>`: measure one technique beside the plain step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recipes_lib.cli.options import MODEL_HELP, BatchSize, SeqLen
+from recipes_lib.cli.progress import counting
+from recipes_lib.workflows.bench.entries import ENTRIES
+
+Technique = Annotated[str, typer.Argument(help=", ".join(ENTRIES), metavar="TECHNIQUE")]
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+Layers = Annotated[int | None, typer.Option(help="fewer layers of a shape")]
+MicroBatches = Annotated[
+    int | None, typer.Option(help="for gradient accumulation; default: one per row")
+]
+Picture = Annotated[
+    Path | None, typer.Option(help="draw the memory over one step of both rows into this file")
+]
+
+
+def bench(
+    technique: Technique,
+    model: Model = "smollm2",
+    layers: Layers = None,
+    batch_size: BatchSize = 4,
+    seq_len: SeqLen = 64,
+    micro_batches: MicroBatches = None,
+    timeline: Picture = None,
+) -> None:
+    """Measure one technique beside the plain step, and print both rows."""
+    from recipes_lib.core.machine import fast, machine
+    from recipes_lib.workflows.bench.run import Bench
+
+    print(machine())
+    # One row at a time shows the most that accumulation can save.
+    if micro_batches is None:
+        micro_batches = batch_size
+    repeats = 3
+    if fast():  # the sizes of CI
+        repeats = 1
+    setting = Bench(model, batch_size, seq_len, micro_batches, layers)
+    with counting("measuring", total=2) as announce:
+        ladder = setting.run(technique, repeats=repeats, timeline=timeline, announce=announce)
+    print(ladder)
+    print(f"rows: {ladder.path}")
+    if timeline is not None:
+        print(f"timeline: {timeline}")

@@ -1,0 +1,32 @@
+"""`python -m recipes_lib list`: every technique, one line each.
+
+The lines are the first ones of the files' docstrings. They are read as text: nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+LIBRARY = Path(__file__).resolve().parents[1]
+OTHER_FLOORS = ("cli", "core", "report", "workflows")
+
+
+def list_techniques() -> None:
+    """Every technique, one line each: its file, and what it is."""
+    for path, text in techniques():
+        first_line = text.splitlines()[0]
+        print(f"{path.relative_to(LIBRARY).as_posix():<44}{first_line}")
+
+
+def techniques() -> Iterator[tuple[Path, str]]:
+    """The file of every technique, in alphabetical order, with its docstring."""
+    for path in sorted(LIBRARY.glob("*/*.py")):
+        if path.parent.name in OTHER_FLOORS:
+            continue
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        # A table of contents, and a file that is a part of a technique, state no problem.
+        if re.search(r"^Problem\b", text, re.MULTILINE):
+            yield path, text
