@@ -6,4 +6,5 @@ exact_resume             go on after a kill with the identical losses
 gradient_accumulation    a large effective batch in the memory of a small one
 sequence_packing         several short documents in one row, each blind to the others
 tracking                 loss, speed and memory of a run, in TensorBoard, MLflow or W&B
+tracking_backends        the three libraries behind it, each with the same methods
 """

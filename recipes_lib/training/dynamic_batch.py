@@ -1,21 +1,25 @@
 """Dynamic batch: out of memory halves the micro-batch and doubles the accumulation.
 
-Problem    The largest micro-batch that fits depends on the device, on what else runs there and on the longest
-           sequence of today's batch, and one guess too many ends the run.
-Idea       Try, and on out-of-memory try again with smaller micro-batches. The effective batch stays:
+Problem    The largest micro-batch that fits depends on the device, on what else runs there and on
+           the longest sequence of today's batch, and one guess too many ends the run.
+Idea       Try, and on out-of-memory try again with smaller micro-batches. The effective batch
+           stays:
 
-               k = 1   [ 8 x S ]                          out of memory: drop its gradients, free its tensors
-               k = 2   [ 4 x S ] + [ 4 x S ]              out of memory
-               k = 4   [ 2 x S ] + ... + [ 2 x S ]        fits, and is the gradient of the same 8 rows
+               k = 1   [ 8 x S ]                       out of memory: drop gradients and tensors
+               k = 2   [ 4 x S ] + [ 4 x S ]           out of memory
+               k = 4   [ 2 x S ] + ... + [ 2 x S ]     fits: the gradient of the same 8 rows
 
-           What people do instead, a smaller *batch* with the same accumulation, changes the training:
-           gradient noise, learning rate and the number of steps per epoch belong to the effective batch.
+           What people do instead, a smaller *batch* with the same accumulation, changes the
+           training: gradient noise, learning rate and the number of steps per epoch belong to the
+           effective batch.
 Saves      (1 - 1/k) of activations and loss, with the smallest k that fits found at run time.
 Costs      The failed attempts: each runs until memory ends. Afterwards nothing, if k is kept.
-Use when   Memory is unknown or shared, or sequence lengths vary. Not when `estimate_dynamic_batch` tells k in
-           advance, and not in several processes: one that repeats its step leaves the others waiting.
-In production   `accelerate.utils.find_executable_batch_size` and `TrainingArguments(auto_find_batch_size=True)`
-           restart the *whole training* with 0.9 of the batch size and leave the accumulation as it is.
+Use when   Memory is unknown or shared, or sequence lengths vary.
+Not when   `predicted_micro_batches` tells k in advance. Not in several processes: one that repeats
+           its step leaves the others waiting.
+In production   `accelerate.utils.find_executable_batch_size` and
+           `TrainingArguments(auto_find_batch_size=True)` restart the *whole training* with 0.9 of
+           the batch size and leave the accumulation as it is.
 Source     BlackHC/toma, "torch memory-adaptive algorithms", 2020; accelerate/utils/memory.py.
 
 Shapes: B batch, S sequence, k micro-batches.
@@ -27,17 +31,19 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.budget import Budget, Shape
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.training.gradient_accumulation import split_budget
 
-# What torch says when memory ends in a library or driver call instead of its own allocator. An NCCL failure
-# is left out on purpose: afterwards its communicator is broken and a repeated step cannot succeed.
+# What torch says when memory ends in a library or driver call instead of its own allocator. An NCCL
+# failure is left out on purpose: afterwards its communicator is broken and a repeated step cannot
+# succeed.
 OUT_OF_MEMORY = (
     "CUDA out of memory",
     "HIP out of memory",
@@ -49,20 +55,45 @@ OUT_OF_MEMORY = (
     "DefaultCPUAllocator: not enough memory",
 )
 
+# --- the idea: what a learner can copy ---------------------------------------------------
+
+
+def halve_until_it_fits(step: Callable[[int], Any], model: Any, *, batch_size: int) -> int:
+    """Run `step(k)` with k = 1, 2, 4, … micro-batches until one fits, and return that k.
+
+    What is missing here: other kinds of out-of-memory errors, batch sizes that are no power of two,
+    and the random state, which a failed attempt has moved on.
+    """
+    micro_batches = 1
+    while True:
+        try:
+            step(micro_batches)  # adds the gradient of the whole batch
+            return micro_batches
+        except torch.OutOfMemoryError:
+            model.zero_grad()  # the attempt may have added the gradient of its first micro-batches
+            if micro_batches == batch_size:
+                raise  # one row at a time, and it does not fit
+            micro_batches *= 2
+        # Only here, outside of `except`, is the error gone, and with it the tensors it kept alive.
+
+
+# --- the technique -----------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try: its `micro_batches`, whether it `fits`, and its peak bytes where they were measured."""
+    """One try: its `micro_batches`, whether it `fits`, and its peak bytes if they were measured."""
 
     micro_batches: int
     fits: bool
     peak_bytes: int | None
 
     def __str__(self) -> str:
-        peak = f", peak {self.peak_bytes / 2**20:,.0f} MiB" if self.peak_bytes else ""
-        return (
-            f"{self.micro_batches} micro-batches: {'fits' if self.fits else 'out of memory'}{peak}"
-        )
+        ended = "fits" if self.fits else "out of memory"
+        text = f"{self.micro_batches} micro-batches: {ended}"
+        if self.peak_bytes is not None:
+            text += f", peak {self.peak_bytes / 2**20:,.0f} MiB"
+        return text
 
 
 @dataclass(frozen=True)
@@ -84,9 +115,9 @@ def fit_micro_batches(
 ) -> FittedStep:
     """Run `step(k)` with the first k, from `micro_batches` upwards, that fits into memory.
 
-    k goes to the next divisor of the batch size that at least doubles it. A failed attempt leaves nothing:
-    its gradients and tensors are freed and the random state returns, so the attempt that fits gives what
-    `step(k)` alone would have given.
+    k goes to the next divisor of the batch size that at least doubles it. A failed attempt leaves
+    nothing: its gradients and tensors are freed and the random state returns, so the attempt that
+    fits gives what `step(k)` alone would have given.
 
         k = 1
         for batch in batches:
@@ -95,108 +126,74 @@ def fit_micro_batches(
                 model=model, batch_size=8, micro_batches=k,
             )
             k = fitted.micro_batches
-            optimizer.step(), optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
     Args:
-        step: adds the gradient of the whole batch in k micro-batches. It may run several times, so it
-            takes the batch as it is given (reads no iterator) and leaves the optimizer's step to the caller.
+        step: adds the gradient of the whole batch in k micro-batches. It may run several times, so
+            it takes the batch as it is given (reads no iterator) and leaves the optimizer's step to
+            the caller.
+        model: any module; the one whose gradients `step` makes.
         micro_batches: where to start; 1 or what fitted last time.
-        measure_peaks: record the peak bytes of each attempt; on a CPU, every call then looks through all tensors.
-    Raises ValueError if k does not divide the batch, if gradients are already there (a failed attempt could
-    not be told from them), if the optimizer steps inside, or in several processes; torch.OutOfMemoryError
-    if even micro-batches of one row do not fit. Any other error of `step` passes through.
+        measure_peaks: record the peak bytes of each attempt; on a CPU, every call then looks
+            through all tensors.
+    Raises ValueError if k does not divide the batch, if gradients are already there (a failed
+    attempt could not be told from them), if the optimizer steps inside, or in several processes;
+    torch.OutOfMemoryError if even micro-batches of one row do not fit. Any other error of `step`
+    passes through.
     """
     _check(model, batch_size, micro_batches)
-    cpu_random = torch.get_rng_state()
-    cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    versions = [p._version for p in model.parameters()]
+    random_states = _random_states()
+    versions = _versions(model)
     attempts: list[Attempt] = []
     while True:
-        memory = PeakMemory() if measure_peaks else contextlib.nullcontext()
-        failure = None
-        try:
-            with memory:
-                result = step(micro_batches)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        attempts.append(Attempt(micro_batches, failure is None, getattr(memory, "peak", None)))
-        if failure is None:
-            return FittedStep(micro_batches, attempts, result)
-        _release(model, failure)
-        if [p._version for p in model.parameters()] != versions:
+        attempt, outcome = _try(step, micro_batches, measure_peaks=measure_peaks)
+        attempts.append(attempt)
+        if attempt.fits:
+            return FittedStep(micro_batches, attempts, outcome)
+
+        _release(model, outcome)
+        if _versions(model) != versions:
             raise ValueError(
-                "the step changed the weights and then ran out of memory, so it cannot be repeated: call "
-                "optimizer.step() after fit_micro_batches, not inside"
-            ) from failure
+                "the step changed the weights and then ran out of memory, so it cannot be "
+                "repeated: call optimizer.step() after fit_micro_batches, not inside"
+            ) from outcome
         smaller = _next_divisor(micro_batches, batch_size)
         if smaller is None:
-            raise torch.OutOfMemoryError(
-                f"even one row at a time does not fit ({'; '.join(map(str, attempts))}). The batch is no longer what "
-                f"fills the memory: checkpoint the activations, shorten the sequences or shrink the optimizer states; "
-                f"recipes_lib.memory.out_of_memory_doctor.diagnose says what saves how much"
-            ) from failure
+            raise torch.OutOfMemoryError(_nothing_fits(attempts)) from outcome
         micro_batches = smaller
-        torch.set_rng_state(cpu_random)
-        torch.cuda.set_rng_state_all(cuda_random)
+        _set_random_states(random_states)
+
+
+def _try(step: Callable[[int], Any], k: int, *, measure_peaks: bool) -> tuple[Attempt, Any]:
+    """One attempt, and what `step` returned, or the error by which it ran out of memory."""
+    memory = contextlib.nullcontext()
+    if measure_peaks:
+        memory = PeakMemory()
+    fits = True
+    try:
+        with memory:
+            outcome = step(k)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = False
+        outcome = error
+    return Attempt(k, fits, getattr(memory, "peak", None)), outcome
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for torch.OutOfMemoryError and for a RuntimeError with one of the texts of OUT_OF_MEMORY."""
+    """True for torch.OutOfMemoryError and for a RuntimeError with a text of OUT_OF_MEMORY."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
-def estimate_dynamic_batch(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, limit_bytes: int
-) -> int:
-    """The k that `fit_micro_batches` will find under `limit_bytes`, from the budget of the full batch.
-
-    Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
-    """
-    plan, k = budget, 1
-    while plan.peak > limit_bytes:
-        smaller = _next_divisor(k, batch_size)
-        if smaller is None:
-            raise ValueError(
-                f"one row needs {plan.peak:,} bytes, limit_bytes={limit_bytes:,}: micro-batches do not help"
-            )
-        k = smaller
-        plan = split_budget(budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=k)
-    return k
-
-
-def _check(model: Any, batch_size: int, micro_batches: int) -> None:
-    if micro_batches < 1 or batch_size < 1 or batch_size % micro_batches:
-        raise ValueError(
-            f"micro_batches={micro_batches} must be 1 or more and divide batch_size={batch_size}"
-        )
-    if any(
-        getattr(p, "steps_in_backward", False) or hasattr(p, "offloaded_optimizer")
-        for p in model.parameters()
-    ):
-        raise ValueError(
-            "the optimizer takes gradients in backward, so a failed step cannot be taken back: use one of the two"
-        )
-    if any(p.grad is not None for p in model.parameters()):
-        raise ValueError(
-            "gradients are already there, and a failed attempt must be able to drop its own: call "
-            "optimizer.step() and optimizer.zero_grad() first"
-        )
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
-        raise ValueError(
-            "one process cannot repeat its step while the others wait for it: find micro_batches on one "
-            "process and pass the same number to all"
-        )
-
-
 def _release(model: Any, error: BaseException | None) -> None:
-    """Free what a failed attempt holds: gradients, and the tensors in the frames of its traceback."""
+    """Free what a failed attempt holds: gradients, and the tensors in its traceback's frames."""
     for parameter in model.parameters():
         parameter.grad = None
+    # An error holds its traceback, that holds the frames of forward, and those their local tensors.
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -204,6 +201,98 @@ def _release(model: Any, error: BaseException | None) -> None:
     torch.cuda.empty_cache()  # the next attempt asks for blocks of other sizes
 
 
+def _versions(model: Any) -> list[int]:
+    """How often each weight was written to: an optimizer's step counts up."""
+    return [parameter._version for parameter in model.parameters()]
+
+
+def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    on_cuda = []
+    if torch.cuda.is_available():
+        on_cuda = torch.cuda.get_rng_state_all()
+    return torch.get_rng_state(), on_cuda
+
+
+def _set_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    on_cpu, on_cuda = states
+    torch.set_rng_state(on_cpu)
+    torch.cuda.set_rng_state_all(on_cuda)
+
+
 def _next_divisor(k: int, batch_size: int) -> int | None:
     """The smallest divisor of the batch size that is at least twice k, or None after the last."""
-    return next((d for d in range(2 * k, batch_size + 1) if batch_size % d == 0), None)
+    for larger in range(2 * k, batch_size + 1):
+        if batch_size % larger == 0:
+            return larger
+    return None
+
+
+# --- Hugging Face glue and guards --------------------------------------------------------
+
+
+def _check(model: Any, batch_size: int, micro_batches: int) -> None:
+    check_whole(batch_size=batch_size, micro_batches=micro_batches)
+    if batch_size % micro_batches:
+        raise ValueError(
+            f"micro_batches={micro_batches}: give a number that divides batch_size={batch_size}"
+        )
+    parameters = list(model.parameters())
+    # Either the weights have changed already, or gradients wait on the host, where those of a
+    # failed attempt cannot be told from those before.
+    updated = any_marked(parameters, STEPS_IN_BACKWARD)
+    taken = any_marked(parameters, GRADIENT_TAKER)
+    if updated or taken:
+        raise ValueError(
+            "the optimizer takes gradients in backward, so a failed step cannot be taken back: "
+            "use one of the two"
+        )
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ValueError(
+            "gradients are already there, and a failed attempt must be able to drop its own: call "
+            "optimizer.step() and optimizer.zero_grad() first"
+        )
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            "one process cannot repeat its step while the others wait for it: find micro_batches "
+            "on one process and pass the same number to all"
+        )
+
+
+def _nothing_fits(attempts: list[Attempt]) -> str:
+    tried = "; ".join(str(attempt) for attempt in attempts)
+    return (
+        f"even one row at a time does not fit ({tried}). The batch is no longer what fills the "
+        f"memory: checkpoint the activations, shorten the sequences or shrink the optimizer "
+        f"states; recipes_lib.workflows.out_of_memory_doctor.diagnose says what saves how much"
+    )
+
+
+# --- the arithmetic ----------------------------------------------------------------------
+
+
+def predicted_micro_batches(
+    plan: Callable[[Shape], Budget], *, shape: Shape, limit_bytes: int
+) -> int:
+    """The k that `fit_micro_batches` will find under `limit_bytes`, from `shape.micro_batches` up.
+
+    `plan` makes the budget of a shape with any recipes, in their order:
+
+        def plan(shape):
+            budget = estimate_gradient_accumulation(budget_of(model, shape), model, shape)
+            return estimate_mixed_precision(budget, model, shape)
+
+    Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
+    """
+    rows = shape.batch // shape.ranks  # each rank splits its own part of the batch
+    while True:
+        peak = plan(shape).peak
+        if peak <= limit_bytes:
+            return shape.micro_batches
+        smaller = _next_divisor(shape.micro_batches, rows)
+        if smaller is None:
+            raise ValueError(
+                f"one row needs {peak:,} bytes, limit_bytes={limit_bytes:,}: "
+                f"micro-batches do not help"
+            )
+        shape = replace(shape, micro_batches=smaller)

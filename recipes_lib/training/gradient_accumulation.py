@@ -3,21 +3,23 @@
 Problem    Activations and logits grow with the batch, and the batch that trains well does not fit.
 Idea       Split the batch, add up the gradients, step once:
 
-               full batch     L = sum over all tokens of CE / N          N = target tokens of the batch
-               micro-batch i  L_i = sum over its tokens of CE / N        the same N, so  dL = sum_i dL_i
+               full batch     L   = sum over all tokens of CE / N     N = targets of the batch
+               micro-batch i  L_i = sum over its tokens of CE / N     the same N: dL = sum_i dL_i
 
-           The popular bug divides each micro-batch by its *own* token count and then by the number of
-           micro-batches: with unequal lengths a token in a short micro-batch then weighs more.
+           The popular bug divides each micro-batch by its *own* token count and then by the number
+           of micro-batches: with unequal lengths a token in a short micro-batch then weighs more.
 Saves      (1 - 1/k) of activations and loss for k micro-batches; 2-16x the batch at flat memory.
 Costs      Gradients stay alive between micro-batches, so gradient memory adds to activation memory;
            small micro-batches use the device less well.
-Use when   The effective batch you want does not fit. Not when it fits: k = 1 is faster; and not together
-           with an optimizer step in backward, which leaves nothing to accumulate.
-In production   `TrainingArguments(gradient_accumulation_steps=k)`: the Trainer passes the model the same
-           `num_items_in_batch`; under FSDP or DDP it also skips the reduction of all but the last micro-batch.
+Use when   The effective batch you want does not fit.
+Not when   It fits: k = 1 is faster. Nor together with an optimizer step in backward, which leaves
+           nothing to accumulate.
+In production   `TrainingArguments(gradient_accumulation_steps=k)`: the Trainer passes the model the
+           same `num_items_in_batch`; under FSDP or DDP it also skips the reduction of all but the
+           last micro-batch.
 Source     "Fixing Gradient Accumulation", Hugging Face blog, October 2024.
 
-Shapes: B batch, S sequence, k micro-batches.
+Shapes: B batch, S sequence, V vocabulary, k micro-batches.
 """
 
 from __future__ import annotations
@@ -28,28 +30,54 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.marks import STEPS_IN_BACKWARD, any_marked
+from recipes_lib.core.plain_step import embedding_copies, head_trains, loss_bytes
+from recipes_lib.core.sizes import tensor_bytes
 
 Batch = dict[str, torch.Tensor]
 
+# --- the idea: what a learner can copy ---------------------------------------------------
+
+
+def accumulated_by_hand(model: Any, batch: Batch, *, micro_batches: int) -> None:
+    """Add the gradient of the mean loss over `batch` [B, S] to `.grad`, in `micro_batches` parts.
+
+    The model's loss is a mean over the micro-batch's *own* targets. Times their number it is a sum
+    again, and over the targets of the whole batch it is this micro-batch's share.
+    """
+    targets = count_targets(batch)  # N, of the whole batch
+    rows = torch.arange(len(batch["labels"]))
+    for part in rows.chunk(micro_batches):
+        micro = {name: tensor[part] for name, tensor in batch.items()}  # [B/k, S]
+        mean = model(**micro, use_cache=False).loss
+        (mean * count_targets(micro) / targets).backward()  # adds to what `.grad` holds already
+
+
+def count_targets(batch: Batch) -> torch.Tensor:
+    """The number of tokens that have a loss. Nothing predicts the first token of a row."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+# --- the technique -----------------------------------------------------------------------
+
 
 def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """The sum of the cross-entropy over the targets of `batch`: labels [B, S], not shifted, IGNORED for no loss.
+    """The sum of the cross-entropy over the targets of `batch`.
 
-    Computed here, from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
+    Labels [B, S] are not shifted, and IGNORED where there is no loss. The sum is computed here,
+    from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
     """
     # The model predicts token t+1 from token t, so the labels move one to the left.
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
-    output = model(
-        **{name: tensor for name, tensor in batch.items() if name != "labels"}, use_cache=False
-    )
-    if getattr(output, "aux_loss", None) is not None:
-        raise ValueError(
-            "the router's auxiliary loss would be left out: set config.output_router_logits = False"
-        )
+    # Without labels: the model would compute a loss of its own, and its logits in fp32 with it.
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    output = model(**inputs, use_cache=False)
+    _refuse_auxiliary_loss(output)
     logits = output.logits.float().flatten(0, 1)  # [B*S, V]
-    del output  # the loss keeps what it needs
+    del output  # 16-bit logits are free now: the loss keeps what it needs
     return torch.nn.functional.cross_entropy(
         logits, shifted.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -67,55 +95,116 @@ def accumulate_gradients(
     """Add the gradient of the whole batch to `.grad`, one micro-batch in memory at a time.
 
     Args:
-        batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target), or a sequence of
-            such batches, of any lengths, that make up the whole one.
-        micro_batches: k, into which one batch is split; must divide B. Not for a sequence, which is split already.
+        batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target), or a
+            sequence of such batches, of any lengths, that make up the whole one.
+        micro_batches: k, into which one batch is split; must divide B. Not for a sequence, which is
+            split already.
         loss_sum: the sum of the losses of a micro-batch's targets.
-        autocast: makes the context of each forward; backward: replaces `loss.backward()` (loss scaling).
-    Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its target tokens.
-    Raises ValueError if k does not divide B, if no label is left to train on, or if the model adds a loss of its own.
+        autocast: makes the context of each forward.
+        backward: replaces `loss.backward()` (loss scaling).
+    Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its
+    target tokens.
+    Raises ValueError if k does not divide B, if no label is left to train on, or if the model adds
+    a loss of its own.
     """
     micros = _split(batch, micro_batches)
-    if len(micros) > 1 and any(getattr(p, "steps_in_backward", False) for p in model.parameters()):
-        raise ValueError(
-            "the optimizer steps in backward, so no gradient is left to accumulate: use one of the two"
-        )
-    targets = torch.stack([(micro["labels"][:, 1:] != IGNORED).sum() for micro in micros]).sum()
+    _refuse_steps_in_backward(model, len(micros))
+    # Counted before the first forward: every micro-batch is divided by the targets of all.
+    targets = torch.stack([count_targets(micro) for micro in micros]).sum()
     if targets == 0:
         raise ValueError(f"every label is {IGNORED}: the batch has no token to train on")
     total = torch.zeros((), device=targets.device)
     for micro in micros:
         with autocast():
             loss = loss_sum(model, micro) / targets
-        backward(loss)
+        backward(loss)  # frees this micro-batch's activations
         total += loss.detach()
     return total
 
 
 def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Batch]:
-    if (micro_batches is None) == isinstance(batch, dict) or not batch:
+    """The micro-batches, checked."""
+    is_one_batch = isinstance(batch, dict)
+    has_count = micro_batches is not None
+    # One batch needs a count. A sequence is split already, and a count would contradict it.
+    if is_one_batch != has_count or not batch:
         raise ValueError(
             "give one batch and the number of micro_batches, or a sequence of micro-batches alone"
         )
-    for part in [batch] if isinstance(batch, dict) else batch:
-        if not {"input_ids", "labels"} <= part.keys():
-            raise ValueError(f"the batch has {sorted(part)}: input_ids and labels are needed")
-    if not isinstance(batch, dict):
+    if not is_one_batch:
+        for micro in batch:
+            _require_ids_and_labels(micro)
         return list(batch)
-    batch_size = batch["input_ids"].shape[0]
-    if micro_batches < 1 or batch_size == 0 or batch_size % micro_batches:
+
+    _require_ids_and_labels(batch)
+    check_whole(micro_batches=micro_batches)
+    rows = batch["input_ids"].shape[0]
+    if rows == 0 or rows % micro_batches:
         raise ValueError(
-            f"micro_batches={micro_batches} must be 1 or more and divide the batch size {batch_size}"
+            f"micro_batches={micro_batches}: give a number that divides the batch size {rows}"
         )
-    return [
-        {name: t.chunk(micro_batches)[i] for name, t in batch.items()} for i in range(micro_batches)
-    ]
+    parts = {name: tensor.chunk(micro_batches) for name, tensor in batch.items()}  # k x [B/k, S]
+    micros = []
+    for number in range(micro_batches):
+        micros.append({name: chunks[number] for name, chunks in parts.items()})
+    return micros
 
 
-def estimate_gradient_accumulation(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, micro_batches: int
-) -> Budget:
-    """The budget of the full batch, split in k: activations and loss shrink, gradients are carried."""
-    return split_budget(
-        budget, model, batch_size=batch_size, seq_len=seq_len, micro_batches=micro_batches
+# --- Hugging Face glue and guards --------------------------------------------------------
+
+
+def _require_ids_and_labels(batch: Batch) -> None:
+    if not {"input_ids", "labels"} <= batch.keys():
+        raise ValueError(f"the batch has {sorted(batch)}: input_ids and labels are needed")
+
+
+def _refuse_steps_in_backward(model: Any, micro_batches: int) -> None:
+    # With one micro-batch the first backward is the last, and an update in it is right.
+    if micro_batches > 1 and any_marked(model.parameters(), STEPS_IN_BACKWARD):
+        raise ValueError(
+            "the optimizer steps in backward, so no gradient is left to accumulate: "
+            "use one of the two"
+        )
+
+
+def _refuse_auxiliary_loss(output: Any) -> None:
+    """A mixture of experts adds the loss of its router to the one that it computes itself."""
+    if getattr(output, "aux_loss", None) is not None:
+        raise ValueError(
+            "the router's auxiliary loss would be left out: set config.output_router_logits = False"
+        )
+
+
+# --- the arithmetic ----------------------------------------------------------------------
+
+
+@estimate(Order.BATCH)
+def estimate_gradient_accumulation(budget: Budget, model: Any, shape: Shape) -> Budget:
+    """The budget of the full batch, split in k = `shape.micro_batches`.
+
+    What grows with the batch shrinks; gradients are carried from one micro-batch to the next.
+    Comes first: all other estimates then see one micro-batch. Raises ValueError for a budget that
+    is split already.
+    """
+    if budget.shape is not None and budget.shape.micro_batches > 1:
+        raise ValueError(
+            f"the budget is that of {budget.shape.micro_batches} micro-batches already: "
+            f"give the one of the whole batch, budget_of(model, shape)"
+        )
+    k = shape.micro_batches
+    if k == 1:
+        return budget
+    # The embedding's gradient cannot become `.grad` any more: it is added to the one that is there.
+    added = embedding_copies(model)
+    embedding = model.get_input_embeddings().weight
+    if embedding.requires_grad:
+        added += tensor_bytes(embedding)
+    return budget.change(
+        activations=budget.activations // k,
+        loss=loss_bytes(model, shape.tokens, head_trains=head_trains(budget, model)),
+        carried=budget.gradients,
+        one_block=budget.one_block // k,
+        block_gradients=budget.block_gradients // k,
+        last_gradients=0,  # every gradient exists from the first micro-batch on
+        embedding_gradient=added,
     )

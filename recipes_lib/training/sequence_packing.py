@@ -1,29 +1,33 @@
 """Sequence packing: several short documents in one row, each blind to the others.
 
-Problem    Documents have unequal lengths, and the padding that makes them one tensor costs as much time as text.
-Idea       Fill rows of one length L with whole documents, count positions from 0 in each, and let no token look
-           past the start of its own document:
+Problem    Documents have unequal lengths, and the padding that makes them one tensor costs as much
+           time as text.
+Idea       Fill rows of one length L with whole documents, count positions from 0 in each, and let
+           no token look past the start of its own document:
 
                padded   a a a a . . . .      packed   a a a a b b b c      mask   a a a a . . . .
                         b b b . . . . .      pos      0 1 2 3 0 1 2 0             . . . . b b b .
                         c . . . . . . .                                           . . . . . . . c
 
-           Which documents share a row is bin packing. Best-fit decreasing: longest first, each into the fullest
-           row that still has room. The attention kernel learns the borders from the positions that restart.
+           Which documents share a row is bin packing. Best-fit decreasing: longest first, each into
+           the fullest row that still has room. The attention kernel learns the borders from the
+           positions that restart.
 Saves      The padded part of the batch, in time and in activations.
-Costs      With SDPA the borders need a mask [L, L], and with a mask transformers repeats grouped KV heads;
-           flash-attn's variable lengths need neither. The number of rows is no longer the number of documents:
-           divide the loss by targets.
-Use when   Lengths vary, as in instruction tuning. Not when documents fill their rows, and not for a model that
-           cannot keep documents apart (state space models): `check_document_mask` tells.
+Costs      With SDPA the borders need a mask [L, L], and with a mask transformers repeats grouped KV
+           heads; flash-attn's variable lengths need neither. The number of rows is no longer the
+           number of documents: divide the loss by targets.
+Use when   Lengths vary, as in instruction tuning. Not when documents fill their rows, and not for a
+           model that cannot keep documents apart (state space models): `check_document_mask` tells.
 Not when   Batches grouped by length pad hardly more than packing leaves free: see the measurement.
-In production   `SFTConfig(packing=True)` in TRL, `sample_packing: true` in Axolotl, `DataCollatorWithFlattening` in
-           transformers. All of them tell the borders by positions.
-Source     Krell et al., "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027); best fit: Ding
-           et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830).
+In production   `SFTConfig(packing=True)` in TRL, `sample_packing: true` in Axolotl,
+           `DataCollatorWithFlattening` in transformers. All of them tell the borders by positions.
+Source     Krell et al., "Efficient Sequence Packing without Cross-contamination" (arXiv
+           2107.02027); best fit: Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv
+           2404.10830).
 
-A silent trap: transformers finds the borders only if there is no attention mask and no KV cache. With the cache on,
-which is the default, the same batch runs as one long document. Call the model with `use_cache=False`.
+A silent trap: transformers finds the borders only if there is no attention mask and no KV cache.
+With the cache on, which is the default, the same batch runs as one long document. Call the model
+with `use_cache=False`.
 
 Shapes: N documents, P packed rows, L their length.
 """
@@ -37,18 +41,48 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.data import IGNORED
 
 Row = dict[str, list[int]]
 
+# --- the idea: what a learner can copy ---------------------------------------------------
+
+
+def fill_rows(lengths: Sequence[int], *, length: int) -> list[list[int]]:
+    """Which documents share a row: longest first, each into the fullest row that has room."""
+    rows = []  # [[document, …], …]
+    room = []  # the free tokens of each row
+    for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [row for row in range(len(rows)) if room[row] >= lengths[document]]
+        if not fitting:
+            fitting = [len(rows)]
+            rows.append([])
+            room.append(length)
+        fullest = min(fitting, key=lambda row: room[row])
+        rows[fullest].append(document)
+        room[fullest] -= lengths[document]
+    return rows
+
+
+def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
+    """Who sees whom in packed rows [P, L]: True where query i (row) may look at key j (column)."""
+    documents = (position_ids == 0).cumsum(dim=1)  # [P, L] positions restart: the next document
+    same = documents[:, :, None] == documents[:, None, :]  # [P, L, L]
+    causal = torch.ones_like(same).tril()  # no key from the future
+    return same & causal  # [P, L, L]
+
+
+# --- the technique -----------------------------------------------------------------------
+
 
 def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None) -> list[Row]:
-    """Put N rows into P rows of at most `length` tokens, with `position_ids` that restart at every document.
+    """Put N rows into P rows of at most `length` tokens, whose `position_ids` restart per document.
 
-    Best-fit decreasing, in O(N log N) searches; nothing is cut and nothing is lost. The first label of a document is
-    IGNORED: otherwise the last token of its neighbour would be trained to predict it.
+    Best-fit decreasing, in O(N log N) searches; nothing is cut and nothing is lost. The first label
+    of a document is IGNORED: otherwise the last token of its neighbour would be trained to predict
+    it.
 
     Args:
         rows: with `input_ids` and `labels`, as from `load_instructions`.
@@ -57,125 +91,171 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     """
     rows = list(rows)
     lengths = [len(row["input_ids"]) for row in rows]
-    packs = [_join([rows[i] for i in members]) for members in best_fit(lengths, length=length)]
+    packs = []
+    for members in best_fit(lengths, length=length):
+        packs.append(_join([rows[i] for i in members]))
     if seed is not None:
         random.Random(seed).shuffle(packs)
     return packs
 
 
 def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
-    """The indices of `lengths` in bins of at most `length`: longest first, each into the fullest bin with room."""
-    if not lengths:
-        raise ValueError("there is no row to pack: the data set is empty")
-    longest, shortest = max(lengths), min(lengths)
-    if shortest < 1 or longest > length:
-        which = lengths.index(longest if longest > length else shortest)
-        raise ValueError(
-            f"row {which} has {lengths[which]} tokens, and rows of 1 to length={length} can be packed whole: leave "
-            f"it out, split it, or raise length"
-        )
+    """The indices of `lengths` in bins of at most `length`, as `fill_rows` does, but quickly."""
+    _check_lengths(lengths, length)
     bins: list[list[int]] = []
-    free: list[
-        tuple[int, int]
-    ] = []  # (room, bin), sorted: the first that is large enough fits best
+    # (room, bin), sorted: the first one with enough room is the fullest that fits.
+    free: list[tuple[int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(free, (lengths[i], -1))
-        if at == len(free):
-            room, b = length, len(bins)
-            bins.append([])
+        # -1 is below every number of a bin: bins with exactly this much room count as well.
+        place = bisect.bisect_left(free, (lengths[i], -1))
+        if place < len(free):
+            room, number = free.pop(place)
         else:
-            room, b = free.pop(at)
-        bins[b].append(i)
-        bisect.insort(free, (room - lengths[i], b))
+            room = length
+            number = len(bins)
+            bins.append([])
+        bins[number].append(i)
+        bisect.insort(free, (room - lengths[i], number))
     return bins
+
+
+def _join(rows: list[Row]) -> Row:
+    pack: Row = {"input_ids": [], "labels": [], "position_ids": []}
+    for row in rows:
+        pack["input_ids"] += row["input_ids"]
+        # The token before the first one belongs to the neighbour and must not predict it.
+        pack["labels"] += [IGNORED, *row["labels"][1:]]
+        pack["position_ids"] += range(len(row["input_ids"]))
+    return pack
 
 
 def collate_packed(
     packs: Sequence[Row], *, pad_token_id: int, length: int | None = None, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Packed rows as tensors [P, L] of `input_ids`, `labels` and `position_ids`, padded to `length` or the longest.
+    """Packed rows as tensors [P, L] of `input_ids`, `labels` and `position_ids`.
 
-    There is no attention mask, by which transformers would take the row for one document. The padding at the end is
-    a document of its own. Call the model with `use_cache=False`. Raises ValueError for rows that are not packed.
+    Padded to `length` or the longest. There is no attention mask, by which transformers would take
+    the row for one document. The padding at the end is a document of its own. Call the model with
+    `use_cache=False`. Raises ValueError for rows that are not packed.
     """
     longest = max((len(pack["input_ids"]) for pack in packs), default=0)
     length = length or longest
-    if not longest or longest > length or not all("position_ids" in pack for pack in packs):
+    packed = all("position_ids" in pack for pack in packs)
+    if not packed or longest == 0 or longest > length:
         raise ValueError(
-            f"{len(packs)} rows of at most {longest} tokens, length={length}: give what pack_sequences returned"
+            f"{len(packs)} rows of at most {longest} tokens, length={length}: "
+            f"give what pack_sequences returned"
         )
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for pack in packs:
+        missing = length - len(pack["input_ids"])
+        columns["input_ids"].append([*pack["input_ids"], *[pad_token_id] * missing])
+        columns["labels"].append([*pack["labels"], *[IGNORED] * missing])
+        columns["position_ids"].append([*pack["position_ids"], *range(missing)])
+    return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}  # [P, L]
 
-    def padded(name: str, fill: Any) -> torch.Tensor:
-        values = [[*pack[name], *fill(length - len(pack[name]))] for pack in packs]
-        return torch.tensor(values, device=device)
 
-    return {
-        "input_ids": padded("input_ids", lambda n: [pad_token_id] * n),
-        "labels": padded("labels", lambda n: [IGNORED] * n),
-        "position_ids": padded("position_ids", range),
-    }
+# --- Hugging Face glue and guards --------------------------------------------------------
 
 
 @torch.no_grad()
 def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
     """Raise RuntimeError if a document of the packed `batch` [P, L] sees its neighbour.
 
-    Changes every token of the first document and looks whether the logits of the others move. Attention that does
-    not know the borders, and state space models, fail here. Needs a row with two documents, or raises ValueError.
+    Changes every token of the first document and looks whether the logits of the others move.
+    Attention that does not know the borders, and state space models, fail here. Needs a row with
+    two documents, or raises ValueError.
     """
-    starts = (batch["position_ids"] == 0).nonzero()  # [documents, 2], row by row
-    row = next((r for r in range(len(batch["input_ids"])) if (starts[:, 0] == r).sum() > 1), None)
-    if row is None:
-        raise ValueError("no row of the batch holds two documents: there is no border to check")
-    one = {name: batch[name][row : row + 1] for name in ("input_ids", "position_ids")}
-    border = int(starts[starts[:, 0] == row][1, 1])
-    changed = one["input_ids"].clone()
+    row, border = _first_border(batch["position_ids"])
+    ids = batch["input_ids"][row : row + 1]  # [1, L]
+    positions = batch["position_ids"][row : row + 1]
+    changed = ids.clone()
     changed[:, :border] = (changed[:, :border] + 1) % model.config.vocab_size
+
     was_training = model.training
     model.eval()  # dropout would differ from pass to pass
-    before = model(**one, use_cache=False).logits[:, border:]
-    after = model(**one | {"input_ids": changed}, use_cache=False).logits[:, border:]
+    before = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    after = model(input_ids=changed, position_ids=positions, use_cache=False).logits
     model.train(was_training)
-    difference = (after - before).abs().max().item()
-    # Where the mask holds, the same numbers meet in the same order; a kernel may still split the sums otherwise.
-    if not difference <= 1e-3 * before.abs().max().item():  # NaN proves nothing
+
+    before = before[:, border:]  # [1, L - border, V] what the other documents predict
+    difference = (after[:, border:] - before).abs().max().item()
+    # Where the mask holds, the same numbers meet in the same order; a kernel may still split the
+    # sums otherwise. A comparison with NaN is False, so NaN proves nothing here.
+    stayed = difference <= 1e-3 * before.abs().max().item()
+    if not stayed:
         raise RuntimeError(
-            f"a document sees its neighbour (logits move by {difference:.2g}): {type(model).__name__} with attention "
-            f"{getattr(model.config, '_attn_implementation', None)!r} does not know the borders; train it unpacked"
+            f"a document sees its neighbour (logits move by {difference:.2g}): "
+            f"{type(model).__name__} with attention "
+            f"{getattr(model.config, '_attn_implementation', None)!r} does not know the borders; "
+            f"train it unpacked"
         )
 
 
+def _first_border(position_ids: torch.Tensor) -> tuple[int, int]:
+    """The first row with two documents, and where its second document begins."""
+    starts = position_ids == 0  # [P, L]
+    rows = (starts.sum(dim=1) > 1).nonzero()  # [rows with a border, 1]
+    if len(rows) == 0:
+        raise ValueError("no row of the batch holds two documents: there is no border to check")
+    row = int(rows[0])
+    return row, int(starts[row].nonzero()[1])
+
+
+def _check_lengths(lengths: Sequence[int], length: int) -> None:
+    if not lengths:
+        raise ValueError("there is no row to pack: the data set is empty")
+    for row, tokens in enumerate(lengths):
+        if tokens < 1 or tokens > length:
+            raise ValueError(
+                f"row {row} has {tokens} tokens, and rows of 1 to length={length} can be packed "
+                f"whole: leave it out, split it, or raise length"
+            )
+
+
+# --- the arithmetic ----------------------------------------------------------------------
+
+
 def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
-    """Tokens that a model processes if consecutive batches are padded, each to its longest row."""
-    batches = (lengths[start : start + batch_size] for start in range(0, len(lengths), batch_size))
-    return sum(len(batch) * max(batch) for batch in batches)
+    """Tokens that are processed if consecutive batches are padded, each to its longest row."""
+    total = 0
+    for start in range(0, len(lengths), batch_size):
+        batch = lengths[start : start + batch_size]
+        total += len(batch) * max(batch)
+    return total
 
 
-def estimate_sequence_packing(
+def predicted_speedup(
     lengths: Sequence[int], *, length: int, batch_size: int, packs_per_batch: int = 1
 ) -> float:
-    """How many times fewer tokens are processed than in batches of `batch_size` padded rows: the speed-up as far as
-    time is proportional to tokens. `packs_per_batch` packed rows are padded to the longest of them."""
-    packs = [sum(lengths[i] for i in members) for members in best_fit(lengths, length=length)]
-    return padded_tokens(lengths, batch_size=batch_size) / padded_tokens(
-        packs, batch_size=packs_per_batch
-    )
+    """How many times fewer tokens are processed than in batches of `batch_size` padded rows.
+
+    That is the speed-up as far as time is proportional to tokens. `packs_per_batch` packed rows are
+    padded to the longest of them.
+    """
+    packs = []
+    for members in best_fit(lengths, length=length):
+        packs.append(sum(lengths[i] for i in members))
+    padded = padded_tokens(lengths, batch_size=batch_size)
+    packed = padded_tokens(packs, batch_size=packs_per_batch)
+    return padded / packed
 
 
-def estimate_packed_attention(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, dtype: torch.dtype | None = None
+@estimate(Order.ATTENTION)
+def estimate_sequence_packing(
+    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype | None = None
 ) -> Budget:
-    """The budget when SDPA keeps documents apart, for packed rows [batch_size, seq_len]: each layer keeps its mask
-    [L, L], in the `dtype` that attention computes in, and grouped KV heads repeated to all of them."""
-    q, kv, _ = projection_widths(model.config)
-    block = batch_size * seq_len * (dtype or model.dtype).itemsize * (2 * (q - kv) + seq_len)
-    activations = budget.activations + len(decoder_blocks(model)) * block
-    return budget.change(activations=activations, one_block=budget.one_block + block)
+    """The budget when SDPA keeps documents apart, for packed rows as `shape` says.
 
-
-def _join(rows: list[Row]) -> Row:
-    return {
-        "input_ids": [token for row in rows for token in row["input_ids"]],
-        "labels": [label for row in rows for label in [IGNORED, *row["labels"][1:]]],
-        "position_ids": [position for row in rows for position in range(len(row["input_ids"]))],
-    }
+    Each layer keeps its mask [L, L], in the `dtype` that attention computes in (None: the model's),
+    and the K and V heads repeated to as many as Q has.
+    """
+    size = (dtype or model.dtype).itemsize
+    query_width, key_width, _ = projection_widths(model.config)
+    repeated = 2 * (query_width - key_width)  # elements per token: K and V
+    mask = shape.seq  # elements per token: one row of the mask
+    block = shape.tokens * size * (repeated + mask)
+    return budget.change(
+        activations=budget.activations + len(decoder_blocks(model)) * block,
+        one_block=budget.one_block + block,
+    )
