@@ -1,6 +1,9 @@
-"""Keep what a run measured: benchmarks/results/<machine>-<date>.json, one file per machine and day.
+"""Keep what a run measured, and find it again: benchmarks/results/<machine>-<date>.json.
 
 python -m benchmarks.record runs/01_large_models_limited_hardware.json
+
+There is one file per machine and day. It holds the facts of the machine and the `parts` that were
+measured: a part of `benchmarks.gpu`, or the ladder of a notebook.
 """
 
 from __future__ import annotations
@@ -15,6 +18,15 @@ from typing import Any
 from recipes_lib.core.machine import provenance
 
 RESULTS = Path(__file__).parent / "results"
+
+# The ladders of the notebooks, by the number of the notebook.
+LADDERS = {
+    "01": "01_large_models_limited_hardware",
+    "04": "04_training_long_sequences",
+    "05": "05_fine_tuning_pretrained_models",
+}
+
+# What a file of results says of its machine; see `core.machine.provenance`.
 FACTS = (
     "device",
     "name",
@@ -28,13 +40,18 @@ FACTS = (
     "commit",
 )
 
+# --- write --------------------------------------------------------------------------------------
+
 
 def results_file(facts: dict[str, Any]) -> Path:
     """Where the results of this machine and day belong."""
+    # "Intel(R) Xeon(R) Processor @ 2.70GHz" becomes "intel-xeon".
     plain = re.sub(r"\((R|TM)\)|@.*|NVIDIA|Processor|CPU", " ", facts["name"])
     slug = re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
-    # Two kinds of CPU may share a name: the one that multiplies bf16 natively is another machine.
-    kind = "-bf16" if facts["device"] == "cpu" and facts["native_bf16"] else ""
+    kind = ""
+    if facts["device"] == "cpu" and facts["native_bf16"]:
+        # Two kinds of CPU may share a name: one that multiplies bf16 natively is another machine.
+        kind = "-bf16"
     return RESULTS / f"{slug}-{facts['cores']}cores{kind}-{facts['date']}.json"
 
 
@@ -45,34 +62,91 @@ def keep(
     facts: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Path:
-    """Add one part to the file, replacing an older one of that name, in one step: never half a file."""
+    """Add one part to the file of this machine and day, and return the file.
+
+    An older part of that name is replaced. The file is written whole or not at all.
+
+    Args:
+        facts: of the machine that measured; by default those of this one.
+        folder: by default benchmarks/results.
+    """
     facts = facts or provenance()
-    path = results_file(facts)
-    path = (folder or RESULTS) / path.name
+    path = (folder or RESULTS) / results_file(facts).name
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(path.read_text()) if path.exists() else {"parts": {}}
-    parts = old["parts"] | {
-        part: content | {"commit": facts["commit"], "versions": facts["versions"]}
-    }
-    new = {key: facts[key] for key in FACTS} | {"parts": parts}
+    parts = {}
+    if path.exists():
+        parts = json.loads(path.read_text())["parts"]
+    # Parts of one day may come from different commits: each says its own.
+    parts[part] = content | {"commit": facts["commit"], "versions": facts["versions"]}
+    results = {key: facts[key] for key in FACTS} | {"parts": parts}
     scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(new, indent=1) + "\n")
+    scratch.write_text(json.dumps(results, indent=1) + "\n")
     os.replace(scratch, path)
     return path
 
 
 def keep_ladder(path: Path, *, folder: Path | None = None) -> Path:
-    """Keep the ladder that a notebook or a bench wrote into runs/. Raises ValueError for small sizes."""
+    """Keep the ladder that a notebook or a bench wrote into runs/.
+
+    Raises ValueError for small sizes, unless a `folder` is given.
+    """
     ladder = json.loads(path.read_text())
     if ladder["fast"] and folder is None:
         raise ValueError(
             f"{path} was measured in the small sizes of RECIPES_FAST=1: run it in full size first"
         )
-    return keep(
-        path.stem, {"facts": ladder["facts"], "rows": ladder["rows"]}, facts=ladder, folder=folder
-    )
+    content = {"facts": ladder["facts"], "rows": ladder["rows"]}
+    return keep(path.stem, content, facts=ladder, folder=folder)
+
+
+# --- read ---------------------------------------------------------------------------------------
+
+
+def newest(
+    part: str,
+    device: str,
+    *,
+    bf16: bool | None = None,
+    row: str | None = None,
+    folder: Path = RESULTS,
+) -> dict[str, Any] | None:
+    """The latest recorded part, together with the facts of its machine; None if there is none.
+
+    Args:
+        device: "cpu" or "cuda".
+        bf16: only of machines with, or only of machines without native bf16.
+        row: only of runs that have a row of this name.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text())
+        if run["device"] != device or run["fast"] or part not in run["parts"]:
+            continue
+        if bf16 is not None and run["native_bf16"] != bf16:
+            continue
+        if row is not None and not _has_row(run["parts"][part], row):
+            continue
+        found.append(run)
+    if not found:
+        return None
+    latest = max(found, key=lambda run: run["date"])
+    return latest | latest["parts"][part]
+
+
+def _has_row(content: dict[str, Any], name: str) -> bool:
+    return any(row["name"] == name for row in content["rows"])
+
+
+def machine_line(run: dict[str, Any]) -> str:
+    """The machine, versions and date of a run in one line."""
+    name = re.sub(r"\((R|TM)\)", "", run["name"])
+    versions = f"torch {run['versions']['torch']}, transformers {run['versions']['transformers']}"
+    bf16 = "no native bf16"
+    if run["native_bf16"]:
+        bf16 = "native bf16"
+    return f"{name}, {run['cores']} CPU cores, {bf16}, {versions}, {run['date']}"
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(keep_ladder(Path(name)))
+    for given in sys.argv[1:]:
+        print(keep_ladder(Path(given)))

@@ -1,0 +1,239 @@
+"""Recorded numbers as sentences: the headline of a notebook, and the facts beside its ladder."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.record import machine_line
+from recipes_lib.report.style import MIB
+
+# --- headlines ----------------------------------------------------------------------------------
+
+
+def headline(number: str, run: dict[str, Any] | None) -> str:
+    """The result of a notebook in one sentence, how well it was predicted, and where it is from."""
+    if run is None:
+        return "*No run is recorded yet.*"
+    sentence = HEADLINES[number](run)
+    return f"> {sentence} {prediction(run)}\n>\n> Measured on {machine_line(run)}."
+
+
+def prediction(run: dict[str, Any]) -> str:
+    """How far the arithmetic was off at most, over all rows of a ladder of bytes or of lengths."""
+    found = "peak_bytes"
+    predicted = "predicted_bytes"
+    if "predicted_tokens" in run["rows"][0]:
+        found = "crossing"
+        predicted = "predicted_tokens"
+    error = max(abs(row[predicted] / row[found] - 1) for row in run["rows"])
+    most = "by less than 0.1%"
+    if error >= 0.0005:
+        most = f"by {error:.1%} at most"
+    return f"Every row was predicted first; the arithmetic is off {most}."
+
+
+def less_memory(run: dict[str, Any]) -> str:
+    """Notebook 01 in one sentence."""
+    first = run["rows"][0]["peak_bytes"]
+    last = run["rows"][-1]["peak_bytes"]
+    lora, combined = run["facts"]["held_out_loss"].values()
+    steps, loss_after = combined[-1]
+    return (
+        f"**{first / MIB:,.0f} MiB → {last / MIB:,.0f} MiB:** fine-tuning a real "
+        f"pretrained model at the same effective batch with "
+        f"**{1 - last / first:.0%} less peak memory of tensors**, held-out loss "
+        f"{combined[0][1]:.2f} → {loss_after:.2f} in {steps} steps "
+        f"(plain LoRA: {lora[0][1]:.2f} → {lora[-1][1]:.2f})."
+    )
+
+
+def longer_texts(run: dict[str, Any]) -> str:
+    """Notebook 04 in one sentence."""
+    first = run["rows"][0]["tokens"]
+    last = run["rows"][-1]["tokens"]
+    facts = run["facts"]
+    how = ""
+    if run["device"] == "cpu":
+        how = ", found by dry steps, which count the bytes of real ones"
+    return (
+        f"**{first:,} → {last:,} tokens:** the longest text on which every weight of "
+        f"{facts['model']} trains within {facts['limit_bytes'] / 2**30:.0f} GiB, "
+        f"**{last / first:.0f} times as long**, with the same loss to {facts['loss_error']:.0e}"
+        f"{how}."
+    )
+
+
+def better_model(run: dict[str, Any]) -> str:
+    """Notebook 05 in one sentence."""
+    first = run["rows"][0]
+    last = run["rows"][-1]
+    facts = run["facts"]
+    change = "{difference:+.2f} nats per token, 95 % interval {low:+.2f} to {high:+.2f}"
+    verdict = change.format(**facts["verdict"])
+    less = 1 - last["peak_bytes"] / first["peak_bytes"]
+    return (
+        f"**Held-out loss {facts['before']:.2f} → {last['loss']:.2f}** ({verdict}) "
+        f"by QLoRA on packed rows, with "
+        f"**{less:.0%} less peak memory** than full fine-tuning on padded "
+        f"ones, in {time_ratio(last, first):.2f}× the time per token. "
+        f"Full fine-tuning reached {first['loss']:.2f}; "
+        f"each took {facts['steps']} steps. The same settings in `transformers.Trainer`: the "
+        f"same losses; {beside(facts['production'], 'Trainer')}."
+    )
+
+
+HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "01": less_memory,
+    "04": longer_texts,
+    "05": better_model,
+}
+
+
+# --- ratios -------------------------------------------------------------------------------------
+
+
+def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> float:
+    """Time per token against the first row, whose batch may have another number of them."""
+    return first["tokens_per_second"] / row["tokens_per_second"]
+
+
+def beside(production: dict[str, Any], library: str) -> str:
+    """Our loop against a library at the same settings."""
+    theirs = production[library]
+    peak = production["ours"]["peak_bytes"] / theirs["peak_bytes"]
+    return f"ours takes {theirs['time_ratio']:.2f}× its time, {peak:.2f}× its peak"
+
+
+def faster(local: dict[str, Any], way: str) -> str:
+    """A pattern of attention against full causal attention."""
+    return (
+        f"{local['speedup'][way]:.1f}× faster at {local['tokens']:,} tokens, "
+        f"{local['ideal'][way]:.1f}× fewer pairs"
+    )
+
+
+# --- facts: what a notebook notes beside the rows of its ladder ---------------------------------
+
+
+def mean_of_means(facts: dict[str, Any]) -> str:
+    return f"gradient off by {facts['naive_error']:.0%}"
+
+
+def dynamic_batch(facts: dict[str, Any]) -> str:
+    expected, found = facts["micro_batches"]
+    return f"{expected} micro-batches expected, {found} found"
+
+
+def answers_only(facts: dict[str, Any]) -> str:
+    return f"{facts['targets']:.0%} of the tokens carry loss"
+
+
+def held_out_loss(facts: dict[str, Any]) -> str:
+    change = "{difference:+.2f} nats per token, {low:+.2f} to {high:+.2f}"
+    return change.format(**facts["verdict"])
+
+
+def eight_bit_states(facts: dict[str, Any]) -> str:
+    sizes = [f"{library} {size:.2f} bytes" for library, size in facts["state_bytes"].items()]
+    return ", ".join(sizes)
+
+
+def pure_bf16(facts: dict[str, Any]) -> str:
+    shares = [f"{way} {facts['changed'][way]:.0%}" for way in ("nearest", "stochastic", "master")]
+    return f"weights that move: {', '.join(shares)}"
+
+
+def packing(facts: dict[str, Any]) -> str:
+    useful = facts["useful"]
+    packed = useful["packed"] / useful["padded"]
+    sorted_rows = useful["by length"] / useful["padded"]
+    return f"{packed:.2f}× useful tokens/s, by sorting {sorted_rows:.2f}×"
+
+
+def merge(facts: dict[str, Any]) -> str:
+    return f"logits off by {facts['merge_error']:.1e} in a fresh process"
+
+
+def resume(facts: dict[str, Any]) -> str:
+    verdict = "differ"
+    if facts["exact"]:
+        verdict = "identical"
+    return f"losses {verdict} after SIGKILL"
+
+
+def flash(facts: dict[str, Any]) -> str:
+    slopes = facts["slopes"]
+    return (
+        f"the memory grows with the power {slopes['flash attention']:.2f} of the length, "
+        f"eager {slopes['baseline']:.2f}"
+    )
+
+
+def loss(facts: dict[str, Any]) -> str:
+    ways = facts["loss"]
+    memory = ways["ours"]["peak_bytes"] / ways["plain"]["peak_bytes"]
+    time = ways["ours"]["seconds"] / ways["plain"]["seconds"]
+    against_torch = []
+    for name, cost in ways.items():
+        if name.startswith("torch"):  # "torch", or with options "torch, 256 rows"
+            _, _, options = name.partition(", ")
+            ratio = ways["ours"]["seconds"] / cost["seconds"]
+            against_torch.append(f"{ratio:.2f}× the time with {options or 'its default'}")
+    return (
+        f"{memory:.2f}× the memory and {time:.2f}× the time of all logits; "
+        f"of `F.linear_cross_entropy` {', '.join(against_torch)}"
+    )
+
+
+def sliding_window(facts: dict[str, Any]) -> str:
+    return faster(facts["local"], "sliding window")
+
+
+def block_sparse(facts: dict[str, Any]) -> str:
+    return faster(facts["local"], "block-sparse")
+
+
+def curriculum(facts: dict[str, Any]) -> str:
+    reached = {name: statistics.fmean(seeds) for name, seeds in facts["curriculum"].items()}
+    return (
+        f"loss on long rows {reached['curriculum']:.3f}, "
+        f"fixed length {reached['fixed length']:.3f}, at equal compute"
+    )
+
+
+def rope(facts: dict[str, Any]) -> str:
+    plain = facts["curves"]["none"][-1]
+    yarn = facts["curves"]["yarn"][-1]
+    return f"loss at {facts['tokens']:,} tokens {plain:.2f}, with YaRN {yarn:.2f}"
+
+
+def trainer(facts: dict[str, Any]) -> str:
+    return beside(facts["production"], "Trainer")
+
+
+def sft_trainer(facts: dict[str, Any]) -> str:
+    return beside(facts["production"], "SFTTrainer")
+
+
+# By the name that a marker in a text has: <!--m 05 packing-->
+FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "mean of means": mean_of_means,
+    "dynamic batch": dynamic_batch,
+    "answers only": answers_only,
+    "held-out loss": held_out_loss,
+    "8-bit states": eight_bit_states,
+    "pure bf16": pure_bf16,
+    "packing": packing,
+    "merge": merge,
+    "resume": resume,
+    "flash": flash,
+    "loss": loss,
+    "sliding window": sliding_window,
+    "block-sparse": block_sparse,
+    "curriculum": curriculum,
+    "rope": rope,
+    "Trainer": trainer,
+    "SFTTrainer": sft_trainer,
+}
