@@ -3,27 +3,33 @@ import itertools
 import pytest
 import torch
 
+from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.marks import STEPS_IN_BACKWARD, mark
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.training.dynamic_batch import (
     Attempt,
-    estimate_dynamic_batch,
     fit_micro_batches,
+    halve_until_it_fits,
     is_out_of_memory,
+    predicted_micro_batches,
 )
-from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.training.gradient_accumulation import (
+    accumulate_gradients,
+    estimate_gradient_accumulation,
+)
 from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
 
-SIZES = {"batch_size": 8, "seq_len": 48}
+SHAPE = Shape(batch=8, seq=48)
 
 
 def trained(family="tiny-llama"):
     """A model of four blocks, its optimizer with states, and a batch of unequal rows."""
     model = model_of_shape(family, layers=4, device="cpu")
-    batch = make_batch(**SIZES)
+    batch = make_batch(batch_size=SHAPE.batch, seq_len=SHAPE.seq)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     accumulate_gradients(model, batch, micro_batches=8)
     optimizer.step()
@@ -33,10 +39,21 @@ def trained(family="tiny-llama"):
 
 def limit_for(model, micro_batches):
     """Bytes between what k and k/2 micro-batches need: k is the first that fits."""
-    plan, activations = budget_of(model, **SIZES), {}
+    plan = budget_of(model, SHAPE)
+    needed = []
     for k in (micro_batches, micro_batches // 2):
-        activations[k] = plan.activations // k + plan.loss // k + plan.gradients * (k > 1)
-    return plan.weights + plan.states + sum(activations.values()) // 2
+        carried = plan.gradients if k > 1 else 0
+        needed.append(plan.activations // k + plan.loss // k + carried)
+    return plan.weights + plan.states + sum(needed) // 2
+
+
+def accumulation(model, batch):
+    """The step that the tests fit."""
+
+    def step(k):
+        return accumulate_gradients(model, batch, micro_batches=k)
+
+    return step
 
 
 def out_of_memory(k):
@@ -45,41 +62,66 @@ def out_of_memory(k):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_full_batch_after_running_out_of_memory(family):
+    """A gradient that a failed attempt leaves behind would be added to the right one."""
     model, _, batch = trained(family)
     expected_loss = accumulate_gradients(model, batch, micro_batches=1)
     expected = gradients(model)
     model.zero_grad()
     with PeakMemory(limit_bytes=limit_for(model, 4)):
-        fitted = fit_micro_batches(
-            lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=8
-        )
-    assert fitted.attempts == [
-        Attempt(1, False, None),
-        Attempt(2, False, None),
-        Attempt(4, True, None),
-    ]
+        fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
+    tried = [Attempt(1, False, None), Attempt(2, False, None), Attempt(4, True, None)]
+    assert fitted.attempts == tried
     assert fitted.micro_batches == 4
     torch.testing.assert_close(fitted.result, expected_loss)
     assert_same_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_the_loop_by_hand_finds_the_same():
+    model, _, batch = trained()
+    step = accumulation(model, batch)
+    with PeakMemory(limit_bytes=limit_for(model, 4)):
+        fitted = fit_micro_batches(step, model=model, batch_size=8)
+        expected = gradients(model)
+        model.zero_grad()
+        assert halve_until_it_fits(step, model, batch_size=8) == fitted.micro_batches == 4
+    assert_same_gradients(gradients(model), expected, atol=0, rtol=0)
+    with pytest.raises(torch.OutOfMemoryError):
+        halve_until_it_fits(out_of_memory, model, batch_size=8)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 8])
 def test_finds_what_the_arithmetic_predicts(micro_batches):
+    """4 is found, and not predicted, by the tests above."""
     model, _, batch = trained()
     limit = limit_for(model, micro_batches)
     with PeakMemory(limit_bytes=limit):
-        fitted = fit_micro_batches(
-            lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=8
-        )
-    plan = budget_of(model, **SIZES)
+        fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
     assert fitted.micro_batches == micro_batches
-    assert estimate_dynamic_batch(plan, model, **SIZES, limit_bytes=limit) == micro_batches
-    assert estimate_dynamic_batch(plan, model, **SIZES, limit_bytes=plan.peak) == 1
+
+    def plan(shape):
+        return estimate_gradient_accumulation(budget_of(model, shape), model, shape)
+
+    assert predicted_micro_batches(plan, shape=SHAPE, limit_bytes=limit) == micro_batches
+    assert predicted_micro_batches(plan, shape=SHAPE, limit_bytes=plan(SHAPE).peak) == 1
     with pytest.raises(ValueError, match="micro-batches do not help"):
-        estimate_dynamic_batch(plan, model, **SIZES, limit_bytes=plan.weights)
+        predicted_micro_batches(plan, shape=SHAPE, limit_bytes=plan(SHAPE).weights)
+
+
+def test_the_prediction_splits_the_rows_of_a_rank(llama):
+    """Twelve rows on two ranks are six per rank: 1, 2 and 6 micro-batches, never 4."""
+    asked = []
+
+    def plan(shape):
+        asked.append(shape.micro_batches)
+        return budget_of(llama, shape)
+
+    with pytest.raises(ValueError, match="do not help"):
+        predicted_micro_batches(plan, shape=Shape(batch=12, seq=4, ranks=2), limit_bytes=1)
+    assert asked == [1, 2, 6]
 
 
 def test_failed_attempts_leave_no_memory_behind():
+    """A traceback that is kept would keep the activations of its frames."""
     model, _, batch = trained()
     alive = []
     with PeakMemory(limit_bytes=limit_for(model, 4)) as memory:
@@ -89,7 +131,8 @@ def test_failed_attempts_leave_no_memory_behind():
             return accumulate_gradients(model, batch, micro_batches=k)
 
         fitted = fit_micro_batches(step, model=model, batch_size=8, measure_peaks=True)
-        assert len(alive) == 3 and max(alive) - min(alive) < 1024
+        assert len(alive) == 3
+        assert max(alive) - min(alive) < 1024
         model.zero_grad()
         assert memory.current - alive[0] < 1024
     assert alive[0] < fitted.attempts[-1].peak_bytes <= limit_for(model, 4)
@@ -101,11 +144,7 @@ def test_an_error_that_gives_up_leaves_no_memory_behind():
     with PeakMemory(limit_bytes=limit_for(model, 8) - 2**20) as memory:
         before = memory.current
         with pytest.raises(torch.OutOfMemoryError, match="even one row at a time") as error:
-            fit_micro_batches(
-                lambda k: accumulate_gradients(model, batch, micro_batches=k),
-                model=model,
-                batch_size=8,
-            )
+            fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
         assert memory.current - before < 1024  # although the error and its traceback are alive
     assert "1 micro-batches: out of memory; 2 micro-batches: out of memory; 4" in str(error.value)
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
@@ -113,6 +152,7 @@ def test_an_error_that_gives_up_leaves_no_memory_behind():
 
 
 def test_dropout_draws_what_a_direct_step_draws():
+    """A failed attempt moves the random state on."""
     model, _, batch = trained()
     for block in decoder_blocks(model):
         block.self_attn.attention_dropout = 0.5
@@ -124,7 +164,8 @@ def test_dropout_draws_what_a_direct_step_draws():
 
     def step(k):
         accumulate_gradients(model, batch, micro_batches=k)
-        return out_of_memory(k) if k < 4 else None
+        if k < 4:
+            out_of_memory(k)
 
     fit_micro_batches(step, model=model, batch_size=8)
     assert_same_gradients(gradients(model), expected)
@@ -132,23 +173,17 @@ def test_dropout_draws_what_a_direct_step_draws():
 
 @pytest.mark.parametrize(
     ("batch_size", "start", "tried"),
-    [
-        (8, 1, [1, 2, 4, 8]),
-        (6, 1, [1, 2, 6]),
-        (9, 1, [1, 3, 9]),
-        (10, 1, [1, 2, 5, 10]),
-        (12, 3, [3, 6, 12]),
-    ],
+    [(8, 1, [1, 2, 4, 8]), (6, 1, [1, 2, 6]), (9, 1, [1, 3, 9]), (12, 3, [3, 6, 12])],
 )
 def test_goes_through_the_divisors(llama, batch_size, start, tried):
     calls = []
+
+    def step(k):
+        calls.append(k)
+        out_of_memory(k)
+
     with pytest.raises(torch.OutOfMemoryError):
-        fit_micro_batches(
-            lambda k: calls.append(k) or out_of_memory(k),
-            model=llama,
-            batch_size=batch_size,
-            micro_batches=start,
-        )
+        fit_micro_batches(step, model=llama, batch_size=batch_size, micro_batches=start)
     assert calls == tried
 
 
@@ -159,14 +194,17 @@ def test_goes_through_the_divisors(llama, batch_size, start, tried):
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 9 bytes",
     ],
 )
 def test_retries_what_libraries_report_as_out_of_memory(llama, text):
+    """Not all of it is a torch.OutOfMemoryError."""
     failures = itertools.chain([RuntimeError(text)], itertools.repeat(None))
 
     def step(k):
-        if failure := next(failures):
+        failure = next(failures)
+        if failure is not None:
             raise failure
         return k
 
@@ -177,19 +215,16 @@ def test_retries_what_libraries_report_as_out_of_memory(llama, text):
     ("kind", "text"),
     [
         (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)"),
-        (
-            RuntimeError,
-            "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'",
-        ),  # no retry can help
+        # No retry can help: the communicator is broken.
+        (RuntimeError, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
         (RuntimeError, "CUDA error: an illegal memory access was encountered"),
         (ValueError, "CUDA out of memory"),
         (KeyboardInterrupt, ""),
     ],
 )
 def test_other_errors_pass_untouched(llama, kind, text):
-    error = kind(
-        text
-    )  # here and not among the parameters, which would keep it, its frames and the model alive
+    # Made here: among the parameters it would live on, and with it its frames and the model.
+    error = kind(text)
     calls = []
 
     def step(k):
@@ -198,18 +233,24 @@ def test_other_errors_pass_untouched(llama, kind, text):
 
     with pytest.raises(kind) as caught:
         fit_micro_batches(step, model=llama, batch_size=8)
-    assert caught.value is error and calls == [1] and not is_out_of_memory(error)
+    assert caught.value is error
+    assert calls == [1]
+    assert not is_out_of_memory(error)
 
 
-@pytest.mark.parametrize(("batch_size", "micro_batches"), [(8, 0), (8, 3), (0, 1), (4, 8)])
-def test_count_that_does_not_divide(llama, batch_size, micro_batches):
-    with pytest.raises(ValueError, match="must be 1 or more and divide"):
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batches", "message"),
+    [(8, 0, "1 or more"), (0, 1, "1 or more"), (8, 3, "divides batch_size=8"), (4, 8, "divides")],
+)
+def test_count_that_does_not_divide(llama, batch_size, micro_batches, message):
+    with pytest.raises(ValueError, match=message):
         fit_micro_batches(
             out_of_memory, model=llama, batch_size=batch_size, micro_batches=micro_batches
         )
 
 
 def test_gradients_from_before_are_refused_and_kept(llama, batch):
+    """A failed attempt would drop them with its own."""
     accumulate_gradients(llama, batch, micro_batches=2)
     before = gradients(llama)
     with pytest.raises(ValueError, match="gradients are already there"):
@@ -235,7 +276,7 @@ def test_optimizer_in_backward_and_several_processes_are_refused(llama, monkeypa
         patch.setattr(torch.distributed, "get_world_size", lambda: 2)
         with pytest.raises(ValueError, match="on one process"):
             fit_micro_batches(out_of_memory, model=llama, batch_size=4)
-    next(llama.parameters()).steps_in_backward = True
+    mark(next(llama.parameters()), STEPS_IN_BACKWARD)
     with pytest.raises(ValueError, match="takes gradients in backward"):
         fit_micro_batches(out_of_memory, model=llama, batch_size=4)
 
@@ -255,16 +296,11 @@ def test_under_a_cap_on_gpu():
     expected = gradients(model)
     model.zero_grad()
     before = torch.cuda.memory_allocated()
-    limit = budget_of(
-        model, batch_size=4, seq_len=512
-    ).peak  # a quarter of the batch, and no states yet
+    limit = budget_of(model, Shape(batch=4, seq=512)).peak  # a quarter, and no states yet
     with PeakMemory(limit_bytes=limit):
-        fitted = fit_micro_batches(
-            lambda k: accumulate_gradients(model, batch, micro_batches=k),
-            model=model,
-            batch_size=16,
-        )
-    assert fitted.micro_batches > 1 and not fitted.attempts[0].fits
+        fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=16)
+    assert fitted.micro_batches > 1
+    assert not fitted.attempts[0].fits
     torch.testing.assert_close(fitted.result, expected_loss, atol=1e-4, rtol=1e-4)
     assert_same_gradients(gradients(model), expected, atol=1e-4, rtol=1e-2)
     model.zero_grad()
