@@ -1,322 +1,311 @@
 """Chunked cross-entropy: output layer and loss of a few hundred tokens at a time.
 
 Problem    The logits and their gradients are the largest tensors of a step: 12 bytes x T x V.
-Idea       The loss is a scalar, so the gradient of a chunk's logits is known at once, up to a factor:
+Idea       The loss is a scalar, so the gradient of a chunk's logits is known at once, up to a
+           factor:
 
                for h in chunks of hidden:      [C, D]   rows without a target are left out
                    x  = h W^T                  [C, V]   loss += sum(logsumexp(x) - x[target])
                    x  = softmax(x) - onehot    in place
-                   dh = x W,  dW += x^T h      [C, D], [V, D]      backward multiplies by the incoming gradient
-Saves      12 T V bytes become 4 C V (2 C V in 16 bits), the gradient of hidden, and that of W if it trains.
-Costs      No arithmetic, but the output has no logits. 16-bit W: its gradient is summed in fp32, 6 V D bytes in all
-           (a bf16 one of up to 16 chunks in bf16, 2 V D); a CPU without bf16 units multiplies with an fp32 copy.
-Use when   T V is large: long sequences, large vocabularies, few targets. Not when training needs the logits.
-In production   `TrainingArguments(use_liger_kernel=True)`; `F.linear_cross_entropy(…, options=…)`; TRL has its own.
-Source     Hsu et al., "Liger Kernel", arXiv 2410.10989; Wijmans et al., "Cut Your Losses", arXiv 2411.09009.
-Shapes     T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence.
+                   dh = x W,  dW += x^T h      [C, D], [V, D]
+
+           Backward multiplies both by the incoming gradient.
+Saves      12 T V bytes become 4 C V (2 C V in 16 bits), the gradient of hidden, and that of W if
+           it trains.
+Costs      No arithmetic, but the output has no logits. 16-bit W: its gradient is summed in fp32,
+           6 V D bytes in all (a bf16 one of up to 16 chunks in bf16, 2 V D). A CPU without bf16
+           units multiplies with an fp32 copy.
+Use when   T V is large: long sequences, large vocabularies, few targets.
+Not when   Training needs the logits.
+In production   `TrainingArguments(use_liger_kernel=True)`; `F.linear_cross_entropy(…, options=…)`;
+           TRL has its own.
+Source     Hsu et al., "Liger Kernel", arXiv 2410.10989; Wijmans et al., "Cut Your Losses", arXiv
+           2411.09009.
+
+Shapes: T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.machine import machine
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure import dry
-from recipes_lib.core.plain_step import final_norm_bytes
+from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
+from recipes_lib.memory.chunked_cross_entropy_autograd import ChunkedLoss, Extras
+from recipes_lib.memory.chunked_cross_entropy_hf import LossFromHidden, require_plain_loss
+from recipes_lib.memory.chunked_cross_entropy_plan import LOGITS_OF_A_BLOCK, ChunkPlan, plan_chunks
 
-BLOCK = 2**22  # logits that are worked on at a time between the products: few, because in fp32
-FEW = 16  # chunks: a bf16 sum of so many is off by 0.5 %, one in fp32 by the 0.25 % of the bf16 products in it
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
-def apply_chunked_cross_entropy(model: Any, *, chunk_size: int | None = None, label_smoothing: float = 0.0,
-                                z_loss: float = 0.0) -> Any:  # fmt: skip
+@torch.no_grad()
+def plain_chunked_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean loss of hidden [T, D] @ weight.T [D, V], and its gradients [T, D] and [V, D].
+
+    Equal to `F.cross_entropy(hidden @ weight.T, labels)` and its backward, without [T, V].
+    """
+    tokens = len(labels)
+    loss = hidden.new_zeros(())
+    d_hidden = torch.zeros_like(hidden)  # [T, D]
+    d_weight = torch.zeros_like(weight)  # [V, D]
+    for start in range(0, tokens, chunk_size):
+        chunk = slice(start, start + chunk_size)
+        logits = hidden[chunk] @ weight.T  # [C, V]: the only tensor of this width
+        loss += F.cross_entropy(logits, labels[chunk], reduction="sum")
+
+        # The gradient of the loss with respect to these logits: softmax - onehot, [C, V].
+        one_hot = F.one_hot(labels[chunk], num_classes=len(weight))
+        d_logits = logits.softmax(dim=-1) - one_hot
+
+        d_hidden[chunk] = d_logits @ weight  # [C, D]
+        d_weight += d_logits.T @ hidden[chunk]  # [V, D]
+    return loss / tokens, d_hidden / tokens, d_weight / tokens
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_chunked_cross_entropy(
+    model: Any,
+    *,
+    chunk_size: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Any:
     """Let a Hugging Face causal LM (adapters or not) compute its loss in chunks. Returns `model`.
 
-    With `labels=` in training mode, or `skip_logits=True` in eval mode, the output has `loss` and no logits. Raises
-    ValueError for wrong arguments and a model that computes its loss itself; its forward does, if the logits are more
-    than a linear layer and the soft cap of the configuration.
-    """
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    With `labels=` in training mode, or `skip_logits=True` in eval mode, the output has `loss` and
+    no logits. The options are those of `chunked_cross_entropy`.
 
-    causal = getattr(model, "get_base_model", lambda: model)()
-    if hasattr(causal, "chunked_loss"):
+    Raises ValueError for wrong arguments, for a model that computes its loss itself, and if the
+    loss is chunked already. The model's forward raises it if the logits are more than a linear
+    layer and the soft cap of the configuration.
+    """
+    require_causal_lm(model)
+    options = {"chunk_size": chunk_size, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    _check_options(**options)
+    causal = without_adapters(model)
+    if isinstance(causal, LossFromHidden):
         raise ValueError(
             "the loss is chunked already: call remove_chunked_cross_entropy(model) first"
         )
-    calls = inspect.unwrap(type(causal).forward).__code__.co_names
-    if "loss_function" not in calls or causal.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            f"{type(causal).__name__} is no Hugging Face causal LM whose loss is ForCausalLMLoss"
-        )
-    options = {"chunk_size": chunk_size, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    chunked_cross_entropy(
-        torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1).long(), **options
-    )  # are they right?
-    causal.__class__, causal.chunked_loss = _chunked_class(type(causal)), options
+    require_plain_loss(causal)
+    mix_in(causal, LossFromHidden, chunked_loss=functools.partial(chunked_cross_entropy, **options))
     return model
 
 
 def remove_chunked_cross_entropy(model: Any) -> Any:
     """Give the causal LM its own class back. Raises ValueError if there is nothing to remove."""
-    causal = getattr(model, "get_base_model", lambda: model)()
-    if causal.__dict__.pop("chunked_loss", None) is None:
+    causal = without_adapters(model)
+    if not isinstance(causal, LossFromHidden):
         raise ValueError("this model has no loss that apply_chunked_cross_entropy() has changed")
-    causal.__class__ = type(causal).__base__
+    unmix(causal, LossFromHidden, attributes=["chunked_loss"])
     return model
 
 
-def _chunked_class(base: type) -> type:
-    @functools.wraps(base.forward)  # Trainer and generate() read its signature
-    def forward(self, *args, skip_logits=None, **kwargs):
-        labels, shifted, ignored = (
-            kwargs.get("labels"),
-            kwargs.get("shift_labels"),
-            kwargs.get("ignore_index", -100),
-        )
-        if labels is None or not (self.training if skip_logits is None else skip_logits):
-            return base.forward(self, *args, **kwargs)
-        head = (
-            self.get_output_embeddings()
-        )  # reads one token, and the same far larger: what becomes of these logits?
-        read, two = [], head.weight.new_tensor([[1.0], [64.0]])
-        with head.register_forward_pre_hook(
-            lambda _, inputs: read.append(inputs[0]) or inputs[0][:1, :1] * two
-        ):
-            output = base.forward(self, *args, **kwargs | {"labels": None, "return_dict": True})
-        bias, cap = (
-            getattr(head, "bias", None),
-            getattr(self.config.get_text_config(), "final_logit_softcapping", None),
-        )
-        expected = torch.nn.functional.linear(read[0][:1, :1] * two, head.weight, bias).to(
-            output.logits.dtype
-        )
-        expected = cap * torch.tanh(expected / cap) if cap else expected
-        adapters = [
-            p
-            for p in head.parameters()
-            if p.requires_grad and p is not head.weight and p is not bias
-        ]
-        if (
-            adapters
-            or "aux_loss" in output
-            or not (dry() or torch.allclose(output.logits, expected, 0.02, 1e-3, True))
-        ):
-            raise ValueError(
-                f"{base.__name__} scales its logits, has adapters on them or adds a router's loss"
-            )
-        options = {
-            "bias": bias,
-            "softcap": cap,
-            "num_items": kwargs.get("num_items_in_batch"),
-        } | self.chunked_loss
-        if shifted is None:  # the model predicts token t + 1 from token t
-            shifted = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignored)
-        loss = chunked_cross_entropy(
-            read[0], head.weight, shifted.to(read[0].device), ignore_index=ignored, **options
-        )
-        output = type(output)(**dict(output) | {"loss": loss, "logits": None})
-        return (
-            output
-            if kwargs.get("return_dict", self.config.return_dict) is not False
-            else output.to_tuple()
-        )
-
-    return type(
-        base.__name__, (base,), {"forward": forward, "__module__": base.__module__}
-    )  # a deep copy has it too
-
-
 def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None,
-    chunk_size: int | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean", num_items: int | torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Cross-entropy of `hidden @ weight.T + bias`: hidden [..., D], weight [V, D], labels [...], already shifted.
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    num_items: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of hidden [..., D] @ weight.T [D, V] + bias [V] and labels [...], shifted.
 
-    `chunk_size`: most rows of logits at a time (default: 64 MiB of them, 128 on a GPU). `z_loss` adds this times the
-    squared log-sum-exp, a `softcap` c makes the logits c tanh(logits / c), `num_items` divides the sum: the targets of
-    the whole batch. Returns the "mean" or "sum", in fp32 or fp64; backward runs once.
+    Args:
+        chunk_size: most rows of logits at a time. None: 64 MiB of them, 128 on a GPU.
+        z_loss: adds this times the squared log-sum-exp of the logits.
+        softcap: c makes the logits c tanh(logits / c).
+        num_items: divides the sum, instead of the number of targets: that of the whole batch, when
+            `labels` are those of one micro-batch.
+    Returns the "mean" or "sum", in fp32 or fp64. Backward runs once. Raises ValueError for wrong
+    options, shapes and labels, and for a mean over no target.
     """
-    terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    if (
-        any(x is not None and x <= 0 for x in (chunk_size, softcap))
-        or not 0 <= label_smoothing < 1
-        or z_loss < 0
-    ):
+    _check_options(chunk_size=chunk_size, label_smoothing=label_smoothing, z_loss=z_loss)
+    if softcap is not None:
+        check_number(above=0, softcap=softcap)
+    check_choice(("mean", "sum"), reduction=reduction)
+    if reduction == "sum" and num_items is not None:
         raise ValueError(
-            f"chunk_size={chunk_size}, {terms}: give sizes above 0, a smoothing in [0, 1), z_loss >= 0"
+            "reduction='sum' and num_items exclude each other: leave reduction out with num_items"
         )
-    if reduction not in ("mean", "sum") or (reduction == "sum" and num_items is not None):
-        raise ValueError(
-            f"reduction={reduction!r}: choose 'mean' or 'sum', and leave it out with num_items"
+    _check_shapes(hidden, weight, labels, bias)
+
+    rows = _rows_with_a_target(labels, ignore_index)  # [N]
+    targets = labels.flatten()[rows]  # [N]
+    _check_labels(targets, len(weight), ignore_index)
+    divisor = _divisor(len(rows), reduction, num_items)
+    plan = plan_chunks(hidden, weight, targets=len(rows), chunk_size=chunk_size)
+    extras = Extras(softcap, label_smoothing, z_loss)
+    training = torch.is_grad_enabled()  # inside a Function it is always off
+    # The plan knows the dtype of each product: autocast would choose another one.
+    with torch.autocast(hidden.device.type, enabled=False):
+        tokens = hidden.reshape(-1, hidden.shape[-1])  # [T, D]
+        return ChunkedLoss.apply(
+            tokens, weight, bias, rows, targets, divisor, plan, extras, training
         )
-    shapes = [tuple(t.shape) for t in (hidden, weight, labels, bias) if t is not None]
-    if (
-        weight.dim() != 2
-        or shapes[0] != (*labels.shape, weight.shape[1])
-        or shapes[3:] not in ([], [shapes[1][:1]])
-    ):
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def _check_options(*, chunk_size: int | None, label_smoothing: float, z_loss: float) -> None:
+    """Raise ValueError for options that no loss has."""
+    if chunk_size is not None:
+        check_whole(chunk_size=chunk_size)
+    check_number(least=0, below=1, label_smoothing=label_smoothing)
+    check_number(least=0, z_loss=z_loss)
+
+
+def _check_shapes(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless the shapes are [..., D], [V, D], [...] and [V]."""
+    fits = weight.dim() == 2 and hidden.shape == (*labels.shape, weight.shape[1])
+    shapes = [tuple(tensor.shape) for tensor in (hidden, weight, labels)]
+    if bias is not None:
+        fits = fits and bias.shape == weight.shape[:1]
+        shapes.append(tuple(bias.shape))
+    if not fits:
         raise ValueError(
             f"shapes of hidden, weight, labels, bias: {shapes} are not [..., D], [V, D], [...], [V]"
         )
-    rows = torch.arange(labels.numel(), device=labels.device)[
-        ... if dry() else labels.flatten() != ignore_index
-    ]
-    targets = labels.flatten()[rows]  # in a dry run, which has no labels, all of them
-    if not dry() and ((targets < 0) | (targets >= len(weight))).any():
+
+
+def _rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Which of the T tokens have a target: [N]. In a dry run, which has no labels, all of them."""
+    rows = torch.arange(labels.numel(), device=labels.device)  # [T]
+    if dry():
+        return rows
+    return rows[labels.flatten() != ignore_index]
+
+
+def _check_labels(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError for a target outside the vocabulary."""
+    if dry():
+        return
+    outside = (targets < 0) | (targets >= vocabulary)
+    if outside.any():
         raise ValueError(
-            f"a label is neither in the vocabulary of {len(weight)} nor {ignore_index}, the ignored one"
+            f"a label is neither in the vocabulary of {vocabulary} "
+            f"nor {ignore_index}, the ignored one"
         )
-    items = torch.as_tensor(
-        num_items if num_items is not None else len(rows) if reduction == "mean" else 1
-    ).reshape(())
-    if not dry() and items <= 0:
+
+
+def _divisor(targets: int, reduction: str, num_items: int | torch.Tensor | None) -> torch.Tensor:
+    """What the sum of the losses is divided by: a scalar."""
+    divisor = num_items
+    if num_items is None:
+        divisor = 1
+        if reduction == "mean":
+            divisor = targets
+    divisor = torch.as_tensor(divisor).reshape(())
+    if not dry() and divisor <= 0:
         raise ValueError(
-            f"a mean over {items} targets: give labels other than {ignore_index}, or num_items above 0"
+            f"a mean over {divisor} targets: "
+            f"give labels other than the ignored one, or num_items above 0"
         )
-    plan, train = _plan(hidden, weight, len(rows), chunk_size), torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _Loss.apply(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            bias,
-            rows,
-            targets,
-            items,
-            plan,
-            terms,
-            train,
-        )
+    return divisor
 
 
-class _Loss(
-    torch.autograd.Function
-):  # its gradients are the sum's until backward: the mean's would vanish in fp16
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, targets, items, plan, terms, train):
-        (size, product, sums, weight_sums), needs = (
-            plan,
-            ctx.needs_input_grad if train else (False,) * 3,
-        )
-        made = zip((hidden, weight, bias), (hidden.dtype, weight_sums, sums), needs)
-        gradients = [torch.zeros_like(t, dtype=dtype) if need else None for t, dtype, need in made]
-        ctx.items, ctx.gradients, (grad_hidden, grad_weight, grad_bias) = (
-            items,
-            gradients,
-            gradients,
-        )
-        w, total, step = (
-            weight.to(product),
-            hidden.new_zeros((), dtype=sums),
-            max(1, BLOCK // len(weight)),
-        )
-        buffer = hidden.new_empty(min(size, len(rows)), len(weight), dtype=product)
-        for index, target in zip(rows.split(size), targets[:, None].split(size)):
-            h, out = hidden[index].to(product), buffer[: len(index)]  # [C, D], [C, V]
-            logits = (
-                torch.mm(h, w.t(), out=out)
-                if bias is None
-                else torch.addmm(bias.to(product), h, w.t(), out=out)
-            )
-            for block in zip(logits.split(step), target.split(step)):
-                total += _loss_and_gradient_(*block, sums, **terms)
-            if grad_hidden is not None:
-                grad_hidden[index] = (logits @ w).to(hidden.dtype)
-            if grad_weight is not None and weight_sums == product:
-                grad_weight.addmm_(logits.t(), h)
-            elif grad_weight is not None:
-                grad_weight += logits.t() @ h
-            if grad_bias is not None:
-                grad_bias += logits.sum(0, dtype=sums)
-        return total / items
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the first backward gave the gradients of this loss away: compute the loss again"
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        factor = (grad_output / ctx.items).reshape(
-            1
-        )  # one dimension: a GPU rounds a scalar to 16 bits first
-        return *(None if g is None else g.mul_(factor) for g in gradients), *[
-            None
-        ] * 6  # autograd casts to the inputs
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
-def _loss_and_gradient_(logits, targets, sums, *, softcap, label_smoothing, z_loss):
-    """The sum of the losses of logits [C, V] and targets [C, 1]; the logits become its gradient."""
-    x = torch.tanh(logits.to(sums) / softcap).mul_(softcap) if softcap else logits
-    p = torch.log_softmax(x, 1, dtype=sums)
-    picked = p.gather(1, targets)
-    log_sum = x.gather(1, targets) - picked  # log-sum-exp
-    mean = p.mean(1, keepdim=True) if label_smoothing else 0
-    p.exp_()
-    if label_smoothing or z_loss:
-        p.mul_(1 + 2 * z_loss * log_sum).sub_(label_smoothing / p.shape[1])
-    p.scatter_add_(1, targets, torch.full_like(picked, label_smoothing - 1))
-    logits.copy_(p.mul_(x.div_(softcap).square_().neg_().add_(1)) if softcap else p)
+@estimate(Order.LOSS)
+def estimate_chunked_cross_entropy(
+    budget: Budget,
+    model: Any,
+    shape: Shape,
+    *,
+    chunk_size: int | None = None,
+    targets: int | None = None,
+) -> Budget:
+    """The budget with a chunked loss.
+
+    Args:
+        targets: tokens of a micro-batch that have a label. None: all but the first of each row.
+    Raises ValueError for a wrong chunk size, and if no token has a label.
+    """
+    _check_options(chunk_size=chunk_size, label_smoothing=0.0, z_loss=0.0)
+    if targets is None:
+        check_whole(least=2, seq=shape.seq)  # the first token is nobody's target
+        targets = shape.tokens - shape.rows
+    check_whole(targets=targets)
+    head = head_of(model)
+    plan = plan_chunks(head, head, targets=targets, chunk_size=chunk_size)
+
+    weight_gradient = 0
+    if head_trains(budget, model):
+        weight_gradient = head.numel() * plan.weight_sums.itemsize
+    in_last_chunk = _hidden_bytes(budget, model, shape) + _chunk_bytes(budget, model, plan, targets)
+    # Or later, when backward is in the last block, whose activations are still there. Those of the
+    # final norm are free again.
+    final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
+    in_last_block = budget.block_gradients - final_norm
+    return budget.change(loss=weight_gradient + max(in_last_chunk, in_last_block))
+
+
+def _hidden_bytes(budget: Budget, model: Any, shape: Shape) -> int:
+    """The gradient of hidden [T, D]; and hidden, if the budget has it not among what is saved."""
+    head = head_of(model)
+    hidden = shape.tokens * head.shape[1] * head.dtype.itemsize
+    if head_trains(budget, model):
+        return hidden  # the output layer saves its input, for the gradient of its weight
+    return 2 * hidden
+
+
+def _chunk_bytes(budget: Budget, model: Any, plan: ChunkPlan, targets: int) -> int:
+    """What is alive at the largest moment of one chunk, beside the gradients."""
+    head = head_of(model)
+    vocabulary, width = head.shape
+    rows = min(plan.rows, targets)
+    size = plan.products.itemsize
+
+    logits = rows * vocabulary * size
+    inputs = (
+        2 * rows * width * size
+    )  # of this chunk, beside those of the last one or their gradient
+    weight_copy = 0
+    if plan.products != head.dtype:
+        weight_copy = head.numel() * size
     return (
-        z_loss * log_sum.square() - (1 - label_smoothing) * picked - label_smoothing * mean
-    ).sum()
-
-
-def _plan(
-    hidden, weight, targets, chunk_size
-):  # rows of a chunk; dtypes of products, sums, the weight's gradient
-    device = (
-        machine().device if hidden.is_meta else hidden.device.type
-    )  # a meta model is planned for this machine
-    product = torch.result_type(hidden, weight)
-    product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else product
-    sums = torch.promote_types(product, torch.float32)
-    if device == "cpu" and not (machine().native_bf16 and product == torch.bfloat16):
-        product = sums  # a CPU without these units emulates 16-bit products, tens of times slower
-    rows = 2 ** (26 if device == "cpu" else 27) // (len(weight) * product.itemsize) // 64 * 64
-    rows = min(
-        chunk_size or max(64, rows), (2**31 - 1) // len(weight)
-    )  # kernels count elements in 32 bits
-    few = weight.dtype == product == torch.bfloat16 and targets <= FEW * rows
-    return rows, product, sums, product if few else sums
-
-
-def estimate_chunked_cross_entropy(budget: Budget, model: Any, *, batch_size: int, seq_len: int,
-                                   chunk_size: int | None = None, targets: int | None = None) -> Budget:  # fmt: skip
-    """The budget with a chunked loss. `targets` tokens have a label: by default all, but the first of each row."""
-    head, tokens = model.get_output_embeddings().weight, batch_size * seq_len
-    targets = tokens - batch_size if targets is None else targets
-    if min(batch_size, tokens, targets) < 1:
-        raise ValueError(
-            f"batch_size={batch_size}, seq_len={seq_len}, targets={targets}: each must be 1 or more"
-        )
-    rows, product, _, weight_sums = _plan(head, head, targets, chunk_size)
-    (vocab, width), size, gradient = (
-        head.shape,
-        head.dtype.itemsize,
-        head.requires_grad * head.numel(),
+        logits
+        + inputs
+        + weight_copy
+        + max(_block_bytes(model, plan, rows), _sum_bytes(budget, model, plan))
     )
-    rows, cap = (
-        min(rows, targets),
-        getattr(model.config.get_text_config(), "final_logit_softcapping", None),
-    )
-    block = 4 * min(rows * vocab, BLOCK) * (2 if cap or product.itemsize == 2 else 1)
-    added = (
-        gradient * product.itemsize * (product != weight_sums)
-    )  # the chunk's part of a sum in another dtype
-    chunk = product.itemsize * (
-        rows * (vocab + 2 * width) + head.numel() * (product != head.dtype)
-    ) + max(block, added)
-    hidden = (
-        size * tokens * width * (2 - head.requires_grad)
-    )  # its gradient, and itself if the budget has it not yet
-    last_block = budget.block_gradients - tokens * final_norm_bytes(
-        model
-    )  # while its activations are still there
-    return budget.change(loss=gradient * weight_sums.itemsize + max(hidden + chunk, last_block))
+
+
+def _block_bytes(model: Any, plan: ChunkPlan, rows: int) -> int:
+    """Between the products: the fp32 log-softmax of a block, and the logits in fp32 beside it.
+
+    That copy of the logits exists where they are capped, or have 16 bits.
+    """
+    block = 4 * min(rows * len(head_of(model)), LOGITS_OF_A_BLOCK)
+    if final_softcap(model) or plan.products.itemsize == 2:
+        return 2 * block
+    return block
+
+
+def _sum_bytes(budget: Budget, model: Any, plan: ChunkPlan) -> int:
+    """In the products: the chunk's part of the weight's gradient, before a sum in another dtype."""
+    if not head_trains(budget, model) or plan.products == plan.weight_sums:
+        return 0
+    return head_of(model).numel() * plan.products.itemsize
