@@ -2,6 +2,7 @@
 
 bytes      chart          measured peaks of a ladder, predictions as ticks, seconds beside them
            budget_chart   of which terms the predicted peaks consist
+           timeline_chart live bytes during a step, by kind, one panel per step
 losses     loss_chart     held-out loss against optimizer steps
            change_chart   changes of the loss with their intervals
            position_chart loss against the position in a text
@@ -16,7 +17,9 @@ from typing import Any, Protocol
 
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.machine import GIB
+from recipes_lib.core.timeline import KINDS, Timeline
 from recipes_lib.report.style import (
+    KIND_COLORS,
     MIB,
     PREDICTED,
     RECIPE,
@@ -87,6 +90,97 @@ def budget_chart(budgets: dict[str, Budget]) -> Any:
     axes.set(xlabel="predicted bytes at the moment of the peak, MiB")
     axes.legend(loc="lower right", frameon=False)
     return figure
+
+
+def timeline_chart(
+    timelines: dict[str, Timeline], *, predicted: dict[str, int] | None = None
+) -> Any:
+    """Draw the live bytes of one step per panel, stacked by kind, on one scale.
+
+    The phases are shaded and named, the peak is marked with what it consists of, and `predicted`
+    (bytes by the same names) is a dashed line.
+    """
+    size = (9, 2.6 * len(timelines) + 0.4)
+    figure, panels = blank_figure(timelines, size, nrows=len(timelines), squeeze=False)
+    predicted = predicted or {}
+    highest = max(timeline.peak for timeline in timelines.values())
+    top = max([highest, *predicted.values()]) / MIB
+    for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+        _stack_kinds(axes, timeline)
+        axes.set(ylim=(0, 1.3 * top), ylabel="live bytes, MiB")
+        axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
+        _shade_phases(axes, timeline)
+        _mark_peak(axes, timeline)
+        if name in predicted:
+            _draw_prediction_line(axes, predicted[name] / MIB)
+    panels[-1, 0].set(xlabel="operators of the step, in their order")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    # Outside of the panels: inside there is always a timeline that runs through it.
+    figure.legend(handles, labels, loc="outside upper right", frameon=False, ncols=len(KINDS))
+    return figure
+
+
+def _stack_kinds(axes: Any, timeline: Timeline) -> None:
+    operators = [point.operator for point in timeline.points]
+    # What stays for the whole step is at the bottom, what comes and goes is above it.
+    layers = [[point.bytes[kind] / MIB for point in timeline.points] for kind in KINDS]
+    colors = [KIND_COLORS[kind] for kind in KINDS]
+    # Between two points nothing changes: the bytes go up and down in steps.
+    axes.stackplot(operators, layers, colors=colors, labels=KINDS, step="post", linewidth=0)
+    axes.set(xlim=(operators[0], operators[-1]))
+
+
+def _shade_phases(axes: Any, timeline: Timeline) -> None:
+    width = timeline.points[-1].operator - timeline.points[0].operator
+    for number, (phase, first, last) in enumerate(timeline.phases()):
+        if number % 2 == 1:
+            axes.axvspan(first, last, color=REFERENCE, alpha=0.18, linewidth=0, zorder=0)
+        if last - first > 0.08 * width:  # a narrower phase has no room for its name
+            place = ((first + last) / 2, 0.97)
+            axes.annotate(phase, place, xycoords=("data", "axes fraction"), ha="center", va="top")
+
+
+def _mark_peak(axes: Any, timeline: Timeline) -> None:
+    point = timeline.highest
+    height = point.total / MIB
+    kinds = [
+        f"{kind} {size / MIB:,.0f}"
+        for kind, size in point.bytes.items()
+        if size > 0.01 * point.total
+    ]
+    text = f"peak {height:,.0f} MiB\n" + "\n".join(kinds)
+    axes.plot([point.operator], [height], "o", color=PREDICTED, markersize=4)
+    # The text goes to the side that has more room.
+    first = timeline.points[0].operator
+    last = timeline.points[-1].operator
+    in_right_half = point.operator - first > (last - first) / 2
+    side = "right" if in_right_half else "left"
+    offset = (-8, -4) if in_right_half else (8, -4)
+    box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 2}
+    axes.annotate(
+        text,
+        (point.operator, height),
+        offset,
+        textcoords="offset points",
+        ha=side,
+        va="top",
+        fontsize=8,
+        bbox=box,
+    )
+
+
+def _draw_prediction_line(axes: Any, height: float) -> None:
+    axes.axhline(height, color=PREDICTED, linestyle="--", linewidth=1)
+    text = f"predicted {height:,.0f} MiB"
+    place = (0.005, height)
+    axes.annotate(
+        text,
+        place,
+        (0, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        fontsize=8,
+    )
 
 
 # --- losses -------------------------------------------------------------------------------------

@@ -29,6 +29,16 @@ TERMS = {
     "loss": "#66a182",
 }
 
+# The kinds of a timeline have the colours of a budget's terms. It cannot tell which bytes
+# are the loss's: they are among the others.
+KIND_COLORS = {
+    "weights": TERMS["weights"],
+    "states": TERMS["states"],
+    "gradients": TERMS["gradients"],
+    "activations": TERMS["activations"],
+    "other": "#b8c4ce",
+}
+
 # --- figures ------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from recipes_lib.core.budget import Budget
+from recipes_lib.core.timeline import KINDS, Point, Timeline
 from recipes_lib.report.charts import (
     budget_chart,
     change_chart,
@@ -15,6 +16,7 @@ from recipes_lib.report.charts import (
     loss_chart,
     position_chart,
     slope,
+    timeline_chart,
 )
 from recipes_lib.report.style import MIB, RECIPE, REFERENCE
 
@@ -108,6 +110,29 @@ def test_growth_chart_says_the_slope_at_the_end():
     assert slope(curves["square"], 10) == pytest.approx(2)
     (axes,) = growth_chart(curves, fixed_bytes=10, limit_bytes=10**6).axes
     assert legend(axes) == ["square: slope 2.00", "line: slope 1.00", "the limit: 0.0 GiB"]
+
+
+def timeline():
+    def point(operator, phase, activations):
+        sizes = {"weights": 4 * MIB, "states": 8 * MIB, "gradients": 0, "other": 0}
+        return Point(operator, phase, sizes | {"activations": activations * MIB})
+
+    return Timeline([point(0, "forward", 0), point(50, "backward", 6), point(100, "backward", 0)])
+
+
+def test_timeline_chart_stacks_the_kinds_up_to_the_peak():
+    """Catches a kind that is missing in the stack, panels of unequal scale, a lost prediction."""
+    figure = timeline_chart(
+        {"plain": timeline(), "lean": timeline()}, predicted={"plain": 17 * MIB}
+    )
+    plain, lean = figure.axes
+    heights = [path.get_paths()[0].vertices[:, 1].max() for path in plain.collections[: len(KINDS)]]
+    assert max(heights) == 4 + 8 + 6
+    texts = [text.get_text() for text in plain.texts]
+    assert any("peak 18 MiB" in text and "activations 6" in text for text in texts)
+    assert {"forward", "backward", "predicted 17 MiB"} <= set(texts)
+    assert not any("predicted" in text.get_text() for text in lean.texts)
+    assert plain.get_ylim() == lean.get_ylim() and plain.get_ylim()[0] == 0
 
 
 def test_nothing_to_draw():
