@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from recipes_lib.attention import sliding_window
+from recipes_lib.attention import sliding_window_banded
 from recipes_lib.core.model import model_of_shape
 
 FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
@@ -51,7 +51,7 @@ def forget_the_last_failure():
 def forget_masks():
     """They stay for the next step, and would count likewise."""
     yield
-    sliding_window._block_bias.cache_clear()
+    sliding_window_banded.block_bias.cache_clear()
 
 
 @pytest.fixture(autouse=True)

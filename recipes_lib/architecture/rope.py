@@ -1,24 +1,29 @@
-"""Rotary position embeddings, and how to stretch them: a trained model reads texts longer than those it was trained on.
+"""Rotary position embeddings, and how to stretch them, so that a trained model reads longer texts.
 
-Problem    Rotary embeddings turn queries and keys by an angle per position. Beyond the trained length come angles
-           that the model has never seen, and attention breaks down.
+Problem    Rotary embeddings turn queries and keys by an angle per position. Beyond the trained
+           length come angles that the model has never seen, and attention breaks down.
 Idea       angle(position, i) = position * base ** (-2i / head_dim)      i: pair of dimensions
 
-               linear    position / factor        all frequencies slower: nearby words blur (position interpolation)
+               linear    position / factor: all frequencies are slower, and nearby words blur
+                         (position interpolation)
                dynamic   a larger base, only when the text is longer than the training was (NTK)
-               yarn      slow the low frequencies only, those that never turned whole; sharpen the softmax a little
+               yarn      slow the low frequencies only, those that never turned whole; sharpen the
+                         softmax a little
+
 Saves      Training on long texts: the trained length times `factor`, with little or no fine-tuning.
-Costs      linear and yarn change short texts too, because the factor is fixed. dynamic recomputes the frequencies as
-           a text grows, and keys that are cached already keep the old ones.
+Costs      linear and yarn change short texts too, because the factor is fixed. dynamic recomputes
+           the frequencies as a text grows, and keys that are cached already keep the old ones.
 Use when   Texts are longer than `max_position_embeddings`.
 Not when   They are not: for Qwen3 its authors advise to leave YaRN off until it is needed.
-In production   `"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}` in
-           config.json; vLLM `--hf-overrides` with the same.
-Source     Su et al., "RoFormer" (arXiv 2104.09864); Chen et al., "Position Interpolation" (arXiv 2306.15595); Peng et
-           al., "YaRN" (arXiv 2309.00071); bloc97, "NTK-Aware Scaled RoPE" (2023).
+In production   `"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+           "original_max_position_embeddings": 32768}` in config.json; vLLM `--hf-overrides` with
+           the same.
+Source     Su et al., "RoFormer" (arXiv 2104.09864); Chen et al., "Position Interpolation" (arXiv
+           2306.15595); Peng et al., "YaRN" (arXiv 2309.00071); bloc97, "NTK-Aware Scaled RoPE"
+           (2023).
 
-`apply_rope_scaling` writes the configuration, from which transformers computes the same frequencies as
-`rope_frequencies` here; `rotate` is the formula itself.
+`apply_rope_scaling` writes the configuration, from which transformers computes the same frequencies
+as `rope_frequencies` here; `rotate` is the formula itself.
 
 Shapes: B batch, H heads, S sequence, E head dimension.
 """
@@ -29,43 +34,69 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_choice, check_number, check_whole
+
+# --- the idea --------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Turn queries or keys x [B, H, S, E] by their positions [S] or [B, S].
+
+    Dimension i pairs with i + E/2; `frequencies` [E/2] are those of `rope_frequencies`. The product
+    of a turned query and a turned key depends on the distance of their positions only.
+    """
+    # In fp32, because bf16 has no number 257.
+    angles = positions[..., None].float() * frequencies.to(positions.device)  # [S, E/2]
+    cos = angles.cos().to(x.dtype).unsqueeze(-3)  # [1, S, E/2]
+    sin = angles.sin().to(x.dtype).unsqueeze(-3)  # [1, S, E/2]
+    a, b = x.chunk(2, dim=-1)  # [B, H, S, E/2] each
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+# --- the technique ---------------------------------------------------------------------------
 
 KINDS = ("linear", "dynamic", "yarn")
-FAST_TURNS, SLOW_TURNS = (
-    32,
-    1,
-)  # YaRN: pairs that turn more often than 32 times stay, less often than once are slowed
+# YaRN: pairs that turn more often than 32 times in training stay as they are. Those that turn less
+# than once are slowed by the whole factor.
+FAST_TURNS = 32
+SLOW_TURNS = 1
 
 
 def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
-    """Scale the rotary embedding of `model` in place, for texts up to `factor` times its trained length.
+    """Scale the rotary embedding of `model` in place, for texts `factor` times its trained length.
 
-    The configuration changes with it, so that `save_pretrained` keeps the scaling.
-    Raises ValueError for another kind, factor <= 1, and a model without one rotary embedding for all of its layers.
+    The configuration changes with it, so that `save_pretrained` keeps the scaling. Returns `model`.
+    Raises ValueError for another kind, factor <= 1, and a model without one rotary embedding for
+    all of its layers.
     """
-    if kind not in KINDS or factor <= 1:
-        raise ValueError(
-            f"kind={kind!r}, factor={factor}: choose one of {', '.join(KINDS)}, and a factor above 1"
-        )
-    causal = getattr(model, "get_base_model", lambda: model)()  # without adapters
-    config, rotary = causal.config, getattr(causal.base_model, "rotary_emb", None)
-    known = getattr(config, "rope_parameters", None) or {}
+    require_causal_lm(model)
+    check_choice(KINDS, kind=kind)
+    check_number(factor=factor, above=1)
+    causal = without_adapters(model)
+    config = causal.config
+    rotary = getattr(causal.base_model, "rotary_emb", None)
+    known = _rope_parameters(causal)
     if rotary is None or "rope_type" not in known:
         raise ValueError(
-            f"{type(model).__name__} has no single rotary embedding to scale: it cannot be stretched here"
+            f"{type(model).__name__} has no single rotary embedding to scale: "
+            f"it cannot be stretched here"
         )
     if known["rope_type"] != "default":
         raise ValueError(
             f"the model is scaled already ({known['rope_type']}): load the original configuration"
         )
-    config.rope_parameters = dict(known) | {
+
+    config.rope_parameters = {
+        **known,
         "rope_type": kind,
         "factor": float(factor),
         "original_max_position_embeddings": config.max_position_embeddings,
     }
-    if (
-        kind != "dynamic"
-    ):  # dynamic compares the text with the trained length, which therefore stays
+    # dynamic compares the text with the trained length, which therefore stays.
+    if kind != "dynamic":
         config.max_position_embeddings = int(config.max_position_embeddings * factor)
     causal.base_model.rotary_emb = type(rotary)(config=config).to(rotary.inv_freq.device)
     return model
@@ -79,119 +110,134 @@ def rope_frequencies(
     factor: float = 1.0,
     trained: int = 0,
     seq_len: int = 0,
-) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair of dimensions, fp32 [E/2], and what YaRN multiplies queries and keys by.
+) -> tuple[Tensor, float]:
+    """Radians per position of each pair of dimensions, fp32 [E/2], and YaRN's sharpening.
+
+    The second is the number by which YaRN multiplies queries and keys; 1 for the other kinds.
 
     Args:
         base: `rope_theta`, 10,000 or more.
-        trained: positions that the model was trained on, for dynamic and yarn. seq_len: of the text, for dynamic.
-    Raises ValueError for an odd head_dim and an unknown kind, and where `trained` is needed and missing.
+        trained: positions that the model was trained on, for dynamic and yarn.
+        seq_len: of the text, for dynamic.
+    Raises ValueError for an odd head_dim and an unknown kind, and where `trained` is needed and
+    missing.
     """
-    if (
-        head_dim % 2
-        or kind not in ("default", *KINDS)
-        or (kind in ("dynamic", "yarn") and trained < 1)
-    ):
-        raise ValueError(
-            f"head_dim={head_dim}, kind={kind!r}, trained={trained}: give an even head_dim, one of default, "
-            f"{', '.join(KINDS)}, and for dynamic and yarn the trained length"
-        )
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    if (
-        kind == "dynamic"
-    ):  # the base at which the slowest pair turns as far over the text as it did in training
+    check_choice(["default", *KINDS], kind=kind)
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim}: give an even head_dim, because dimensions pair up")
+    if kind in ("dynamic", "yarn") and trained < 1:
+        raise ValueError(f"trained={trained}: give the trained length, for dynamic and yarn")
+
+    if kind == "dynamic":
+        # The base at which the slowest pair turns as far over the text as it did in training.
         stretch = factor * max(seq_len, trained) / trained - (factor - 1)
         base *= stretch ** (head_dim / (head_dim - 2))
-    frequencies = (
-        1 / base**pairs
-    )  # rounded as in transformers: 6e-8 of 5,000 radians is not nothing
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [E/2]
+    # Rounded as in transformers: 6e-8 of 5,000 radians is not nothing.
+    frequencies = 1 / base**pairs
     if kind == "linear":
         return frequencies / factor, 1.0
-    if kind != "yarn":
-        return frequencies, 1.0
-    per_turn = head_dim / (
-        2 * math.log(base)
-    )  # the pair, as a real number, that makes so many turns in training:
-    fast, slow = (
-        per_turn * math.log(trained / (turns * 2 * math.pi)) for turns in (FAST_TURNS, SLOW_TURNS)
-    )
-    fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), head_dim - 1)
-    slowed = ((torch.arange(head_dim // 2) - fast) / max(slow - fast, 1e-3)).clamp(0, 1)
-    return frequencies * (1 - slowed + slowed / factor), 0.1 * math.log(
-        factor
-    ) + 1 if factor > 1 else 1.0
+    if kind == "yarn":
+        return _yarn(frequencies, base=base, factor=factor, trained=trained)
+    return frequencies, 1.0
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Turn queries or keys x [B, H, S, E] by their positions [S] or [B, S]; dimension i pairs with i + E/2.
+def _yarn(frequencies: Tensor, *, base: float, factor: float, trained: int) -> tuple[Tensor, float]:
+    """Slow the pairs [E/2] that turn seldom in training; those between fast and slow by a part."""
+    head_dim = 2 * len(frequencies)
+    fast = max(math.floor(_pair_with(FAST_TURNS, head_dim, base, trained)), 0)
+    slow = min(math.ceil(_pair_with(SLOW_TURNS, head_dim, base, trained)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2)
+    slowed = ((pairs - fast) / max(slow - fast, 1e-3)).clamp(0, 1)  # 0: not at all, 1: by factor
+    frequencies = frequencies * (1 - slowed + slowed / factor)
+    sharpening = 1.0
+    if factor > 1:
+        sharpening = 0.1 * math.log(factor) + 1
+    return frequencies, sharpening
 
-    The product of a turned query and a turned key depends on the distance of their positions only.
+
+def _pair_with(turns: int, head_dim: int, base: float, trained: int) -> float:
+    """Which pair, as a real number, turns so often over the trained length.
+
+    Pair i turns trained * base ** (-2i / head_dim) / (2 pi) times: solved for i.
     """
-    angles = positions[..., None].float() * frequencies.to(
-        positions.device
-    )  # [S, E/2]; fp32: bf16 has no 257
-    cos, sin = (f(angles).to(x.dtype).unsqueeze(-3) for f in (torch.cos, torch.sin))  # [1, S, E/2]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    per_turn = head_dim / (2 * math.log(base))
+    return per_turn * math.log(trained / (turns * 2 * math.pi))
 
 
 @torch.no_grad()
-def position_losses(model: Any, row: torch.Tensor, *, window: int) -> list[float]:
-    """Mean loss of every `window` tokens along one text, row [1, S]: where does the model lose its way?
+def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
+    """Mean loss of every `window` tokens along one text, row [1, S]: where does the model get lost?
 
-    The logits are made window by window; 10,000 tokens of them would take gigabytes. Raises ValueError for another
-    shape, a window below 1, and a model that scales its logits (Cohere, Granite).
+    The logits are made window by window; 10,000 tokens of them would take gigabytes. Raises
+    ValueError for another shape, a window below 1, and a model that scales its logits (Cohere,
+    Granite).
     """
-    causal = getattr(model, "get_base_model", lambda: model)()  # without adapters
-    scales = [getattr(causal.config, name, None) or 1 for name in ("logit_scale", "logits_scaling")]
-    if scales != [1, 1]:
-        raise ValueError(
-            f"{type(causal).__name__} scales its logits: take the loss of model(labels=…)"
-        )
-    if window < 1 or row.dim() != 2 or len(row) != 1 or row.shape[1] < 2:
-        raise ValueError(
-            f"window={window}, row {list(row.shape)}: give a window of 1 or more and one row [1, S], S > 1"
-        )
-    hidden = causal.base_model(input_ids=row, use_cache=False).last_hidden_state[
-        0, :-1
-    ]  # [S - 1, D]
-    cap, losses = getattr(causal.config, "final_logit_softcapping", None), []
-    for part, targets in zip(hidden.split(window), row[0, 1:].split(window)):
-        logits = causal.get_output_embeddings()(part).float()
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        losses.append(torch.nn.functional.cross_entropy(logits, targets).item())
+    require_causal_lm(model)
+    check_whole(window=window)
+    if row.dim() != 2 or len(row) != 1 or row.shape[1] < 2:
+        raise ValueError(f"row {list(row.shape)}: give one row [1, S] of two tokens or more")
+    causal = without_adapters(model)
+    for name in ("logit_scale", "logits_scaling"):
+        scale = getattr(causal.config, name, None)
+        if scale and scale != 1:
+            raise ValueError(
+                f"{type(causal).__name__} scales its logits: take the loss of model(labels=…)"
+            )
+
+    hidden = causal.base_model(input_ids=row, use_cache=False).last_hidden_state
+    hidden = hidden[0, :-1]  # [S - 1, D]: the last token has nothing to predict
+    targets = row[0, 1:]  # [S - 1]
+    cap = final_softcap(model)
+    losses = []
+    for hidden_part, target_part in zip(hidden.split(window), targets.split(window)):
+        logits = causal.get_output_embeddings()(hidden_part).float()  # [window, V]
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        losses.append(torch.nn.functional.cross_entropy(logits, target_part).item())
     return losses
 
 
-def check_length(model: Any, seq_len: int) -> int:
-    """The longest text that the positions of `model` are meant for; ValueError if `seq_len` is longer.
+# --- Hugging Face glue and guards ------------------------------------------------------------
 
-    A table of learned positions ends there with an IndexError; rotary ones go on in silence, and get worse.
+
+def check_length(model: Any, seq_len: int) -> int:
+    """The longest text that the positions of `model` are meant for; ValueError beyond it.
+
+    A table of learned positions ends there with an IndexError; rotary ones go on in silence, and
+    get worse.
     """
-    allowed = estimate_rope_scaling(model)
-    if seq_len > allowed:
-        known = getattr(model.config, "rope_parameters", None) or {}
+    allowed = predicted_length(model)
+    if seq_len <= allowed:
+        return allowed
+    known = _rope_parameters(model)
+    remedy = "none"
+    if known:
         trained = known.get(
             "original_max_position_embeddings", model.config.max_position_embeddings
         )
-        remedy = (
-            f"apply_rope_scaling(model, kind='yarn', factor={math.ceil(seq_len / trained)})"
-            if known
-            else "none"
-        )
-        anew = " on the model as it was before its scaling" * (
-            known.get("rope_type", "default") != "default"
-        )
-        raise ValueError(
-            f"seq_len={seq_len}: the positions of this model end at {allowed:,}; remedy: {remedy}{anew}"
-        )
-    return allowed
+        factor = math.ceil(seq_len / trained)
+        remedy = f"apply_rope_scaling(model, kind='yarn', factor={factor})"
+    if known.get("rope_type", "default") != "default":
+        remedy += " on the model as it was before its scaling"
+    raise ValueError(
+        f"seq_len={seq_len}: the positions of this model end at {allowed:,}; remedy: {remedy}"
+    )
 
 
-def estimate_rope_scaling(model: Any, *, factor: float = 1.0) -> int:
-    """Positions that the model is meant for, after a scaling by `factor`: the trained length times the factor."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    scaled = (
-        rope["factor"] if rope.get("rope_type") == "dynamic" else 1.0
-    )  # whose config keeps the trained length
-    return int(model.config.max_position_embeddings * scaled * factor)
+def _rope_parameters(model: Any) -> dict[str, Any]:
+    """What the configuration says about rotary positions; empty for a model without them."""
+    return getattr(model.config, "rope_parameters", None) or {}
+
+
+# --- the arithmetic --------------------------------------------------------------------------
+
+
+def predicted_length(model: Any, *, factor: float = 1.0) -> int:
+    """Positions that `model` is meant for after a scaling by `factor`: trained length x factor."""
+    rope = _rope_parameters(model)
+    scaled_by = 1.0
+    # The configuration of a dynamic scaling keeps the trained length; the others multiply it.
+    if rope.get("rope_type") == "dynamic":
+        scaled_by = rope["factor"]
+    return int(model.config.max_position_embeddings * scaled_by * factor)

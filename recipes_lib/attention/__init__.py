@@ -1,6 +1,11 @@
-"""Attention whose memory grows with the sequence, not with its square; and attention that looks at less.
+"""Attention whose memory does not grow with the square of the length; attention that reads less.
 
-block_sparse      local, global and strided blocks of keys only, or documents side by side
-flash             the best exact kernel for this machine under any causal LM
-sliding_window    each token reads the last W tokens
+block_sparse             local, global and strided blocks of keys only, or documents side by side
+block_sparse_cpu         its kernel for CPUs
+block_sparse_hf          what transformers calls for it
+flash                    the best exact kernel for this machine under any causal LM
+flash_hf                 what transformers calls for it
+sliding_window           each token reads the last W tokens
+sliding_window_banded    its kernel for any device
+sliding_window_hf        what transformers calls for it
 """
