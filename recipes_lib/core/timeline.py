@@ -74,15 +74,16 @@ class Timeline:
         return dict(self.highest.bytes)
 
     def phases(self) -> list[tuple[str, int, int]]:
-        """The phases as (name, first operator, last operator); accumulation repeats some."""
-        spans: list[tuple[str, int, int]] = []
+        """The phases as (name, first operator, operator at which the next one begins).
+
+        Accumulation repeats forward and backward.
+        """
+        begins = []
         for point in self.points:
-            if spans and spans[-1][0] == point.phase:
-                name, first, _ = spans.pop()
-                spans.append((name, first, point.operator))
-            else:
-                spans.append((point.phase, point.operator, point.operator))
-        return spans
+            if not begins or begins[-1][0] != point.phase:
+                begins.append((point.phase, point.operator))
+        ends = [operator for _, operator in begins[1:]] + [self.points[-1].operator]
+        return [(phase, begin, end) for (phase, begin), end in zip(begins, ends, strict=True)]
 
 
 def record_timeline(
@@ -104,8 +105,7 @@ def record_timeline(
 
 
 class TimelineRecorder(contextlib.AbstractContextManager):
-    """Records while inside; `timeline()` afterwards. `peak` and `current` are those of its account.
-    """
+    """Records while inside; `timeline()` afterwards. `peak` and `current` are those of its account."""
 
     def __init__(
         self,
