@@ -1,7 +1,5 @@
+import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,20 +7,25 @@ import torch
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.training.exact_resume import (
-    estimate_checkpoint,
+    load_by_hand,
     load_checkpoint,
+    predicted_checkpoint_bytes,
     rows_of_step,
+    save_by_hand,
     save_checkpoint,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = torch.arange(1, 1 + 12 * 16).reshape(12, 16) % 127  # rows of the data [N, S]
+RUN = {"lr": 1e-3, "data": "abc"}
 
 
 def setup(seed=0, make=None):
     torch.manual_seed(seed)
     model = model_of_shape("tiny-llama", device="cpu")
-    optimizer = make(model) if make else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if make is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    else:
+        optimizer = make(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return model, optimizer, schedule
 
@@ -39,7 +42,6 @@ def one_step(model, optimizer, schedule, step):
     return loss.item()
 
 
-RUN = {"lr": 1e-3, "data": "abc"}
 OPTIMIZERS = {
     "AdamW": None,
     "8-bit": lambda model: eight_bit_adamw(model, lr=1e-3),
@@ -49,80 +51,104 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_resumed_run_has_the_identical_losses_and_weights(tmp_path, make):
+    path = tmp_path / "c.pt"
     model, optimizer, schedule = setup(make=make)
     whole = [one_step(model, optimizer, schedule, step) for step in range(7)]
 
     first = setup(make=make)
     losses = [one_step(*first, step) for step in range(3)]
     parts = {"schedule": first[2]}
-    save_checkpoint(
-        tmp_path / "c.pt", step=3, model=first[0], optimizer=first[1], run=RUN, parts=parts
-    )
+    save_checkpoint(path, step=3, model=first[0], optimizer=first[1], run=RUN, parts=parts)
     torch.rand(5)  # the process did other things before it died
 
     again = setup(seed=1, make=make)
     parts = {"schedule": again[2]}
-    assert (
-        load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], run=RUN, parts=parts)
-        == 3
-    )
+    done = load_checkpoint(path, model=again[0], optimizer=again[1], run=RUN, parts=parts)
+    assert done == 3
     losses += [one_step(*again, step) for step in range(3, 7)]
     assert losses == whole
     for a, b in zip(model.parameters(), again[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("forget", ["optimizer", "schedule", "random", "data"])
-def test_every_part_is_needed(tmp_path, forget):
-    """The losses differ if one thing is not restored: what this test protects is not vacuous."""
-    model, optimizer, schedule = setup()
-    whole = [one_step(model, optimizer, schedule, step) for step in range(6)]
+def test_the_checkpoint_by_hand_resumes_the_same_run(tmp_path):
+    """Both files bring a run back to the same next losses."""
     first = setup()
-    for step in range(3):
-        one_step(*first, step)
-    save_checkpoint(tmp_path / "c.pt", step=3, model=first[0], optimizer=first[1], run=RUN)
+    one_step(*first, 0)
+    model, optimizer, _ = first
+    save_by_hand(tmp_path / "by_hand.pt", model, optimizer, step=1)
+    save_checkpoint(tmp_path / "c.pt", step=1, model=model, optimizer=optimizer, run=RUN)
+
     model, optimizer, schedule = setup(seed=1)
+    assert load_by_hand(tmp_path / "by_hand.pt", model, optimizer) == 1
+    by_hand = [one_step(model, optimizer, schedule, step) for step in (1, 2)]
+
+    model, optimizer, schedule = setup(seed=2)
     load_checkpoint(tmp_path / "c.pt", model=model, optimizer=optimizer, run=RUN)
-    schedule.load_state_dict(first[2].state_dict())
+    assert [one_step(model, optimizer, schedule, step) for step in (1, 2)] == by_hand
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Six losses of a whole run, and the file and schedule of one that stopped after three."""
+    path = tmp_path_factory.mktemp("stopped") / "c.pt"
+    run = setup()
+    whole = [one_step(*run, step) for step in range(6)]
+    model, optimizer, schedule = setup()
+    for step in range(3):
+        one_step(model, optimizer, schedule, step)
+    save_checkpoint(path, step=3, model=model, optimizer=optimizer, run=RUN)
+    return whole, path, schedule.state_dict()
+
+
+@pytest.mark.parametrize("forget", ["nothing", "optimizer", "schedule", "random", "data"])
+def test_every_part_is_needed(stopped, forget):
+    """The losses differ if one thing is not restored: the tests above are not vacuous."""
+    whole, path, schedule_state = stopped
+    model, optimizer, schedule = setup(seed=1)
+    load_checkpoint(path, model=model, optimizer=optimizer, run=RUN)
+    schedule.load_state_dict(schedule_state)
+    start = 3
     if forget == "optimizer":
         optimizer.state.clear()
     elif forget == "schedule":
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     elif forget == "random":
         torch.manual_seed(99)
-    start = 0 if forget == "data" else 3
-    assert [one_step(model, optimizer, schedule, start + i) for i in range(3)] != whole[3:]
+    elif forget == "data":
+        start = 0
+    losses = [one_step(model, optimizer, schedule, start + i) for i in range(3)]
+    assert (losses == whole[3:]) == (forget == "nothing")
 
 
-KILLED_WHILE_SAVING = """
-import os, signal, sys, torch
-from recipes_lib.training import exact_resume
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.AdamW(model.parameters())
-exact_resume.save_checkpoint(sys.argv[1], step=1, model=model, optimizer=optimizer, run={})
-save = torch.save
 def killed_half_way(state, file):
-    save(state, file)
+    """In the place of torch.save: the process dies when a part of the file is written."""
+    file.write(b"x" * 1000)
     file.flush()
-    os.truncate(file.fileno(), 1000)
     os.kill(os.getpid(), signal.SIGKILL)
-torch.save = killed_half_way
-exact_resume.save_checkpoint(sys.argv[1], step=2, model=model, optimizer=optimizer, run={})
-"""
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
+def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     path = tmp_path / "c.pt"
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_SAVING, str(path)], cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
     model = torch.nn.Linear(64, 64)
-    assert (
-        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()), run={})
-        == 1
-    )
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "run": {}}
+    save_checkpoint(path, step=1, **state)
+    monkeypatch.setattr(torch, "save", killed_half_way)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # not in a forked process
+    # A fork, because a new interpreter would need seconds to import torch.
+    child = os.fork()
+    if child == 0:
+        try:
+            save_checkpoint(path, step=2, **state)
+        finally:
+            os._exit(0)  # not reached: the process is dead
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert load_checkpoint(path, **state) == 1
+    assert (tmp_path / "c.pt.part").stat().st_size == 1000  # it was writing
 
 
-def test_only_what_is_trainable_is_saved_and_estimated(tmp_path):
+def test_only_what_is_trainable_is_saved_and_predicted(tmp_path):
     model, _, _ = setup()
     model.requires_grad_(False)
     model.model.layers[0].requires_grad_(True)
@@ -131,21 +157,22 @@ def test_only_what_is_trainable_is_saved_and_estimated(tmp_path):
     optimizer.step()
     save_checkpoint(tmp_path / "c.pt", step=1, model=model, optimizer=optimizer, run={})
     size = (tmp_path / "c.pt").stat().st_size
-    assert estimate_checkpoint(model) == pytest.approx(size, rel=0.1)
+    assert predicted_checkpoint_bytes(model) == pytest.approx(size, rel=0.1)
 
 
 def test_rows_of_step_visits_every_row_once_per_epoch():
-    epochs = [
-        [rows_of_step(s, rows=12, rows_per_step=4, seed=0) for s in range(e, e + 3)] for e in (0, 3)
-    ]
-    for epoch in epochs:
-        assert sorted(row for rows in epoch for row in rows) == list(range(12))
-    assert epochs[0] != epochs[1]
-    assert rows_of_step(1, rows=12, rows_per_step=4, seed=1) != rows_of_step(
-        1, rows=12, rows_per_step=4, seed=0
-    )
-    with pytest.raises(ValueError, match="give 1 to 12"):
-        rows_of_step(0, rows=12, rows_per_step=13, seed=0)
+    def rows(step, seed=0):
+        return rows_of_step(step, rows=12, rows_per_step=4, seed=seed)
+
+    first = [rows(0), rows(1), rows(2)]
+    second = [rows(3), rows(4), rows(5)]
+    for epoch in (first, second):
+        assert sorted(row for part in epoch for row in part) == list(range(12))
+    assert first != second
+    assert rows(1, seed=1) != rows(1, seed=0)
+    for rows_per_step in (0, 13):
+        with pytest.raises(ValueError, match="give 1 to 12"):
+            rows_of_step(0, rows=12, rows_per_step=rows_per_step, seed=0)
 
 
 def test_bad_input_changes_nothing(tmp_path):
@@ -161,14 +188,17 @@ def test_bad_input_changes_nothing(tmp_path):
         p.data += 1
     with pytest.raises(ValueError, match=r"another run \(lr: 0.001 there, 0.1 here"):
         load_checkpoint(path, **load | {"run": RUN | {"lr": 0.1}})
-    with pytest.raises(ValueError, match="other trainable weights or parts"):
-        load_checkpoint(path, **load | {"model": model.requires_grad_(False)})
-    with pytest.raises(ValueError, match="other trainable weights or parts"):
-        load_checkpoint(
-            path, **load | {"model": model.requires_grad_(True)}, parts={"scaler": optimizer}
-        )
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="other trainable weights"):
+        load_checkpoint(path, **load)
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match="other parts"):
+        load_checkpoint(path, **load, parts={"scaler": optimizer})
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="is damaged"):
+        load_checkpoint(path, **load)
+    torch.save(model.state_dict(), path)  # another program's checkpoint
+    with pytest.raises(ValueError, match="no checkpoint of this kind"):
         load_checkpoint(path, **load)
     assert all(torch.equal(a + 1, b) for a, b in zip(before, model.parameters(), strict=True))
 

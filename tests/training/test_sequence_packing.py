@@ -2,16 +2,21 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from recipes_lib.core.data import IGNORED, collate, load_instructions
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.training.sequence_packing import (
     best_fit,
     check_document_mask,
     collate_packed,
+    document_mask,
     estimate_sequence_packing,
+    fill_rows,
     pack_sequences,
     padded_tokens,
+    predicted_speedup,
 )
 from tests.conftest import assert_same_gradients, gradients
 
@@ -20,7 +25,8 @@ def make_rows(lengths, vocab=128):
     rows = []
     for n in lengths:
         ids = torch.randint(1, vocab, (n,)).tolist()
-        rows.append({"input_ids": ids, "labels": [IGNORED] * (n // 3) + ids[n // 3 :]})
+        prompt = n // 3
+        rows.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
     return rows
 
 
@@ -34,7 +40,7 @@ def summed_loss(model, batch, **inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny, dtype):
-    """Odd lengths, several documents per row, a row with padding; Gemma's window of attention included."""
+    """Odd lengths, several documents per row, a row with padding; Gemma's window included."""
     tiny = tiny.to(dtype)
     rows = make_rows([7, 3, 16, 5, 11, 1, 9])
     packs = pack_sequences(rows, length=23, seed=0)
@@ -86,13 +92,26 @@ def test_best_fit_is_a_partition_that_fills_the_rows():
     bins = best_fit(lengths, length=256)
     assert sorted(i for members in bins for i in members) == list(range(500))
     assert max(sum(lengths[i] for i in members) for members in bins) <= 256
-    assert len(bins) <= 1.03 * -(
-        -sum(lengths) // 256
-    )  # the least that any packing could need, and 3 %
-    assert best_fit([5, 4, 3, 2], length=7) == [
-        [0, 3],
-        [1, 2],
-    ]  # 3 goes to the fuller row that still has room
+    least = -(-sum(lengths) // 256)  # what any packing needs
+    assert len(bins) <= 1.03 * least
+    # 3 goes to the fuller row that still has room.
+    assert best_fit([5, 4, 3, 2], length=7) == [[0, 3], [1, 2]]
+    assert bins == fill_rows(lengths, length=256)
+
+
+def test_positions_that_restart_mean_the_document_mask(llama):
+    """What transformers makes of the positions is the mask by hand."""
+    packs = pack_sequences(make_rows([9, 8, 7, 5]), length=24)
+    batch = collate_packed(packs, pad_token_id=0)
+    mask = document_mask(batch["position_ids"])  # [P, L, L]
+    # The second token of the second document sees the first one and itself.
+    border = int((batch["position_ids"][0] == 0).nonzero()[1])
+    assert mask[0, border + 1].nonzero().flatten().tolist() == [border, border + 1]
+
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    packed = llama(**inputs, use_cache=False).logits
+    by_hand = llama(**inputs, attention_mask=mask[:, None], use_cache=False).logits
+    torch.testing.assert_close(packed, by_hand)
 
 
 def test_the_same_seed_gives_the_same_order():
@@ -101,37 +120,60 @@ def test_the_same_seed_gives_the_same_order():
     assert pack_sequences(rows, length=22, seed=3) != pack_sequences(rows, length=22, seed=4)
 
 
-def test_estimate_is_the_ratio_of_processed_tokens_and_of_saved_activations():
-    """Real instruction pairs: what is processed per useful token, and what a step keeps for backward."""
-    rows = list(load_instructions(load_tokenizer(), max_tokens=160, limit=64))
-    lengths = [len(row["input_ids"]) for row in rows]
+def kept_by(forward):
+    """Bytes that a forward leaves for backward, logits included."""
+    with PeakMemory() as memory:
+        before = memory.current
+        output = forward()
+        kept = memory.current - before
+    del output
+    return kept
+
+
+def test_predicted_speedup_is_the_ratio_of_processed_tokens_and_of_saved_activations():
+    """Tokens that are processed, and what a step keeps for backward."""
+    # Many short rows and a few long ones, as instruction pairs are.
+    lengths = (10 + 150 * torch.rand(64) ** 2).int().tolist()
+    rows = make_rows(lengths)
     packs = pack_sequences(rows, length=320)
     packed = collate_packed(packs, pad_token_id=0)
     ratio = padded_tokens(lengths, batch_size=8) / packed["input_ids"].numel()
-    estimate = estimate_sequence_packing(
-        lengths, length=320, batch_size=8, packs_per_batch=len(packs)
-    )
-    assert estimate == pytest.approx(ratio)
+    predicted = predicted_speedup(lengths, length=320, batch_size=8, packs_per_batch=len(packs))
+    assert predicted == pytest.approx(ratio)
     assert ratio > 1.2
 
-    model = model_of_shape("tiny-gpt2", layers=16, device="cpu")
-    vocab = model.config.vocab_size
-    few = [row | {"input_ids": [token % vocab for token in row["input_ids"]]} for row in rows]
-    few_packs = pack_sequences(few, length=320)
+    model = model_of_shape("tiny-gpt2", layers=8, device="cpu")
 
     def saved(batch):
-        with PeakMemory() as memory:
-            before = memory.current
-            # Without positions, and so without the mask, which `estimate_packed_attention` counts.
-            logits = model(batch["input_ids"], use_cache=False).logits
-            kept = memory.current - before
-        del logits
-        return kept
+        # Without positions, and so without the mask: the next test counts that.
+        return kept_by(lambda: model(batch["input_ids"], use_cache=False).logits)
 
-    padded = [saved(collate(few[start : start + 8], pad_token_id=0)) for start in range(0, 64, 8)]
-    one_by_one = [saved(collate_packed([pack], pad_token_id=0)) for pack in few_packs]
-    ratio = estimate_sequence_packing(lengths, length=320, batch_size=8)
-    assert sum(padded) / sum(one_by_one) == pytest.approx(ratio, rel=0.1)
+    padded = 0
+    for start in range(0, 64, 8):
+        padded += saved(collate(rows[start : start + 8], pad_token_id=0))
+    one_by_one = sum(saved(collate_packed([pack], pad_token_id=0)) for pack in packs)
+    predicted = predicted_speedup(lengths, length=320, batch_size=8)
+    assert padded / one_by_one == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_mask_costs_what_is_estimated():
+    """Per layer a mask of its own, and K and V repeated to all heads of Q."""
+    model = model_of_shape("tiny-llama", layers=4, device="cpu")
+    packs = pack_sequences(make_rows([40, 40, 40, 40]), length=80)
+    batch = collate_packed(packs, pad_token_id=0)
+    shape = Shape(batch=2, seq=80)
+    ids = batch["input_ids"]
+    positions = batch["position_ids"]
+    plain = kept_by(lambda: model(ids, use_cache=False).logits)
+    packed = kept_by(lambda: model(ids, position_ids=positions, use_cache=False).logits)
+
+    budget = budget_of(model, shape)
+    estimated = estimate_sequence_packing(budget, model, shape)
+    more = estimated.activations - budget.activations
+    assert packed - plain == pytest.approx(more, rel=0.05)
+    assert estimated.one_block - budget.one_block == more / 4
+    half = estimate_sequence_packing(budget, model, shape, dtype=torch.bfloat16)
+    assert half.activations - budget.activations == more / 2
 
 
 def test_check_document_mask(tiny):
@@ -139,19 +181,16 @@ def test_check_document_mask(tiny):
     check_document_mask(tiny, batch)
     assert tiny.training
     forward = tiny.forward
-    tiny.forward = lambda position_ids, **inputs: forward(
-        **inputs
-    )  # a model that does not know the borders
+    # A model that does not know the borders.
+    tiny.forward = lambda position_ids, **inputs: forward(**inputs)
     with pytest.raises(RuntimeError, match="sees its neighbour"):
         check_document_mask(tiny, batch)
     tiny.forward = lambda **inputs: CausalLMOutput(logits=forward(**inputs).logits * float("nan"))
     with pytest.raises(RuntimeError, match="sees its neighbour"):
         check_document_mask(tiny, batch)
+    alone = collate_packed(pack_sequences(make_rows([9]), length=24), pad_token_id=0)
     with pytest.raises(ValueError, match="no border to check"):
-        check_document_mask(
-            tiny,
-            collate_packed(pack_sequences(make_rows([9]), length=24), pad_token_id=0, length=9),
-        )
+        check_document_mask(tiny, alone)
 
 
 def test_bad_input():
@@ -163,6 +202,8 @@ def test_bad_input():
         pack_sequences([{"input_ids": [], "labels": []}], length=8)
     with pytest.raises(ValueError, match="what pack_sequences returned"):
         collate_packed(make_rows([3]), pad_token_id=0)
+    with pytest.raises(ValueError, match="0 rows"):
+        collate_packed([], pad_token_id=0)
     with pytest.raises(ValueError, match="length=2"):
         collate_packed(pack_sequences(make_rows([3]), length=8), pad_token_id=0, length=2)
 
