@@ -123,11 +123,15 @@ def timeline_chart(
 def _stack_kinds(axes: Any, timeline: Timeline) -> None:
     operators = [point.operator for point in timeline.points]
     # What stays for the whole step is at the bottom, what comes and goes is above it.
-    layers = [[point.bytes[kind] / MIB for point in timeline.points] for kind in KINDS]
+    layers = [_mib_of_kind(timeline, kind) for kind in KINDS]
     colors = [KIND_COLORS[kind] for kind in KINDS]
     # Between two points nothing changes: the bytes go up and down in steps.
     axes.stackplot(operators, layers, colors=colors, labels=KINDS, step="post", linewidth=0)
     axes.set(xlim=(operators[0], operators[-1]))
+
+
+def _mib_of_kind(timeline: Timeline, kind: str) -> list[float]:
+    return [point.bytes[kind] / MIB for point in timeline.points]
 
 
 def _shade_phases(axes: Any, timeline: Timeline) -> None:
