@@ -1,0 +1,159 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recipes_lib.core.budget import Shape, compose
+from recipes_lib.core.machine import machine
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.fine_tuning.lora import estimate_lora
+from recipes_lib.fine_tuning.qlora import estimate_qlora, nf4_bytes
+from recipes_lib.memory import chunked_cross_entropy_plan
+from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
+from recipes_lib.memory.chunked_cross_entropy import estimate_chunked_cross_entropy
+from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload
+from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
+from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
+from recipes_lib.workflows.out_of_memory_doctor_remedies import RECIPES, remedies_for
+from tests.conftest import FAMILIES
+
+MIB, GIB = 2**20, 2**30
+MICRO_BATCHES = (estimate_gradient_accumulation, {})
+CHUNKS = (estimate_chunked_cross_entropy, {})
+CHECKPOINTS = (estimate_activation_checkpointing, {})
+
+
+@pytest.fixture(scope="module")
+def eight_b():
+    return model_of_shape("llama-3.1-8b", device="meta")
+
+
+def by_name(remedies):
+    return {remedy.name: remedy for remedy in remedies}
+
+
+def names(remedies):
+    return list(by_name(remedies))
+
+
+def falling(remedies):
+    peaks = [remedy.peak for remedy in remedies]
+    return peaks == sorted(peaks, reverse=True)
+
+
+def test_an_8b_model_in_24_gib(eight_b):
+    """Nothing is allocated; only adapters on a 16-bit base fit, by QLoRA with room to spare."""
+    shape = Shape(batch=8, seq=2048)
+    remedies = remedies_for(eight_b, shape, memory_bytes=24 * GIB)
+    assert names(remedies) == ["as it is", "8 micro-batches of 1", *list(RECIPES)[1:]]
+    assert [remedy.name for remedy in remedies if remedy.fits] == ["LoRA, 16-bit base", "QLoRA"]
+    assert falling(remedies)
+    assert remedies[0].peak == budget_of(eight_b, shape).peak
+    assert 4 * GIB < remedies[-1].peak < 8 * GIB
+
+
+# Each memory is enough for the remedy behind it, and not for the one before.
+FIRST_FIT = {
+    500: "as it is",
+    200: "4 micro-batches of 2",
+    160: "8 micro-batches of 1",
+    140: "checkpointing",
+    90: "8-bit AdamW",
+    48: "optimizer offload",
+    24: "LoRA, 16-bit base",
+    12: "QLoRA",
+}
+
+
+@pytest.mark.parametrize("gib", FIRST_FIT)
+def test_the_first_fit_follows_the_memory(eight_b, gib):
+    remedies = remedies_for(eight_b, Shape(batch=8, seq=2048), memory_bytes=gib * GIB)
+    fitting = [remedy.name for remedy in remedies if remedy.fits]
+    assert fitting[0] == FIRST_FIT[gib]
+
+
+def test_nothing_fits_into_6_gib(eight_b):
+    remedies = remedies_for(eight_b, Shape(batch=8, seq=2048), memory_bytes=6 * GIB)
+    assert not any(remedy.fits for remedy in remedies)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family):
+    model = model_of_shape(family, device="cpu")
+    remedies = remedies_for(model, Shape(batch=6, seq=64), memory_bytes=MIB)
+    assert names(remedies)[:2] == ["as it is", "6 micro-batches of 1"]
+    assert "optimizer offload" not in names(remedies)  # a CPU has nowhere to move them to
+    assert ("QLoRA" in names(remedies)) == (family != "tiny-gpt2")  # whose layers it refuses
+    assert falling(remedies)
+
+
+def test_the_peaks_are_those_of_the_recipes_own_estimates():
+    """A remedy that forgets one above it, or a model in 16 bits that is still counted in 32."""
+    model = model_of_shape("smollm2-135m", layers=4, device="cpu")
+    shape = Shape(batch=4, seq=256, micro_batches=4)
+    found = by_name(remedies_for(model, shape.whole(), memory_bytes=1))
+    assert found["4 micro-batches of 1"].where == "training/gradient_accumulation.py"
+
+    plain = budget_of(model, shape)
+    states = (estimate_eight_bit_adam, {})
+    for recipes, name in [
+        ([MICRO_BATCHES], "4 micro-batches of 1"),
+        ([MICRO_BATCHES, CHECKPOINTS, CHUNKS], "checkpointing"),
+        ([MICRO_BATCHES, CHECKPOINTS, CHUNKS, states], "8-bit AdamW"),
+    ]:
+        assert found[name].peak == compose(plain, model, shape, recipes).peak, name
+
+    base = model_of_shape("smollm2-135m", layers=4, dtype=torch.bfloat16, device="cpu")
+    for adapters, name in [(estimate_lora, "LoRA, 16-bit base"), (estimate_qlora, "QLoRA")]:
+        recipes = [MICRO_BATCHES, (adapters, {}), CHECKPOINTS, CHUNKS]
+        assert found[name].peak == compose(budget_of(base, shape), base, shape, recipes).peak
+
+
+def test_a_model_without_weights_stands_for_another_machine(monkeypatch):
+    """The chunks that this machine would take do not count: in 16 bits, a CPU without native bf16
+    would need an fp32 copy of the output layer, 2 GiB of an 8B model."""
+    model = model_of_shape("smollm2-135m", device="meta")
+    shape = Shape(batch=1, seq=512)
+    expected = remedies_for(model, shape, memory_bytes=1)
+    for native in (True, False):
+        here = replace(machine(), native_bf16=native)
+        monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda here=here: here)
+        assert remedies_for(model, shape, memory_bytes=1) == expected
+
+    recipes = [CHUNKS, CHECKPOINTS, (estimate_eight_bit_adam, {}), (estimate_optimizer_offload, {})]
+    plan = compose(budget_of(model, shape), model, shape, recipes)
+    offloaded = by_name(expected)["optimizer offload"]
+    assert offloaded.peak == pytest.approx(plan.peak, rel=0.1)
+
+
+def test_a_model_keeps_its_configuration():
+    """Asking how a 16-bit copy would do must not write its dtype into the model's configuration."""
+    model = model_of_shape("tiny-llama", device="meta")
+    remedies_for(model, Shape(batch=1, seq=64), memory_bytes=MIB)
+    assert model.dtype == model.config.dtype == torch.float32
+
+
+def test_a_model_with_adapters_gets_no_second_ones():
+    peft = pytest.importorskip("peft")
+    base = model_of_shape("tiny-llama", device="cpu")
+    adapters = peft.LoraConfig(target_modules="all-linear")
+    model = peft.get_peft_model(base, adapters)
+    model.requires_grad_(False)
+    found = by_name(remedies_for(model, Shape(batch=1, seq=64), memory_bytes=MIB))
+    assert "LoRA, 16-bit base" not in found
+    assert "QLoRA" in found
+
+
+def test_the_base_below_adapters_is_quantized():
+    """As `estimate_qlora` counts it, when the adapters are not there yet."""
+    peft = pytest.importorskip("peft")
+    shape = Shape(batch=1, seq=512)
+    base = model_of_shape("llama-3.2-1b", layers=2, device="meta")
+    full = sum(p.numel() * 4 for p in base.model.layers.parameters() if p.ndim == 2)
+    saved = full - nf4_bytes(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", r=8))
+    remedies = remedies_for(model, shape, memory_bytes=1)
+    before, quantized = remedies[-2:]
+    assert quantized.name == "QLoRA"
+    assert before.peak - quantized.peak == pytest.approx(saved, rel=0.01)
