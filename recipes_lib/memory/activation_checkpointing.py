@@ -1,82 +1,113 @@
 """Activation checkpointing: keep the input of a block, recompute the rest when backward arrives.
 
-Problem    Every block saves some 19 hidden vectors per token (SmolLM2) for backward, times all layers.
+Problem    Every block saves some 19 hidden vectors per token (SmolLM2) for backward, times all
+           layers.
 Idea       Backward visits one block at a time, so only one block's activations need to exist:
 
-               plain        x0 [a0] x1 [a1] x2 [a2] -> loss      all [a] alive
-               "block"      x0      x1      x2      -> loss      [a2] again from x2, used, freed; [a1] …
-               "selective"  x0 m0   x1 m1   x2 m2   -> loss      m = what matmuls and attention returned:
-                                                                 only norms, RoPE, activations are redone
-Saves      Per token and block: all elements but D ("block"), or but 3D + 2Q + 2KV + 2F ("selective").
-           One block is whole again while backward is in it.
-Costs      "block": one more forward, so a third more arithmetic (divided by `every`); "selective": the
-           elementwise operators only. No value or gradient changes by a bit, dropout included.
+               plain        x0 [a0] x1 [a1] x2 [a2] -> loss   all [a] alive
+               "block"      x0      x1      x2      -> loss   [a2] again from x2, used, freed …
+               "selective"  x0 m0   x1 m1   x2 m2   -> loss   m: what matmuls and attention gave;
+                                                              norms, RoPE, activations again
+Saves      Per token and block: all elements but D ("block"), or but 3D + 2Q + 2KV + 2F
+           ("selective"). One block is whole again while backward is in it.
+Costs      "block": one more forward, so a third more arithmetic (divided by `every`);
+           "selective": the elementwise operators only. No value or gradient changes by a bit,
+           dropout included.
 Use when   Activations are the largest term: long sequences, large batches, frozen weights.
-Not when   Weights, optimizer states or the loss set the peak: then it costs time and saves nothing.
-In production   `model.gradient_checkpointing_enable()` (newer: `activation_checkpointing_enable()`) or
-           `TrainingArguments(gradient_checkpointing=True)`: every block, whole; torchtitan: selective.
+Not when   Weights, optimizer states or the loss set the peak: it costs time and saves nothing.
+In production   `model.gradient_checkpointing_enable()` (newer:
+           `activation_checkpointing_enable()`) or `TrainingArguments(gradient_checkpointing=True)`:
+           every block, whole; torchtitan: selective.
 Source     Chen et al., arXiv 1604.06174; "Current and New Activation Checkpointing Techniques in
            PyTorch", PyTorch blog, March 2025.
 
-Traps: with the KV cache on, the recomputed block appends its keys and values a second time; a forward
-replaced by a closure stays bound to the old block in `copy.deepcopy(model)`. Neither happens here.
+Traps: with the KV cache on, the recomputed block appends its keys and values a second time; a
+forward replaced by a closure stays bound to the old block in `copy.deepcopy(model)`. Neither
+happens here.
 
 Shapes: B batch, S sequence, T = B*S tokens, D hidden, F feed-forward, Q query and KV key width.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import decoder_blocks, projection_widths, require_causal_lm
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
+from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.plain_step import head_of, head_trains, require_adapters
+from recipes_lib.core.recompute import (
+    caches_among,
+    nothing_to_recompute,
+    require_empty,
+    require_no_checkpoints,
+    without_caches,
+)
+from recipes_lib.core.sizes import tensor_bytes
 
-MODES = ("block", "selective")
-# What "selective" keeps. Batched products (bmm) are not among them: in eager attention they are [S, S].
-KEPT = [
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "mm",
-        "addmm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-]
+# --- the idea -------------------------------------------------------------------------------------
+
+
+def checkpointed_by_hand(blocks: Iterable[Callable], hidden: torch.Tensor) -> torch.Tensor:
+    """Run `blocks` one after the other, and keep nothing for backward but the input of each.
+
+    `hidden` [B, S, D] must need a gradient. Otherwise autograd never calls `backward` below,
+    and the weights of the blocks get no gradient either. Dropout would draw other numbers the
+    second time.
+    """
+    for block in blocks:
+        hidden = InputOnly.apply(block, hidden)
+    return hidden
+
+
+class InputOnly(torch.autograd.Function):
+    """A block, of which only the input survives forward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Callable, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.block = block
+        ctx.save_for_backward(hidden)  # [B, S, D]
+        return block(hidden)  # in here autograd records nothing
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.block(hidden)  # [B, S, D], and now with everything that backward needs
+        output.backward(gradient)  # the weights' gradients go to their `.grad`
+        return None, hidden.grad  # the input's goes to the block before
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: int = 1) -> Any:
-    """Let blocks 0, every, 2*every, … keep little and recompute the rest in backward. Returns `model`.
+    """Let blocks 0, every, 2*every, … keep little, and recompute the rest. Returns `model`.
 
-    Parameter names, hooks, `isinstance` and `copy.deepcopy` work as before; adapters may come before or
-    after. To pickle the whole model (its state dict is unchanged), remove the checkpointing first.
+    Parameter names, hooks, `isinstance` and `copy.deepcopy` work as before; adapters may come
+    before or after. To pickle the whole model (its state dict is unchanged), remove the
+    checkpointing first.
 
     Args:
-        mode: "block" keeps the input only, "selective" also what matmuls and fused attention return.
+        mode: "block" keeps the input only, "selective" also what matmuls and attention return.
         every: 1 for all blocks, k for every k-th.
-    Raises ValueError for an unknown mode, an `every` outside 1 … number of blocks, and a model that is
-    checkpointed already. The model's forward raises one for a filled KV cache in training.
+    Raises ValueError for an unknown mode, an `every` outside 1 … number of blocks, and a model
+    that is no causal LM or is checkpointed already. The model's forward raises one for a filled
+    KV cache in training.
     """
+    require_causal_lm(model)
     blocks = decoder_blocks(model)
     _check(blocks, mode, every)
-    if any(
-        hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False)
-        for block in blocks
-    ):
-        raise ValueError(
-            "this model is checkpointed already: call remove_activation_checkpointing(model) (or that of nested "
-            "checkpointing) or, for Hugging Face's own, model.gradient_checkpointing_disable() first"
-        )
-    # A subclass rather than a new `forward` on the block: nothing is bound to this very block, so a deep
-    # copy gets its own, and no reference cycle keeps the model's memory.
+    require_no_checkpoints(blocks)
     for index in range(0, len(blocks), every):
-        blocks[index].__class__ = _checkpointed_class(type(blocks[index]), mode)
-        blocks[index].checkpointed_index = index
+        mix_in(blocks[index], _Checkpointed, checkpoint_contexts=CONTEXTS[mode])
+        mark(blocks[index], CHECKPOINTED_INDEX, index)
     return model
 
 
@@ -88,91 +119,119 @@ def remove_activation_checkpointing(model: Any) -> Any:
             "this model has no block that apply_activation_checkpointing() has changed"
         )
     for block in blocks:
-        block.__class__ = type(block).__bases__[1]
-        del block.checkpointed_index
+        unmix(block, _Checkpointed, attributes=["checkpoint_contexts"])
+        unmark(block, CHECKPOINTED_INDEX)
     return model
 
 
 class _Checkpointed:
-    """What is mixed into a block's class. `forward` and not `__call__`: hooks fire once, outside."""
+    """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
+
+    # Makes two contexts, as torch's `checkpoint` wants them: one around the forward and one around
+    # the recomputation. The first may keep what operators return, for the second to use.
+    checkpoint_contexts: Callable[[], tuple]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers import Cache
-
-        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if not torch.is_grad_enabled() or (
-            caches and not self.training
-        ):  # no backward, or generation
+        caches = caches_among(args, kwargs)
+        if nothing_to_recompute(self, caches):
             return super().forward(*args, **kwargs)
-        if any(cache.get_seq_length(self.checkpointed_index) for cache in caches):
-            raise ValueError(
-                "a filled KV cache cannot pass through checkpointed blocks in training: the recomputed block "
-                "would append to it; pass use_cache=False, or generate under model.eval() and torch.no_grad()"
-            )
-        # An empty cache only collects: without it the result is the same.
-        args = [None if isinstance(value, Cache) else value for value in args]
-        kwargs = {
-            name: None if isinstance(value, Cache) else value for name, value in kwargs.items()
-        }
-        if "use_cache" in kwargs:
-            kwargs["use_cache"] = False
+        require_empty(caches, index=getattr(self, CHECKPOINTED_INDEX))
+        args, kwargs = without_caches(args, kwargs)
+        # A reentrant checkpoint, the older kind, gives weights no gradient if the block's input
+        # needs none. So it is with adapters on a frozen base.
         return checkpoint(
-            super().forward, *args, use_reentrant=False, context_fn=self.context_fn, **kwargs
+            super().forward,
+            *args,
+            use_reentrant=False,
+            context_fn=self.checkpoint_contexts,
+            **kwargs,
         )
 
 
-@functools.cache
-def _checkpointed_class(block_class: type, mode: str) -> type:
-    contexts = functools.partial(create_selective_checkpoint_contexts, KEPT)
-    body = {"context_fn": staticmethod(contexts if mode == "selective" else noop_context_fn)}
-    # The name stays: FSDP and device maps find blocks by it.
-    return type(
-        block_class.__name__,
-        (_Checkpointed, block_class),
-        body | {"__module__": block_class.__module__},
-    )
+# What "selective" keeps: results that take many operations per byte to make again.
+# Batched products (bmm) are not among them: in eager attention they are [B, H, S, S].
+KEPT_OPERATORS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
+def _keep_matmuls() -> tuple:
+    return create_selective_checkpoint_contexts(KEPT_OPERATORS)
+
+
+CONTEXTS = {"block": noop_context_fn, "selective": _keep_matmuls}
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
+    check_choice(CONTEXTS, mode=mode)
+    check_whole(every=every, least=1, most=len(blocks))
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.CHECKPOINTS)
 def estimate_activation_checkpointing(
-    budget: Budget,
-    model: Any,
-    *,
-    batch_size: int,
-    seq_len: int,
-    every: int = 1,
-    mode: str = "block",
+    budget: Budget, model: Any, shape: Shape, *, mode: str = "block", every: int = 1
 ) -> Budget:
-    """Activations are what the blocks keep, or what backward holds inside the last block, if that is more.
+    """Activations are what the blocks keep, or what backward holds in the last block, if more.
 
-    Estimate it after the recipes that change the batch, the loss, the precision or the adapters.
+        backward begins           stored + what is saved outside the blocks + the loss
+        it is in the last block   stored, that block whole + the gradients inside it
+                                         + the gradient of the output layer (the loss is free)
+
+    Raises ValueError for "selective" with a budget of adapters that `model` does not have yet.
     """
-    _check(decoder_blocks(model), mode, every)
-    if batch_size < 1 or seq_len < 1:
-        raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
-    kept = _kept_outputs(model) if mode == "selective" else 0
-    return checkpoint_budget(budget, model, tokens=batch_size * seq_len, every=every, kept=kept)
+    blocks = decoder_blocks(model)
+    _check(blocks, mode, every)
+    kept = shape.tokens * _kept_bytes(budget, model, mode)
+    checkpointed_blocks = len(range(0, len(blocks), every))
+    plain_blocks = len(blocks) - checkpointed_blocks
+    stored = checkpointed_blocks * kept + plain_blocks * budget.one_block
+
+    outside_the_blocks = budget.activations - len(blocks) * budget.one_block
+    as_backward_begins = stored + outside_the_blocks
+    last_is_checkpointed = (len(blocks) - 1) % every == 0
+    if not last_is_checkpointed:  # it is free before any other block is recomputed
+        return budget.change(activations=as_backward_begins)
+
+    in_last_block = stored - kept + budget.one_block + budget.block_gradients
+    if head_trains(budget, model):
+        in_last_block += tensor_bytes(head_of(model))
+    # The budget adds the loss to its activations. It is free by the time of this second moment.
+    activations = max(as_backward_begins, in_last_block - budget.after_activations)
+    return budget.change(activations=activations)
+
+
+def _kept_bytes(budget: Budget, model: Any, mode: str) -> int:
+    """Bytes per token that one checkpointed block keeps: its input [D], and what `mode` adds."""
+    elements = model.config.hidden_size
+    if mode == "selective":
+        require_adapters(budget, model)  # their matmuls are kept, too
+        elements += _kept_outputs(model)
+    return elements * model.dtype.itemsize
 
 
 def _kept_outputs(model: Any) -> int:
     """Elements per token that the matmuls and the attention of one block return."""
     from transformers.pytorch_utils import Conv1D
 
-    config, block = model.config, decoder_blocks(model)[0]
-    linear = sum(
-        module.nf if isinstance(module, Conv1D) else module.out_features
-        for module in block.modules()
-        if isinstance(module, Conv1D | torch.nn.Linear)
-    )
-    if config._attn_implementation == "eager":
+    linear = 0
+    for module in decoder_blocks(model)[0].modules():
+        if isinstance(module, torch.nn.Linear):
+            linear += module.out_features
+        elif isinstance(module, Conv1D):  # GPT-2's linear layer
+            linear += module.nf
+    if model.config._attn_implementation == "eager":
         return linear
-    q, _, _ = projection_widths(config)
-    return linear + q + config.num_attention_heads  # + the log-sum-exp of each head
-
-
-def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}: choose one of {', '.join(MODES)}")
-    if not 1 <= every <= len(blocks):
-        raise ValueError(
-            f"every={every}: give 1 for all blocks up to {len(blocks)}, the number of blocks"
-        )
+    query, _, _ = projection_widths(model.config)
+    log_sum_exp = model.config.num_attention_heads  # one number per head, kept for the softmax
+    return linear + query + log_sum_exp

@@ -4,35 +4,68 @@ Problem    Activations do not fit, and recomputing them (activation checkpointin
 Idea       Autograd asks a pair of hooks where to keep each saved tensor, and they move it away:
 
                forward    block 0 -> block 1 -> … -> block L-1 -> loss     copied out beside the
-                             |          |            (stays: it is          computation, and back
-               backward   block 0 <- block 1 <- … <- needed first)          ahead of its use
+                             |          |            (stays: it is         computation, and back
+               backward   block 0 <- block 1 <- … <- needed first)         ahead of its use
 Saves      What L-1 of L blocks save, but for `in_flight` storages that are on their way.
-Costs      Two transfers of every byte, which hide behind the computation if the link is fast enough.
-Use when   Checkpointing is not enough; on top of it only block inputs travel. Not when it is: it is simpler.
-In production   `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and TRL `activation_offloading`.
+Costs      Two transfers of every byte, which hide behind the computation if the link is fast.
+Use when   Checkpointing is not enough; on top of it only block inputs travel.
+Not when   Checkpointing is enough: it is simpler.
+In production   `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and TRL
+           `activation_offloading`.
 Source     torch.autograd.graph.saved_tensors_hooks, PyTorch docs; ZeRO-Infinity, arXiv 2104.07857.
-Traps      /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race with a copy.
+
+Traps: /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race
+with a copy. All three are handled here. The stores themselves are in activation_offload_stores.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import tempfile
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.memory.activation_offload_stores import DiskStore, HostStore, SavedStorage
 
+# Where "disk" writes if nobody says: /tmp may be memory, /var/tmp is meant to survive a restart.
 DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
 
+# --- the idea -------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
+
+def offloaded_by_hand(directory: Path) -> saved_tensors_hooks:
+    """Inside this context every tensor that autograd saves waits in a file of its own.
+
+    It waits for each transfer, writes weights and shared tensors again and again, and cleans up
+    nothing. The technique below does better, and the hooks are the same two.
+    """
+    numbers = itertools.count()
+
+    def pack(tensor: torch.Tensor) -> tuple[Path, torch.device]:
+        path = directory / f"{next(numbers)}.pt"
+        torch.save(tensor.detach().cpu(), path)
+        return path, tensor.device  # all that the graph keeps
+
+    def unpack(packed: tuple[Path, torch.device]) -> torch.Tensor:
+        path, device = packed
+        return torch.load(path).to(device)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
 def offload_activations(
     model: Any,
     *,
@@ -40,245 +73,212 @@ def offload_activations(
     min_bytes: int = 65536,
     in_flight: int = 4,
     directory: str | None = None,
-) -> Any:
-    """Run forward and backward of `model` inside this; the handle's `moved_bytes` says what went out.
+) -> contextlib.AbstractContextManager[Offloader]:
+    """Run forward and backward of `model` inside this context.
+
+    The handle's `moved_bytes` says what went out.
 
     Args:
-        to: "host" copies to pinned memory on a second CUDA stream, "disk" to an unnamed file in `directory` (/var/tmp).
-        min_bytes: smaller storages stay. in_flight: at a time in one direction; 1 if each is large beside the memory.
-    Raises ValueError for what cannot work here ("host" without CUDA, a directory in memory) or moves nothing,
-    OSError for a disk without room, RuntimeError for in-place changes of saved tensors and a backward outside.
+        to: "host" copies to pinned memory on a second CUDA stream, "disk" to an unnamed file.
+        min_bytes: smaller storages stay.
+        in_flight: storages at a time in one direction; 1 if each is large beside the memory.
+        directory: of the file; None is /var/tmp.
+    Raises ValueError for what cannot work here ("host" without CUDA, a directory in memory, a
+    model that is no causal LM) or moves nothing, OSError for a disk without room, RuntimeError for
+    in-place changes of saved tensors and a backward outside.
     """
-    blocks, devices = (
-        decoder_blocks(model),
-        list({parameter.device for parameter in model.parameters()}),
-    )
-    if to not in ("host", "disk") or min(min_bytes, in_flight) < 1:
+    require_causal_lm(model)
+    check_choice(("host", "disk"), to=to)
+    check_whole(min_bytes=min_bytes, in_flight=in_flight)
+    device = _device_of_blocks(model)
+    if to == "host" and device.type != "cuda":
         raise ValueError(
-            f"{to=}, {min_bytes=}, {in_flight=}: `to` is host or disk, the others 1 or more"
+            f"to='host': the activations of a model on {device} are there already; use to='disk'"
         )
-    if len(blocks) < 2 or len(devices) > 1:
-        raise ValueError(
-            f"{len(blocks)} block(s) on {len(devices)} device(s): two blocks on one device are needed"
-        )
-    if to == "host" and devices[0].type != "cuda":
-        raise ValueError(
-            f"to='host': the activations of a model on {devices[0]} are there already; use to='disk'"
-        )
-    store = _Host(devices[0]) if to == "host" else _Disk(devices[0], Path(directory or DIRECTORY))
+    if to == "host":
+        make_store = functools.partial(HostStore, device)
+    else:
+        make_store = functools.partial(DiskStore, device, Path(directory or DIRECTORY))
+    return _offloading(model, make_store, min_bytes, in_flight)
+
+
+@contextlib.contextmanager
+def _offloading(
+    model: Any, make_store: Callable[[], HostStore | DiskStore], min_bytes: int, in_flight: int
+) -> Iterator[Offloader]:
+    blocks = decoder_blocks(model)
+    store = make_store()  # not before: it opens a file, and somebody has to close that
     offloader = Offloader(model, store, min_bytes, in_flight)
-    first = blocks[0].register_forward_pre_hook(lambda *_: offloader.switch(True))
-    last = blocks[-1].register_forward_pre_hook(lambda *_: offloader.switch(False))
     with (
         contextlib.closing(store),
-        first,
-        last,
+        blocks[0].register_forward_pre_hook(offloader.start_taking),
+        blocks[-1].register_forward_pre_hook(offloader.stop_taking),
         saved_tensors_hooks(offloader.pack, offloader.unpack),
     ):
         yield offloader
     if 0 < offloader.largest < min_bytes:
         raise ValueError(
-            f"min_bytes={min_bytes}: nothing moved, the largest saved storage has {offloader.largest}"
+            f"min_bytes={min_bytes}: nothing moved, the largest saved storage has "
+            f"{offloader.largest}"
         )
 
 
-class _Saved:
-    """One storage that is away. It moves whole, so views, strides and sharing need no care."""
+class Here(NamedTuple):
+    """What the graph keeps of a tensor that stays."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.origin, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
-        self.source: torch.Tensor | None = (
-            tensor.detach()
-        )  # until the copy is out; it shares the version
-        self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-            tensor.untyped_storage()
-        )
-        self.size, self.copy, self.wait = (
-            self.bytes.numel(),
-            None,
-            None,
-        )  # copy and wait are set by the store
+    tensor: torch.Tensor
+    version: int
 
-    def arrive(self) -> _Saved:
-        wait, self.wait = (
-            self.wait,
-            lambda: None,
-        )  # first: an error would refer to the graph, and the graph to us
-        wait()
-        return self
+
+class Away(NamedTuple):
+    """What the graph keeps of a tensor that moved: the storage, and how the tensor lies in it."""
+
+    saved: SavedStorage
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
 
-    def __init__(self, model: Any, store: _Host | _Disk, min_bytes: int, in_flight: int) -> None:
-        self.moved_bytes, self.largest, self._min_bytes, self._in_flight = (
-            0,
-            0,
-            min_bytes,
-            in_flight,
-        )
-        self._store, self._device, self._going, self._ahead = store, None, [], set()
-        self._weights = {
-            t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())
-        }
-        self._known, self._order = (
-            weakref.WeakValueDictionary(),
-            [],
-        )  # both weak: the graph owns what it saved
+    def __init__(
+        self, model: Any, store: HostStore | DiskStore, min_bytes: int, in_flight: int
+    ) -> None:
+        self.moved_bytes = 0
+        self.largest = 0  # bytes of the largest storage that might have moved
+        self._store = store
+        self._min_bytes = min_bytes
+        self._in_flight = in_flight
+        self._taking = False  # between the first block and the last one
+        weights = [*model.parameters(), *model.buffers()]
+        self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._going_out: list[SavedStorage] = []
+        self._coming_back: set[SavedStorage] = set()  # ahead of their use
+        # Both weak, since the graph owns what it saved: storages by address, and in their order.
+        self._known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._order: list[weakref.ref[SavedStorage]] = []
 
-    def switch(self, active: bool) -> None:
-        self._device = self._store.device if active else None  # the one to take tensors from
+    def start_taking(self, *_: Any) -> None:
+        """A hook of the first block."""
+        self._taking = True
         self._finish(0)
 
-    def _finish(self, remaining: int) -> None:
-        while len(self._going) > remaining:
-            saved = self._going.pop(0).arrive()
-            _unmodified(saved.source, saved.version)
-            saved.source = saved.bytes = None
+    def stop_taking(self, *_: Any) -> None:
+        """A hook of the last block, which backward needs first: what it saves stays."""
+        self._taking = False
+        self._finish(0)
 
-    def pack(self, tensor: torch.Tensor) -> tuple[Any, Any]:
-        storage = (
-            tensor.untyped_storage()
-            if tensor.device == self._device and type(tensor) is torch.Tensor
-            else None
-        )
-        size = 0 if storage is None or storage._cdata in self._weights else storage.nbytes()
+    def pack(self, tensor: torch.Tensor) -> Here | Away:
+        """Forward: what shall the graph keep in the place of `tensor`?"""
+        size = self._movable_bytes(tensor)
         self.largest = max(self.largest, size)
         if size < self._min_bytes:
-            return (
-                tensor.detach(),
-                tensor._version,
-            )  # `detach`: given its own input, the graph would own itself
-        saved = self._known.get(storage._cdata)
-        # An address may be another storage's by now, and an in-place operator makes another value.
-        if saved is None or saved.origin() is not storage or saved.version != tensor._version:
+            # `detach`, since with its own output the graph would own itself, and never be free.
+            return Here(tensor.detach(), tensor._version)
+        saved = self._known_storage(tensor)
+        if saved is None:
             self._finish(self._in_flight - 1)
-            saved = self._known[storage._cdata] = _Saved(tensor)
-            self._store.move(saved, out=True)
-            self._going.append(saved)
+            saved = SavedStorage(tensor)
+            self._store.send(saved)
+            self._known[tensor.untyped_storage()._cdata] = saved
+            self._going_out.append(saved)
             self.moved_bytes += size
         self._order.append(weakref.ref(saved))
-        return saved, (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Away(saved, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def unpack(self, packed: tuple[Any, Any]) -> torch.Tensor:
-        saved, how = packed
-        if isinstance(saved, torch.Tensor):
-            return _unmodified(saved, how)
+    def unpack(self, packed: Here | Away) -> torch.Tensor:
+        """Backward: the tensor again."""
+        if isinstance(packed, Here):
+            _require_version(packed.tensor, packed.version)
+            return packed.tensor
+        saved = packed.saved
         self._finish(0)
         if saved.bytes is None:
-            self._store.move(saved, out=False)
-        self._ahead.discard(saved)
-        while self._order and len(self._ahead) < self._in_flight:
-            if (earlier := self._order.pop()()) is not None and earlier.bytes is None:
-                self._store.move(earlier, out=False)
-                self._ahead.add(earlier)
-        saved.bytes = saved.arrive().bytes.to(self._store.device)
-        return torch.empty(0, dtype=how[0], device=saved.bytes.device).set_(
-            saved.bytes.untyped_storage(), *how[1:]
+            self._store.fetch(saved)
+        self._coming_back.discard(saved)
+        self._fetch_ahead()  # while this one arrives and is used
+        saved.arrive()
+        saved.bytes = saved.bytes.to(self._store.device)  # from disk it comes into host memory
+        tensor = torch.empty(0, dtype=packed.dtype, device=saved.bytes.device)
+        storage = saved.bytes.untyped_storage()
+        return tensor.set_(storage, packed.offset, packed.shape, packed.strides)
+
+    def _movable_bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage, 0 if it has to stay."""
+        if not self._taking or tensor.device != self._store.device:
+            return 0
+        if type(tensor) is not torch.Tensor:  # a subclass may be more than its storage
+            return 0
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._weights:
+            return 0
+        return storage.nbytes()
+
+    def _known_storage(self, tensor: torch.Tensor) -> SavedStorage | None:
+        """The tensor's storage if it is away already, with the values that it has now."""
+        storage = tensor.untyped_storage()
+        saved = self._known.get(storage._cdata)
+        # By now the address may be another storage's, and an in-place operator makes other values.
+        if saved is None or saved.origin() is not storage or saved.version != tensor._version:
+            return None
+        return saved
+
+    def _finish(self, remaining: int) -> None:
+        """Wait until at most `remaining` storages are on their way out; free the others."""
+        while len(self._going_out) > remaining:
+            saved = self._going_out.pop(0)
+            saved.arrive()
+            _require_version(saved.source, saved.version)
+            saved.source = None
+            saved.bytes = None
+
+    def _fetch_ahead(self) -> None:
+        """Start the way back of those that backward will need next."""
+        while self._order and len(self._coming_back) < self._in_flight:
+            saved = self._order.pop()()
+            if saved is not None and saved.bytes is None:
+                self._store.fetch(saved)
+                self._coming_back.add(saved)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _device_of_blocks(model: Any) -> torch.device:
+    """The one device that the model is on."""
+    blocks = decoder_blocks(model)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(blocks) < 2 or len(devices) > 1:
+        raise ValueError(
+            f"{len(blocks)} block(s) on {len(devices)} device(s): "
+            f"two blocks on one device are needed"
         )
+    return devices.pop()
 
 
-class _Host:
-    """Pinned memory, copied to and from on a side stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.computing = (
-            device,
-            torch.cuda.Stream(device),
-            torch.cuda.current_stream(device),
-        )
-
-    def move(self, saved: _Saved, *, out: bool) -> None:
-        target = torch.empty(
-            saved.size, dtype=torch.uint8, device="cpu" if out else self.device, pin_memory=out
-        )
-        source = saved.bytes if out else saved.copy
-        setattr(saved, "copy" if out else "bytes", target)
-        self.stream.wait_stream(self.computing)
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-        # Device memory is the computing stream's, which waits before it frees any: no need for `record_stream`.
-        event = self.stream.record_event()
-        saved.wait = lambda: self.computing.wait_event(event)
-
-    def close(self) -> None:
-        self.computing.wait_stream(self.stream)
-
-
-class _Disk:
-    """An unnamed file, of which even a killed process leaves nothing, and one thread that serves it."""
-
-    def __init__(self, device: torch.device, directory: Path) -> None:
-        self.device, self.directory, self.end, self.live = (
-            device,
-            directory.resolve(),
-            0,
-            weakref.WeakSet(),
-        )
-        if Path("/proc/mounts").exists():  # Linux, where /tmp may be memory
-            mounts = dict(
-                line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()
-            )
-            kinds = [
-                mounts[str(path)]
-                for path in (self.directory, *self.directory.parents)
-                if str(path) in mounts
-            ]
-            if kinds[:1] == ["tmpfs"]:
-                raise ValueError(
-                    f"{self.directory} is a RAM disk, which saves no memory: give `directory` on a disk"
-                )
-        self.file, self.worker = tempfile.TemporaryFile(dir=directory), ThreadPoolExecutor(1)  # noqa: SIM115
-
-    def move(self, saved: _Saved, *, out: bool) -> None:
-        if self.file.closed:
-            raise RuntimeError(
-                "backward came after the end of offload_activations(): call it inside the context"
-            )
-        if out:
-            saved.copy = self.end if self.live else 0  # when all is back, the file starts anew
-            self.end = saved.copy + saved.size
-            self.live.add(saved)
-        else:
-            saved.bytes = torch.empty(saved.size, dtype=torch.uint8)
-        saved.wait = self.worker.submit(
-            self._run, saved.copy, memoryview(saved.bytes.cpu().numpy()), out
-        ).result
-
-    def _run(self, place: int, view: memoryview, out: bool) -> None:
-        try:
-            with (
-                view
-            ):  # released here, so that this thread never holds the last reference to a tensor
-                self.file.seek(place)
-                self.file.write(view) if out else self.file.readinto(view)
-                self.file.flush()
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror}: {self.end:,} bytes in {self.directory}"
-            ) from error
-
-    def close(self) -> None:
-        self.worker.shutdown(cancel_futures=True)
-        with contextlib.suppress(OSError):  # of a full disk, which is known
-            self.file.close()
-
-
-def estimate_activation_offload(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int
-) -> Budget:
-    """What the last block keeps, or what backward holds in it when the loss (`budget.loss` be final) is free."""
-    elsewhere = (len(decoder_blocks(model)) - 1) * budget.one_block
-    in_block = budget.one_block + budget.block_gradients
-    return budget.change(
-        activations=max(budget.activations - elsewhere, in_block - budget.after_activations)
-    )
-
-
-def _unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    if tensor._version != version:  # autograd leaves its own check to those who set hooks
+def _require_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise RuntimeError after an in-place change. Autograd leaves this check to the hooks."""
+    if tensor._version != version:
         raise RuntimeError(
             "a tensor needed for backward was modified by an in-place operation after it was saved"
         )
-    return tensor
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.CHECKPOINTS)
+def estimate_activation_offload(budget: Budget, model: Any, shape: Shape) -> Budget:
+    """Activations are what the last block keeps, or what backward holds in it, if more.
+
+    backward begins           what all blocks keep - L-1 blocks + the loss
+    it is in the last block   that block + the gradients inside it (the loss is free)
+    """
+    elsewhere = (len(decoder_blocks(model)) - 1) * budget.one_block
+    as_backward_begins = budget.activations - elsewhere
+    in_last_block = budget.one_block + budget.block_gradients
+    # The budget adds the loss to its activations. It is free by the time of this second moment.
+    activations = max(as_backward_begins, in_last_block - budget.after_activations)
+    return budget.change(activations=activations)

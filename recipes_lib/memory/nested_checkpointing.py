@@ -1,76 +1,109 @@
 """Nested activation checkpointing: checkpoints of blocks inside checkpoints of groups of blocks.
 
-Problem    With every block checkpointed, the inputs of all L blocks are what is left: L T D, the largest term of
-           a long sequence.
-Idea       Keep the input of every group only. Backward first makes a group's other inputs again, then one block:
+Problem    With every block checkpointed, the inputs of all L blocks are what is left: L T D, the
+           largest term of a long sequence.
+Idea       Keep the input of every group only. Backward first makes a group's other inputs
+           again, then one block:
 
-               forward      x0 . . x3 . . x6 . .      -> loss         L/g inputs
-               backward     x0 . . x3 . . x6 x7 x8                    the last group's own: g - 1 more
-                            x0 . . x3 . . x6 x7 [block 8]             one block whole, used, freed
+               forward      x0 . . x3 . . x6 . .      -> loss     L/g inputs
+               backward     x0 . . x3 . . x6 x7 x8                the last group's own: g - 1 more
+                            x0 . . x3 . . x6 x7 [block 8]         one block whole, used, freed
                             x0 . . x3 . . x6 [block 7]  …
 
-Saves      Block inputs: from L to L/g + g - 1 times T D elements; least at g near sqrt(L) (`best_group`): 10 for 30.
-Costs      On top of block checkpointing one more forward, but for the last block of each group: 5 - 1/g forwards' worth
-           of arithmetic instead of 4. No value or gradient changes by a bit, dropout included.
-Use when   The inputs of the blocks are the largest term: very long sequences, many layers, one GPU.
-Not when   Something else sets the peak, or the inputs fit into host memory (activation_offload: less arithmetic); with
-           FSDP, which would gather and free a block's weights before its group runs (the identity check refuses).
-In production   None has a flag for it. Megatron-LM `--recompute-method uniform --recompute-num-layers g` keeps the
-           inputs of groups, and in backward all activations of one group; in JAX, `jax.checkpoint` nests.
+Saves      Block inputs: from L to L/g + g - 1 times T D elements; least at g near sqrt(L)
+           (`best_group`): 10 for 30.
+Costs      On top of block checkpointing one more forward, but for the last block of each group:
+           5 - 1/g forwards' worth of arithmetic instead of 4. No value or gradient changes by a
+           bit, dropout included.
+Use when   The inputs of the blocks are the largest term: very long sequences, many layers, one
+           GPU.
+Not when   Something else sets the peak, or the inputs fit into host memory (activation_offload:
+           less arithmetic); with FSDP, which would gather and free a block's weights before its
+           group runs (the identity check refuses).
+In production   None has a flag for it. Megatron-LM `--recompute-method uniform
+           --recompute-num-layers g` keeps the inputs of groups, and in backward all activations
+           of one group; in JAX, `jax.checkpoint` nests.
 Source     Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
-The model's own loop calls the blocks one by one. So all blocks of a group but the last write down their arguments (each
-has its own: masks of sliding layers, position embeddings) and return the hidden states as they came; the last one runs
-them all. A forward hook on a block that is not the last of its group therefore sees the group's input.
+The model's own loop calls the blocks one by one. So all blocks of a group but the last write
+down their arguments (each has its own: masks of sliding layers, position embeddings) and return
+the hidden states as they came; the last one runs them all. A forward hook on a block that is
+not the last of its group therefore sees the group's input.
 
 Shapes: T = B*S tokens of a batch, D hidden, L layers, g blocks of a group.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.causal_lm import decoder_blocks, norms_of
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import decoder_blocks, is_layer_norm, norms_of, require_causal_lm
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
+from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.plain_step import require_adapters, trainable_bytes
+from recipes_lib.core.recompute import (
+    caches_among,
+    nothing_to_recompute,
+    require_empty,
+    require_no_checkpoints,
+    without_caches,
+)
+
+# --- the idea -------------------------------------------------------------------------------------
+
+
+def nested_by_hand(blocks: Sequence[Callable], hidden: torch.Tensor, *, group: int) -> torch.Tensor:
+    """Run `blocks` [B, S, D] -> [B, S, D] in groups: two loops, and a checkpoint in each."""
+
+    def run_group(hidden: torch.Tensor, members: Sequence[Callable]) -> torch.Tensor:
+        for block in members:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden
+
+    for first in range(0, len(blocks), group):
+        members = blocks[first : first + group]
+        # Forward keeps the group's input. Backward runs the group again, and its own
+        # checkpoints keep the inputs of its blocks until backward has passed them.
+        hidden = checkpoint(run_group, hidden, members, use_reentrant=False)
+    return hidden
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     """Keep the input of every `group`-th block, and recompute in two stages. Returns `model`.
 
-    Parameter names, `isinstance`, adapters and `copy.deepcopy` work as before. To pickle the whole model (its state
-    dict is unchanged), remove the checkpointing first.
+    Parameter names, `isinstance`, adapters and `copy.deepcopy` work as before. To pickle the
+    whole model (its state dict is unchanged), remove the checkpointing first.
 
     Args:
-        group: blocks of a group; the last group may be smaller. 1 is plain checkpointing of every block.
-    Raises ValueError for a group outside 1 … number of blocks, and for blocks that are checkpointed already or whose
-    forward is replaced. The model's forward raises one, where gradients are needed, for a filled KV cache in training,
-    `output_hidden_states=True`, and a model that does more between its blocks than passing the hidden states on.
+        group: blocks of a group; the last group may be smaller. 1 checkpoints every block.
+    Raises ValueError for a group outside 1 … number of blocks, for a model that is no causal
+    LM, and for blocks that are checkpointed already or whose forward is replaced. The model's
+    forward raises one, where gradients are needed, for a filled KV cache in training,
+    `output_hidden_states=True`, and a model that does more between its blocks than passing the
+    hidden states on.
     """
+    require_causal_lm(model)
     blocks = decoder_blocks(model)
     _check(blocks, group)
-    if any(
-        hasattr(block, "checkpointed_index") or getattr(block, "gradient_checkpointing", False)
-        for block in blocks
-    ):
-        raise ValueError(
-            "this model is checkpointed already: call remove_nested_checkpointing(model), "
-            "remove_activation_checkpointing(model) or model.gradient_checkpointing_disable() first"
-        )
-    if any("forward" in vars(block) for block in blocks):
-        raise ValueError(
-            "a block has a forward of its own (of a device map?), which would hide the checkpoints"
-        )
-    for index, block in enumerate(blocks):
-        if index % group == 0:
-            calls = _Calls(index, min(index + group, len(blocks)) - 1)
-        # A subclass rather than a new `forward` on the block: a deep copy gets blocks and calls of its own.
-        block.__class__ = _nested_class(type(block))
-        block.checkpointed_index, block.group_calls = index, calls
+    require_no_checkpoints(blocks)
+    _require_own_forward(blocks)
+    for first in range(0, len(blocks), group):
+        last = min(first + group, len(blocks)) - 1
+        shared = _Group(first, last)
+        for index in range(first, last + 1):
+            # An attribute of the block: a deep copy of the model gets groups of its own.
+            mix_in(blocks[index], _Nested, checkpoint_group=shared)
+            mark(blocks[index], CHECKPOINTED_INDEX, index)
     return model
 
 
@@ -80,145 +113,181 @@ def remove_nested_checkpointing(model: Any) -> Any:
     if not blocks:
         raise ValueError("this model has no block that apply_nested_checkpointing() has changed")
     for block in blocks:
-        block.__class__ = type(block).__bases__[1]
-        del block.checkpointed_index, block.group_calls
+        unmix(block, _Nested, attributes=["checkpoint_group"])
+        unmark(block, CHECKPOINTED_INDEX)
     return model
 
 
 def best_group(layers: int) -> int:
-    """The group with the fewest block inputs alive at a time; of several the smallest, which costs the least."""
-    if layers < 1:
-        raise ValueError(f"layers={layers}: give the number of blocks, 1 or more")
-    return min(
-        range(1, layers + 1),
-        key=lambda group: max(_inputs(index, group) for index in range(layers)),
-    )
+    """The group with the fewest block inputs alive at a time; of several the cheapest."""
+    check_whole(layers=layers)
+
+    def most_inputs(group: int) -> int:
+        return max(_inputs_alive(index, group) for index in range(layers))
+
+    # Of equal groups `min` takes the first, which is the smallest and recomputes the least.
+    return min(range(1, layers + 1), key=most_inputs)
 
 
-def _inputs(index: int, group: int) -> int:
-    """Block inputs alive while backward is in block `index`: of the groups up to its own, and inside that one."""
-    return index // group + 1 + index % group
+def _inputs_alive(index: int, group: int) -> int:
+    """Block inputs alive while backward is in block `index`."""
+    of_groups = index // group + 1  # up to its own: those behind it are free
+    in_its_group = index % group  # of the blocks from the group's second up to this one
+    return of_groups + in_its_group
 
 
-class _Calls(list):
-    """What the blocks of a group were called with, until its last block runs them: (forward, args, kwargs) of each."""
+class _Call(NamedTuple):
+    """What a block was called with."""
 
-    def __init__(self, first: int, last: int):
-        super().__init__()
-        self.first, self.last, self.hidden = first, last, None
+    forward: Callable  # of the block, as it was before the mixing
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class _Group:
+    """What the blocks of a group share: the calls that wait until its last block runs them."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first  # the number of the group's first block in the model
+        self.last = last
+        self.forget()
+
+    def forget(self) -> None:
+        self.calls: list[_Call] = []
+        # The very tensor that the next block has to get.
+        self.handed_on: torch.Tensor | None = None
 
 
 class _Nested:
-    """What is mixed into a block's class. `forward` and not `__call__`: hooks fire once, outside."""
+    """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
+
+    checkpoint_group: _Group
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        from transformers import Cache
-
-        calls, index = self.group_calls, self.checkpointed_index
-        if index == calls.first:
-            calls.clear()  # an error in an earlier forward may have left some
-        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if not calls and (
-            not torch.is_grad_enabled() or (caches and not self.training)
-        ):  # no backward, or generation
+        group = self.checkpoint_group
+        index = getattr(self, CHECKPOINTED_INDEX)
+        if index == group.first:
+            group.forget()  # an error in an earlier forward may have left some calls
+        caches = caches_among(args, kwargs)
+        # A block in eval mode that finds calls of others waiting must not run without them.
+        if not group.calls and nothing_to_recompute(self, caches):
             return super().forward(hidden_states, *args, **kwargs)
+
         self._refuse(hidden_states, caches)
-        # An empty cache only collects: without it the result is the same.
-        args = [None if isinstance(value, Cache) else value for value in args]
-        kwargs = {
-            name: None if isinstance(value, Cache) else value for name, value in kwargs.items()
-        }
-        if "use_cache" in kwargs:
-            kwargs["use_cache"] = False
-        calls.append((super().forward, args, kwargs))
-        if index < calls.last:
-            calls.hidden = hidden_states
-            return hidden_states
-        group, calls.hidden = list(calls), None
-        calls.clear()
-        return checkpoint(_run, hidden_states, group, use_reentrant=False)
+        args, kwargs = without_caches(args, kwargs)
+        group.calls.append(_Call(super().forward, args, kwargs))
+        if index < group.last:
+            group.handed_on = hidden_states
+            return hidden_states  # [B, S, D], the group's input
+        calls = group.calls
+        group.forget()  # the graph owns the calls from here on
+        return checkpoint(_run_group, hidden_states, calls, use_reentrant=False)
 
-    def _refuse(self, hidden_states: torch.Tensor, caches: list) -> None:
-        from transformers.utils.output_capturing import _active_collector
-
-        calls, index = self.group_calls, self.checkpointed_index
-        if "hidden_states" in (_active_collector.get() or {}):
-            raise ValueError(
-                "output_hidden_states=True would collect the inputs of groups, not of blocks: pass False, run under "
-                "torch.no_grad(), or call remove_nested_checkpointing(model)"
-            )
-        if any(cache.get_seq_length(index) for cache in caches):
-            raise ValueError(
-                "a filled KV cache cannot pass through checkpointed blocks in training: the recomputed block "
-                "would append to it; pass use_cache=False, or generate under model.eval() and torch.no_grad()"
-            )
+    def _refuse(self, hidden_states: torch.Tensor, caches: list[Any]) -> None:
+        """Raise ValueError for a forward that would not be the model's own."""
+        index = getattr(self, CHECKPOINTED_INDEX)
+        _refuse_collecting()
+        require_empty(caches, index=index)
         if getattr(self, "gradient_checkpointing", False):
             raise ValueError(
-                "Hugging Face's checkpointing is on, too: call model.gradient_checkpointing_disable()"
+                "Hugging Face's checkpointing is on, too: call "
+                "model.gradient_checkpointing_disable()"
             )
-        if len(calls) != index - calls.first or (calls and hidden_states is not calls.hidden):
+        group = self.checkpoint_group
+        all_before_are_waiting = len(group.calls) == index - group.first
+        as_handed_on = not group.calls or hidden_states is group.handed_on
+        if not all_before_are_waiting or not as_handed_on:
             raise ValueError(
-                f"block {index} did not get what block {index - 1} returned: the model, a hook, FSDP or a second "
-                f"checkpoint works between the blocks, so they cannot run as a group; use activation_checkpointing"
+                f"block {index} did not get what block {index - 1} returned: the model, a hook, "
+                f"FSDP or a second checkpoint works between the blocks, so they cannot run as a "
+                f"group; use activation_checkpointing"
             )
 
 
-def _run(hidden: torch.Tensor, group: list[tuple]) -> torch.Tensor:  # [B, S, D]
-    for forward, args, kwargs in group:
-        hidden = checkpoint(forward, hidden, *args, use_reentrant=False, **kwargs)
+def _run_group(hidden: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
+    """The blocks of a group, one checkpoint each: [B, S, D] -> [B, S, D]."""
+    for call in calls:
+        hidden = checkpoint(call.forward, hidden, *call.args, use_reentrant=False, **call.kwargs)
         if not isinstance(hidden, torch.Tensor):
             raise ValueError(
-                f"a block returned a {type(hidden).__name__} where the hidden states alone are expected"
+                f"a block returned a {type(hidden).__name__} where the hidden states alone are "
+                f"expected"
             )
     return hidden
 
 
-@functools.cache
-def _nested_class(block_class: type) -> type:
-    # The name stays: FSDP and device maps find blocks by it.
-    return type(
-        block_class.__name__, (_Nested, block_class), {"__module__": block_class.__module__}
-    )
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def estimate_nested_checkpointing(
-    budget: Budget, model: Any, *, batch_size: int, seq_len: int, group: int
-) -> Budget:
-    """Activations are the inputs of the groups, or what backward holds inside a group, if that is more.
+def _refuse_collecting() -> None:
+    """Raise ValueError if the model collects the inputs of blocks: a group shows one only."""
+    from transformers.utils.output_capturing import _active_collector
 
-    Estimate it after the recipes that change the batch, the attention, the loss, the MLP, the precision or adapters.
-    """
-    blocks = decoder_blocks(model)
-    _check(blocks, group)
-    if batch_size < 1 or seq_len < 1:
-        raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be 1 or more")
-    count, whole, size = len(blocks), budget.one_block, model.dtype.itemsize
-    kept = batch_size * seq_len * size * model.config.hidden_size
-    at_loss = (
-        -(-count // group) * kept + budget.activations - count * whole
-    )  # what is saved outside the blocks stays
-    # A block's own input is in `whole` where a norm saves it as it is: RMSNorm saves 16 bits as fp32.
-    own = kept * (size == 4 or isinstance(norms_of(blocks[0])[0], torch.nn.LayerNorm))
-    missing, inside = budget.last_gradients, []
-    for index, block in enumerate(blocks):
-        if index:
-            missing += sum(tensor_bytes(p) for p in block.parameters() if p.requires_grad)
-        gradients = max(
-            budget.carried, budget.gradients - missing
-        )  # of the output layer and of the blocks behind
-        inside.append(
-            _inputs(index, group) * kept
-            - own
-            + whole
-            + budget.block_gradients
-            + gradients
-            - budget.carried
+    collected = _active_collector.get() or {}
+    if "hidden_states" in collected:
+        raise ValueError(
+            "output_hidden_states=True would collect the inputs of groups, not of blocks: pass "
+            "False, run under torch.no_grad(), or call remove_nested_checkpointing(model)"
         )
-    return budget.change(activations=max(at_loss, max(inside) - budget.after_activations))
+
+
+def _require_own_forward(blocks: torch.nn.ModuleList) -> None:
+    if any("forward" in vars(block) for block in blocks):
+        raise ValueError(
+            "a block has a forward of its own (of a device map?), which would hide the checkpoints"
+        )
 
 
 def _check(blocks: torch.nn.ModuleList, group: int) -> None:
-    if not 1 <= group <= len(blocks):
-        raise ValueError(
-            f"group={group}: give 1 or more, up to {len(blocks)}, the number of blocks (try best_group)"
-        )
+    check_whole(group=group, least=1, most=len(blocks))
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.CHECKPOINTS)
+def estimate_nested_checkpointing(
+    budget: Budget, model: Any, shape: Shape, *, group: int
+) -> Budget:
+    """Activations are the inputs of the groups, or what backward holds in a group, if more.
+
+        backward begins     inputs of all groups + what is saved outside the blocks + the loss
+        it is in block i    inputs up to i + all of block i + the gradients inside it
+                                + the weights' gradients of the output layer and of later blocks
+
+    Raises ValueError for a budget of adapters that `model` does not have yet.
+    """
+    require_adapters(budget, model)
+    blocks = decoder_blocks(model)
+    _check(blocks, group)
+    groups = math.ceil(len(blocks) / group)
+    one_input = shape.tokens * model.dtype.itemsize * model.config.hidden_size
+    outside_the_blocks = budget.activations - len(blocks) * budget.one_block
+    as_backward_begins = groups * one_input + outside_the_blocks
+
+    inside_a_block = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
+    if _block_saves_its_input(model):
+        inside_a_block -= one_input  # which `one_block` counts as well
+    # To its activations the budget adds the loss and the carried gradients. In this second
+    # moment the loss is free, and `_inside_blocks` has counted the carried gradients.
+    added = budget.after_activations + budget.carried
+    return budget.change(activations=max(as_backward_begins, inside_a_block - added))
+
+
+def _inside_blocks(
+    budget: Budget, blocks: torch.nn.ModuleList, *, group: int, one_input: int
+) -> Iterator[int]:
+    """For each block: bytes of inputs, activations and gradients while backward is in it."""
+    still_to_come = budget.last_gradients  # gradients of the first block, and of the embedding
+    for index, block in enumerate(blocks):
+        if index > 0:
+            still_to_come += trainable_bytes(block)
+        gradients = max(budget.carried, budget.gradients - still_to_come)
+        inputs = _inputs_alive(index, group) * one_input
+        yield inputs + budget.one_block + budget.block_gradients + gradients
+
+
+def _block_saves_its_input(model: Any) -> bool:
+    """Whether a block's first norm saves its input as it is: RMSNorm makes fp32 of 16 bits."""
+    first_norm = norms_of(decoder_blocks(model)[0])[0]
+    return model.dtype.itemsize == 4 or is_layer_norm(first_norm)

@@ -1,22 +1,25 @@
 """Optimizer step in backward: each gradient is used and freed the moment it is complete.
 
-Problem    Between backward and the optimizer step every gradient is alive: as many bytes as weights.
+Problem    Between backward and the optimizer step every gradient is alive: as many bytes as
+           weights.
 Idea       AdamW updates one parameter from that parameter's gradient alone, so nothing has to wait:
 
                plain   backward:  g_n ... g_2 g_1  all alive   ->  step: update n ... 2, 1
                here    backward:  g_n -> update n, free;  ...  ;  g_1 -> update 1, free
-Saves      Gradients: from bytes of all trainable parameters down to those of the largest one. A tied
-           embedding is the largest: its output half arrives first and waits for the input half.
+Saves      Gradients: from bytes of all trainable parameters down to those of the largest one. A
+           tied embedding is the largest: its output half arrives first and waits for the input
+           half.
 Costs      A call per parameter instead of one for all: little beside the backward of a large model,
-           much on a GPU beside that of a small one. Nothing that needs all gradients at
-           once is possible: no clipping by global norm, no loss scaling (fp16), no accumulation.
-Use when   Full fine-tuning in bf16 or fp32 with one backward per step and gradients that do not fit.
-Not when   You clip or accumulate (see above), under DDP or FSDP (the local gradient is not the sum),
-           or with LoRA, whose gradients are small.
-In production   torchtune `optimizer_in_bwd: True`; torchtitan's early step in backward; in the Trainer
-           only the layer-wise optimizers (`optim="galore_adamw_layerwise"`).
-Source     "How to save memory by fusing the optimizer step into the backward pass", PyTorch tutorial;
-           LOMO, arXiv 2306.09782.
+           much on a GPU beside that of a small one. Nothing that needs all gradients at once is
+           possible: no clipping by global norm, no loss scaling (fp16), no accumulation.
+Use when   Full fine-tuning in bf16 or fp32 with one backward per step and gradients that do not
+           fit.
+Not when   You clip or accumulate (see above), under DDP or FSDP (the local gradient is not the
+           sum), or with LoRA, whose gradients are small.
+In production   torchtune `optimizer_in_bwd: True`; torchtitan's early step in backward; in the
+           Trainer only the layer-wise optimizers (`optim="galore_adamw_layerwise"`).
+Source     "How to save memory by fusing the optimizer step into the backward pass", PyTorch
+           tutorial; LOMO, arXiv 2306.09782.
 
 Trap: `clip_grad_norm_` called after backward finds no gradient, returns 0 and clips nothing.
 """
@@ -27,13 +30,42 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.marks import (
+    GRADIENT_TAKER,
+    STEPS_IN_BACKWARD,
+    TAKES_GRADIENTS_IN_BACKWARD,
+    any_marked,
+    mark,
+    unmark,
+)
 from recipes_lib.core.plain_step import free_gradients
+
+# --- the idea -------------------------------------------------------------------------------------
+
+
+def one_optimizer_per_parameter(
+    model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
+) -> None:
+    """From now on `loss.backward()` updates the weights, and no gradient is left after it."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizers = {parameter: optimizer_class([parameter], **options) for parameter in parameters}
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()  # frees the gradient
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 def apply_optimizer_in_backward(
-    model: Any,
+    model: nn.Module,
     *,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     max_grad_norm: float | None = None,
@@ -41,22 +73,26 @@ def apply_optimizer_in_backward(
 ) -> StepInBackward:
     """Let `loss.backward()` update the parameters; keep the loop, with the handle as its optimizer.
 
+    `model` is any module: what counts are its parameters.
+
     Args:
-        optimizer_class: called as `optimizer_class(parameters, **kwargs)`; must update each parameter
-            from its own gradient (AdamW, SGD, bitsandbytes' AdamW8bit; not Muon across ranks, LBFGS).
+        optimizer_class: called as `optimizer_class(parameters, **kwargs)`; must update each
+            parameter from its own gradient (AdamW, SGD, bitsandbytes' AdamW8bit; not Muon across
+            ranks, LBFGS).
+        max_grad_norm: is None; the error for a number says why it cannot work.
         kwargs: for AdamW give `fused=True`, without which a step allocates temporary tensors.
-    Raises ValueError for `max_grad_norm`, for a model without trainable parameters, and for one whose
-    gradients an optimizer takes in backward already.
+    Raises ValueError for `max_grad_norm`, for a model without trainable parameters, and for one
+    whose gradients an optimizer takes in backward already.
     """
     if max_grad_norm is not None:
         raise ValueError(
             f"max_grad_norm={max_grad_norm}: the global norm is unknown while the first parameters "
-            f"step, so it cannot clip them; pass None, or use optimizer_offload, which can wait for it"
+            f"step, so it cannot clip them; pass None, or use optimizer_offload, which can wait"
         )
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("the model has no trainable parameter: set requires_grad before this call")
-    if any(hasattr(p, "steps_in_backward") for p in parameters):
+    if any_marked(parameters, GRADIENT_TAKER):
         raise ValueError(
             "an optimizer takes these gradients in backward already: remove() it first"
         )
@@ -64,37 +100,49 @@ def apply_optimizer_in_backward(
 
 
 class StepInBackward(torch.optim.Optimizer):
-    """The handle: an optimizer for the loop and for LR schedulers, around the one that does the steps.
+    """The handle: an optimizer for the loop and for LR schedulers, around the one that steps.
 
-    `optimizer` is an ordinary one over all parameters, shown one of them at a time. So the state dict
-    is that of plain training, and either kind of run can resume from the other's.
+    `optimizer` is an ordinary one over all parameters, shown one of them at a time. So the state
+    dict is that of plain training, and either kind of run can resume from the other's.
     """
 
-    takes_gradients_in_backward = True  # mixed precision reads this
-
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]):
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         # No super().__init__(): groups and states are those of the wrapped optimizer.
-        self.optimizer, self.defaults = optimizer, optimizer.defaults
-        self._parameters, self._stepped = parameters, set()
-        # The garbage collector cannot see these hooks: one that holds its parameter's optimizer would
-        # keep model and states alive for ever. So hooks are weak, and parameters hold the handle.
-        update = weakref.WeakMethod(self._update)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: update()(p)) for p in parameters
-        ]
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+        self._parameters = parameters
+        self._stepped: set[nn.Parameter] = set()  # since the last step()
+        self._hooks = self._hook_into_backward()
+        # Mixed precision reads this mark and refuses, for fp16 has to see all gradients first.
+        mark(self, TAKES_GRADIENTS_IN_BACKWARD)
         for parameter in parameters:
-            parameter.steps_in_backward = True  # gradient accumulation reads this and refuses
-            parameter.step_in_backward_handle = self
+            mark(parameter, STEPS_IN_BACKWARD)  # gradient accumulation reads this one and refuses
+            mark(parameter, GRADIENT_TAKER, self)
 
-    def _update(self, parameter: torch.nn.Parameter) -> None:
+    def _hook_into_backward(self) -> list[Any]:
+        # The garbage collector cannot see these hooks: one that holds its parameter's optimizer
+        # would keep model and states alive for ever. So hooks are weak, and parameters hold us.
+        update = weakref.WeakMethod(self._update)
+
+        def update_if_alive(parameter: nn.Parameter) -> None:
+            update()(parameter)
+
+        return [
+            parameter.register_post_accumulate_grad_hook(update_if_alive)
+            for parameter in self._parameters
+        ]
+
+    def _update(self, parameter: nn.Parameter) -> None:
+        """In backward: step one parameter, whose gradient is complete, and free that gradient."""
         if parameter in self._stepped:
             raise RuntimeError(
-                "a second backward before step(): the first one has updated the parameters already, "
-                "so its gradients cannot be accumulated; call step() after each backward"
+                "a second backward before step(): the first one has updated the parameters "
+                "already, so its gradients cannot be accumulated; call step() after each backward"
             )
         self._stepped.add(parameter)
         group = self.optimizer.param_groups[0]  # made from a plain list, so there is only this one
-        group["params"], everyone = [parameter], group["params"]
+        everyone = group["params"]
+        group["params"] = [parameter]
         try:
             self.optimizer.step()
         finally:
@@ -114,9 +162,8 @@ class StepInBackward(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients that an error left behind; after a complete backward there are none."""
         self.optimizer.zero_grad(set_to_none)
-        if len(self._stepped) < len(
-            self._parameters
-        ):  # backward was cut short: the next one is the first again
+        backward_was_cut_short = len(self._stepped) < len(self._parameters)
+        if backward_was_cut_short:  # then the next one is the first again
             self._stepped.clear()
 
     def remove(self) -> None:
@@ -124,7 +171,8 @@ class StepInBackward(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
-            del parameter.steps_in_backward, parameter.step_in_backward_handle
+            unmark(parameter, STEPS_IN_BACKWARD)
+            unmark(parameter, GRADIENT_TAKER)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -141,6 +189,10 @@ class StepInBackward(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
-def estimate_optimizer_in_backward(budget: Budget, model: Any) -> Budget:
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.GRADIENTS)
+def estimate_optimizer_in_backward(budget: Budget, model: Any, shape: Shape) -> Budget:
     """One gradient is alive at a time (the optimizer's step needs no temporary tensors)."""
     return free_gradients(budget, model)

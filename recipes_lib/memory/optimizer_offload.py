@@ -1,31 +1,71 @@
 """Optimizer offload: AdamW's states, and the step itself, live in host memory.
 
 Problem    AdamW's states take twice the bytes of fp32 weights, and only the cheap step needs them.
-Idea       Send each gradient to the host as backward completes it, step there, send the weight back:
+Idea       Send each gradient to the host as backward completes it, step there, send the weight
+           back:
 
                GPU     backward:  g_n ---- g_2 ---- g_1 |  wait  | next forward
                link           g_n down | g_2 down  w_n up | ... w_1 up
                CPU                       AdamW n | AdamW 2 | AdamW 1
-Saves      On the GPU all states and all gradients but the largest. bf16 weights get fp32 masters on the host.
-Costs      Host memory: 16 bytes per parameter and one pinned copy of the weights. Time: the weights twice over the
-           link and AdamW at the speed of host memory, hidden behind backward as far as that is long enough.
-Use when   Full fine-tuning: the weights fit the GPU and the states do not. Not when they do in 8 bits, or without GPU.
-In production   DeepSpeed `offload_optimizer`; torchao `CPUOffloadOptimizer`; FSDP2 `CPUOffloadPolicy` (it shards too).
+Saves      On the GPU all states and all gradients but the largest. bf16 weights get fp32 masters on
+           the host.
+Costs      Host memory: 16 bytes per parameter and one pinned copy of the weights. Time: the weights
+           twice over the link and AdamW at the speed of host memory, hidden behind backward as far
+           as that is long enough.
+Use when   Full fine-tuning: the weights fit the GPU and the states do not.
+Not when   The states fit in 8 bits (eight_bit_adam), or without GPU.
+In production   DeepSpeed `offload_optimizer`; torchao `CPUOffloadOptimizer`; FSDP2
+           `CPUOffloadPolicy` (it shards too).
 Source     "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840.
+
+The words: the master is the fp32 copy of a parameter on the host. "Down" is from the GPU to the
+host, "up" is back. The worker is the one thread of the host that adds up gradients and steps. What
+the host keeps of a parameter, and the copies, are in optimizer_offload_link.py.
 """
 
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import require_causal_lm
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.marks import (
+    GRADIENT_TAKER,
+    STEPS_IN_BACKWARD,
+    TAKES_GRADIENTS_IN_BACKWARD,
+    any_marked,
+    mark,
+    unmark,
+)
 from recipes_lib.core.plain_step import free_gradients
 from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.memory.optimizer_offload_link import Link, Slot
+
+# --- the idea -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def step_on_the_host(
+    parameters: list[nn.Parameter], masters: list[torch.Tensor], adamw: torch.optim.AdamW
+) -> None:
+    """One step after backward. `adamw` is over `masters`, the fp32 host copies of `parameters`."""
+    for parameter, master in zip(parameters, masters):
+        master.grad = parameter.grad.to("cpu", torch.float32)  # down
+        parameter.grad = None
+    adamw.step()  # states and arithmetic are where the masters are
+    for parameter, master in zip(parameters, masters):
+        parameter.copy_(master)  # up, rounded to the parameter's dtype
+        master.grad = None
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 def offload_optimizer(
@@ -41,155 +81,140 @@ def offload_optimizer(
 ) -> OffloadedAdamW:
     """Make an AdamW for the trainable parameters of `model` that keeps everything on the host.
 
-    Use it like any optimizer. No gradient stays in `.grad`, so `clip_grad_norm_` clips nothing. Weights are complete
-    after `step()`, which undoes what was written through `.data`: write under `torch.no_grad()`.
+    Use it like any optimizer. No gradient stays in `.grad`, so `clip_grad_norm_` clips nothing.
+    Weights are complete after `step()`, which undoes what was written through `.data`: write under
+    `torch.no_grad()`.
 
     Args:
-        micro_batches: backward passes per step: the last one already updates. None: not known, `step()` updates.
+        micro_batches: backward passes per step: the last one already updates. None: not known,
+            `step()` updates.
         max_grad_norm: clip to this global norm, which needs every gradient: `step()` updates.
         allow_cpu: accept parameters in host memory, for tests: it saves nothing there.
-    Raises ValueError for parameters on a CPU, on several devices or in fp16, for numbers that are not positive, and
-    if the host has too little free memory: taking it all would end the process without an error.
+    Raises ValueError for a model that is no causal LM, for parameters on a CPU, on several devices
+    or in fp16, for numbers that are not positive, and if the host has too little free memory:
+    taking it all would end the process without an error.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    devices = {p.device for p in parameters}
-    if len(devices) != 1:
-        raise ValueError(
-            f"the trainable parameters are on {len(devices)} devices: exactly one is needed"
-        )
-    if not parameters[0].is_cuda and not allow_cpu:
-        raise ValueError(
-            "the parameters are in host memory already: to shrink the states there use eight_bit_adam"
-        )
-    needed, free = host_bytes(model), psutil.virtual_memory().available
-    if needed > 0.8 * free:
-        raise ValueError(
-            f"{needed:,} bytes of host memory are needed and {free:,} are free: use eight_bit_adam"
-        )
-    if any(p.dtype == torch.float16 for p in parameters):
-        raise ValueError(
-            "fp16 needs loss scaling, which must see all gradients first: use bf16 or fp32"
-        )
-    if any(hasattr(p, "steps_in_backward") for p in parameters):
-        raise ValueError(
-            "an optimizer takes these gradients in backward already: remove() it first"
-        )
-    if any(number is not None and number <= 0 for number in (micro_batches, max_grad_norm)):
-        raise ValueError(
-            f"micro_batches={micro_batches}, max_grad_norm={max_grad_norm}: positive numbers, or None"
-        )
+    require_causal_lm(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _require_one_device(parameters, allow_cpu=allow_cpu)
+    _require_host_memory(host_bytes(model))
+    _require_free_gradients(parameters)
+    if micro_batches is not None:
+        check_whole(micro_batches=micro_batches)
+    if max_grad_norm is not None:
+        check_number(max_grad_norm=max_grad_norm, above=0)
     adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return OffloadedAdamW(parameters, micro_batches, max_grad_norm, **adamw)
 
 
-class _Slot:
-    """What the host keeps of one parameter, beside AdamW's states."""
-
-    def __init__(self, parameter: torch.nn.Parameter):
-        self.parameter, self.version = parameter, parameter._version
-        self.master = parameter.detach().to("cpu", torch.float32, copy=True)
-        self.gradient = torch.empty_like(self.master)
-        # Gradients come down and weights go up in their own dtype, through memory that the GPU can reach.
-        self.staging = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-        self.arrived = 0  # gradients since the last step()
-        self.work: Future | None = (
-            None  # the worker's last task here: result() waits for it, or raises its error
-        )
-
-
 class OffloadedAdamW(torch.optim.AdamW):
-    """The fused CPU AdamW over fp32 host copies of the parameters, the masters; and the traffic down and up."""
+    """The fused CPU AdamW over the masters, and the traffic down and up."""
 
     def __init__(
-        self, parameters, micro_batches: int | None, max_grad_norm: float | None, **adamw: Any
-    ):
-        self._slots = {parameter: _Slot(parameter) for parameter in parameters}
+        self,
+        parameters: list[nn.Parameter],
+        micro_batches: int | None,
+        max_grad_norm: float | None,
+        **adamw: Any,
+    ) -> None:
+        self._slots = {parameter: Slot(parameter) for parameter in parameters}
         super().__init__([slot.master for slot in self._slots.values()], fused=True, **adamw)
-        self._step_supports_amp_scaling, self.takes_gradients_in_backward = (
-            False,
-            True,
-        )  # loss scaling then refuses
+        self._step_supports_amp_scaling = False  # a fused AdamW's is True; loss scaling now refuses
         self._max_grad_norm = max_grad_norm
-        self._last = None if max_grad_norm else micro_batches  # the gradient that starts an update
+        # The number of the gradient that starts the update; None leaves it to `step()`.
+        self._last = micro_batches
+        if max_grad_norm is not None:
+            self._last = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offloaded-adamw")
-        self._down, self._up = (
-            torch.cuda.Stream(p.device) if p.is_cuda else None for p in parameters[:1] * 2
-        )
-        # The garbage collector cannot see these hooks, so they are weak, and parameters hold the optimizer.
+        self._link = Link(parameters[0].device)
+        self._hooks = self._hook_into_backward()
+        mark(self, TAKES_GRADIENTS_IN_BACKWARD)
+        for parameter in parameters:
+            # Gradient accumulation reads this mark, and refuses if the first backward updates.
+            mark(parameter, STEPS_IN_BACKWARD, self._last == 1)
+            mark(parameter, GRADIENT_TAKER, self)
+
+    def _hook_into_backward(self) -> list[Any]:
+        # The garbage collector cannot see these hooks: one that holds its parameter's optimizer
+        # would keep model and states alive for ever. So hooks are weak, and parameters hold us.
         receive = weakref.WeakMethod(self._receive)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: receive()(p)) for p in parameters
+
+        def receive_if_alive(parameter: nn.Parameter) -> None:
+            receive()(parameter)
+
+        return [
+            parameter.register_post_accumulate_grad_hook(receive_if_alive)
+            for parameter in self._slots
         ]
-        for parameter in parameters:  # gradient accumulation reads the first of these
-            parameter.steps_in_backward, parameter.offloaded_optimizer = self._last == 1, self
 
     @torch.no_grad()
-    def _receive(self, parameter: torch.nn.Parameter) -> None:
+    def _receive(self, parameter: nn.Parameter) -> None:
         """In backward: start the copy of a finished gradient, and free it on the device."""
         slot = self._slots[parameter]
-        if slot.work:
-            slot.work.result()  # an earlier micro-batch may still use the staging memory
+        slot.wait()  # an earlier micro-batch may still use the staging memory
         if slot.arrived == self._last:
             raise RuntimeError(
                 f"backward {slot.arrived} before step() has updated: pass micro_batches=k or None"
             )
         if parameter._version != slot.version:  # weights were loaded since: they are the master now
             slot.master.copy_(parameter)
-        if self._down:
-            self._down.wait_stream(torch.cuda.current_stream(parameter.device))
-            parameter.grad.record_stream(self._down)  # its memory is reused only after the copy
-        with torch.cuda.stream(self._down):  # without a GPU this is None and changes nothing
-            slot.staging.copy_(parameter.grad, non_blocking=True)
-        copied = self._down.record_event(torch.cuda.Event(blocking=True)) if self._down else None
+        copied = self._link.down(parameter.grad, slot.staging)
         parameter.grad = None
         slot.work = self._worker.submit(self._add_up, slot, copied)
 
     @torch.no_grad()
-    def _add_up(self, slot: _Slot, copied: torch.cuda.Event | None) -> None:
+    def _add_up(self, slot: Slot, copied: torch.cuda.Event | None) -> None:
         """In the worker: empty the staging memory; with the last gradient, update."""
-        if copied:
+        if copied is not None:
             copied.synchronize()
-        slot.gradient.add_(slot.staging) if slot.arrived else slot.gradient.copy_(slot.staging)
+        if slot.arrived == 0:
+            slot.gradient.copy_(slot.staging)
+        else:
+            slot.gradient.add_(slot.staging)
         slot.arrived += 1
         if slot.arrived == self._last:
             self._update(slot)
 
-    def _update(self, slot: _Slot) -> None:
-        """AdamW on one master, which is the only parameter that it is shown."""
+    def _update(self, slot: Slot) -> None:
+        """AdamW on one master, which is the only parameter that it is shown; then the way up."""
         group = self.param_groups[0]  # made from a plain list, so there is only this one
-        group["params"], masters = [slot.master], group["params"]
+        masters = group["params"]
+        group["params"] = [slot.master]
         slot.master.grad = slot.gradient
         super().step()
-        group["params"], slot.master.grad = masters, None
+        group["params"] = masters
+        slot.master.grad = None
         slot.staging.copy_(slot.master)  # rounds to the parameter's dtype
-        with torch.cuda.stream(self._up):
-            slot.parameter.copy_(slot.staging, non_blocking=True)
+        self._link.up(slot.staging, slot.parameter)
         slot.version = slot.parameter._version
 
-    def _arrived(self) -> list[_Slot]:
+    def _arrived(self) -> list[Slot]:
         """Wait for the worker; those that have had a gradient since the last step()."""
-        for slot in filter(lambda slot: slot.work, self._slots.values()):
-            slot.work.result()
-        return [slot for slot in self._slots.values() if slot.arrived]
+        for slot in self._slots.values():
+            slot.wait()
+        return [slot for slot in self._slots.values() if slot.arrived > 0]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update what backward has not. Raises RuntimeError if no gradient has arrived since the last step."""
+        """Update what backward has not. Raises RuntimeError if no gradient has arrived."""
         arrived = self._arrived()
         if not arrived:
             raise RuntimeError(
                 "no gradient has arrived: call backward first, on the model itself and not a copy"
             )
-        if self._max_grad_norm:
-            gradients = [slot.gradient for slot in arrived]
-            norm = torch.nn.utils.get_total_norm(gradients)
-            torch._foreach_mul_(gradients, (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self._max_grad_norm is not None:
+            self._clip([slot.gradient for slot in arrived])
         for slot in arrived:
             if slot.arrived != self._last:
                 self._update(slot)
             slot.arrived = 0
-        if self._up:  # the next forward reads the new weights
-            torch.cuda.current_stream(self._up.device).wait_stream(self._up)
+        self._link.wait()  # the next forward reads the new weights
+
+    def _clip(self, gradients: list[torch.Tensor]) -> None:
+        """What `torch.nn.utils.clip_grad_norm_` does, on gradients that are in no `.grad`."""
+        norm = torch.nn.utils.get_total_norm(gradients)
+        factor = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients on the host; RuntimeError if backward has applied them already."""
@@ -206,32 +231,82 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From `state_dict()`, weights included; or from a plain AdamW, to go with the weights of the model."""
+        """From `state_dict()`, weights included; or from a plain AdamW, to go with the weights."""
         super().load_state_dict(state_dict)
-        for i, slot in enumerate(self._slots.values()):
-            slot.master.copy_(
-                state_dict["masters"][i] if "masters" in state_dict else slot.parameter
-            )
+        slots = list(self._slots.values())
+        masters = state_dict.get("masters")
+        if masters is None:  # of a plain AdamW: the model's weights are all there is
+            masters = [slot.parameter for slot in slots]
+        for slot, master in zip(slots, masters):
+            slot.master.copy_(master)
             slot.parameter.copy_(slot.master)
             slot.version = slot.parameter._version
 
     def remove(self) -> None:
         """Give the model back as it was: gradients stay in `.grad` again."""
         self._worker.shutdown()
-        for hook, parameter in zip(self._hooks, self._slots):
+        for hook in self._hooks:
             hook.remove()
-            del parameter.steps_in_backward, parameter.offloaded_optimizer
+        for parameter in self._slots:
+            unmark(parameter, STEPS_IN_BACKWARD)
+            unmark(parameter, GRADIENT_TAKER)
 
 
-def host_bytes(model: Any) -> int:
-    """Host memory that it takes: fp32 master, gradient, two averages, and a pinned copy, which torch rounds to 2**n."""
-    return sum(
-        16 * p.numel() + 2 ** (tensor_bytes(p) - 1).bit_length()
-        for p in model.parameters()
-        if p.requires_grad
-    )
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def estimate_optimizer_offload(budget: Budget, model: Any) -> Budget:
+def _require_one_device(parameters: list[nn.Parameter], *, allow_cpu: bool) -> None:
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the trainable parameters are on {len(devices)} devices: exactly one is needed"
+        )
+    if not parameters[0].is_cuda and not allow_cpu:
+        raise ValueError(
+            "the parameters are in host memory already: "
+            "to shrink the states there use eight_bit_adam"
+        )
+
+
+def _require_free_gradients(parameters: list[nn.Parameter]) -> None:
+    """Raise ValueError if somebody else has to have the gradients first."""
+    if any(parameter.dtype == torch.float16 for parameter in parameters):
+        raise ValueError(
+            "fp16 needs loss scaling, which must see all gradients first: use bf16 or fp32"
+        )
+    if any_marked(parameters, GRADIENT_TAKER):
+        raise ValueError(
+            "an optimizer takes these gradients in backward already: remove() it first"
+        )
+
+
+def _require_host_memory(needed: int) -> None:
+    free = psutil.virtual_memory().available
+    if needed > 0.8 * free:  # the loader of the data and everybody else need some, too
+        raise ValueError(
+            f"{needed:,} bytes of host memory are needed and {free:,} are free: use eight_bit_adam"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def host_bytes(model: nn.Module) -> int:
+    """Host memory that it takes: fp32 master, gradient and two averages, and the staging memory."""
+    total = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            total += 4 * 4 * parameter.numel()
+            total += _pinned_bytes(tensor_bytes(parameter))
+    return total
+
+
+def _pinned_bytes(size: int) -> int:
+    """What torch takes for `size` bytes of pinned memory: the next power of two."""
+    return 2 ** (size - 1).bit_length()
+
+
+@estimate(Order.GRADIENTS)
+def estimate_optimizer_offload(budget: Budget, model: Any, shape: Shape) -> Budget:
     """No states on the device, and one gradient at a time, with accumulation too."""
     return free_gradients(budget.change(states=0), model)
