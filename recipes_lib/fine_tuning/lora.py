@@ -266,15 +266,17 @@ def estimate_lora(
     targets = target_linears(model, target_modules=target_modules)
     adapters = shape.tokens * _change_per_token(model, rank, targets, dropout=dropout)
 
-    # Where gradients are carried from one micro-batch to the next, none has still to be made.
+    carried = 0
     last_gradients = trainable // blocks
-    if budget.carried:
+    if shape.micro_batches > 1:
+        # Carried from one micro-batch to the next: in the first block none has still to be made.
+        carried = trainable
         last_gradients = 0
     return budget.change(
         weights=budget.weights + trainable,
         gradients=trainable,
         states=2 * trainable,
-        carried=min(budget.carried, trainable),
+        carried=carried,
         activations=budget.activations - plain.activations + frozen.activations + adapters,
         loss=min(budget.loss, frozen.loss),
         one_block=budget.one_block - plain.one_block + frozen.one_block + adapters // blocks,

@@ -1,94 +1,273 @@
+"""The terms of a budget, and the protocol by which estimates change them."""
+
+import importlib
+import inspect
+import itertools
+import pkgutil
+
 import pytest
-import torch
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import SHAPES, load_model, model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import weight_bytes
-from tests.conftest import FAMILIES
+import recipes_lib
+from recipes_lib.core.budget import Budget, Order, Shape, compose, estimate
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of, head_trains
+from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
+from recipes_lib.memory.chunked_cross_entropy import estimate_chunked_cross_entropy
+from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam, predicted_state_bytes
+from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 
-
-def measured_peak(model, batch_size, seq_len):
-    ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    with PeakMemory() as before:
-        pass
-    for _ in range(2):  # the first step creates the states
-        with PeakMemory() as memory:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return memory.peak - before.peak + weight_bytes(model)
+SHAPE = Shape(batch=4, seq=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(4, 64), (1, 37), (3, 5)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prediction_of_five_families(family, size, dtype):
-    model = model_of_shape(family, layers=8, dtype=dtype, device="cpu")
-    predicted = budget_of(model, batch_size=size[0], seq_len=size[1]).peak
-    assert predicted == pytest.approx(measured_peak(model, *size), rel=0.03)
+def budget(**terms):
+    """Numbers small enough to add in the head."""
+    plain = {
+        "weights": 1,
+        "states": 2,
+        "gradients": 3,
+        "carried": 0,
+        "activations": 5,
+        "loss": 6,
+        "one_block": 4,
+        "block_gradients": 1,
+        "last_gradients": 1,
+        "embedding_gradient": 7,
+    }
+    return Budget(**plain | terms)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prediction_of_eager_attention_on_a_long_row(family, dtype):
-    model = model_of_shape(family, layers=4, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")
-    predicted = budget_of(model, batch_size=1, seq_len=400).peak
-    assert predicted == pytest.approx(measured_peak(model, 1, 400), rel=0.03)
+# --- the terms ------------------------------------------------------------------------------------
 
 
-def test_prediction_of_the_real_model():
-    model = load_model(device="cpu")
-    assert budget_of(model, batch_size=2, seq_len=64).peak == pytest.approx(
-        measured_peak(model, 2, 64), rel=0.01
-    )
+def test_the_peak_is_the_largest_moment():
+    plan = budget()
+    assert plan.peak_moment() == "backward begins"
+    assert plan.peak == 1 + 2 + 5 + 6
+    plan = plan.change(activations=0, loss=0)
+    assert plan.peak_moment() == "the last gradient arrives"
+    assert plan.peak == 1 + 2 + 3 + 7
+    plan = plan.change(one_block=20)
+    assert plan.peak_moment() == "backward enters the first block"
+    assert plan.peak == 1 + 2 + (3 - 1) + 20 + 1
+
+
+def test_the_loss_or_the_gradients_inside_a_block_join_the_activations():
+    """Not both: the loss is free when backward reaches a block."""
+    plan = budget(one_block=0)
+    assert plan.change(block_gradients=1).peak == 1 + 2 + 5 + 6
+    assert plan.change(block_gradients=9).peak == 1 + 2 + 5 + 9
+
+
+def test_the_parts_of_the_peak_add_up_to_it():
+    plan = budget(carried=2)
+    assert sum(plan.at_peak().values()) == plan.peak
+    assert plan.at_peak()["gradients"] == 2
+
+
+def test_text_names_every_term():
+    text = str(budget(weights=5 * 2**20))
+    assert "weights" in text and "5 MiB" in text and "embedding gradient" in text
+    assert text.splitlines()[-1].startswith("predicted peak")
+    # What a budget knows beside its terms is no term.
+    assert "shape" not in text and "applied" not in text
+
+
+# --- the shape ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, 4.0, True, "8", None])
+@pytest.mark.parametrize("name", ["batch", "seq", "micro_batches", "ranks"])
+def test_numbers_that_are_no_size(name, wrong):
+    sizes = {"batch": 8, "seq": 16} | {name: wrong}
+    with pytest.raises(ValueError, match=f"{name}=.*give a whole number of 1 or more"):
+        Shape(**sizes)
 
 
 @pytest.mark.parametrize(
-    "shape, billions", [("llama-3.1-8b", 8.03), ("llama-3.2-3b", 3.21), ("qwen2.5-32b", 32.8)]
+    "parts", [{"micro_batches": 3}, {"ranks": 16}, {"micro_batches": 4, "ranks": 4}]
 )
-def test_public_shapes_without_memory(shape, billions):
-    """A meta model costs nothing: the published parameter counts, and the budget of an 8B model on a laptop."""
-    model = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
-    assert (
-        budget_of(model, batch_size=1, seq_len=2048).peak > 7.9 * billions * 1e9
-    )  # bf16: 2 + 2 + 4 bytes
+def test_a_batch_that_does_not_split_evenly(parts):
+    """Rounding down would lose rows without a word."""
+    with pytest.raises(ValueError, match="batch=8: give a multiple of micro_batches x ranks"):
+        Shape(batch=8, seq=16, **parts)
 
 
-def test_every_shape_builds():
-    for shape in SHAPES:
-        assert model_of_shape(shape, layers=1, device="meta") is not None
+def test_rows_and_tokens_are_those_of_a_micro_batch_on_a_rank():
+    shape = Shape(batch=24, seq=10, micro_batches=3, ranks=2)
+    assert (shape.rows, shape.tokens) == (4, 40)
+    assert shape.whole() == Shape(batch=24, seq=10, ranks=2)
+    assert shape.micro() == Shape(batch=4, seq=10)
 
 
-def test_change_and_text():
-    budget = Budget(1, 2, 3, 0, 5, 6, 4, 1, 1, 7)
-    assert budget.peak == 1 + 2 + 11  # as backward begins
-    budget = budget.change(activations=0, loss=0)
-    assert budget.peak == 1 + 2 + 3 + 7  # as the last gradient arrives
-    budget = budget.change(one_block=20)
-    assert budget.peak == 1 + 2 + (3 - 1) + 20 + 1  # in the first block
-    assert "predicted peak" in str(budget)
+# --- the protocol ---------------------------------------------------------------------------------
 
 
-def test_unknown_architecture():
-    class Strange(torch.nn.Module):
-        config = type("Config", (), {"hidden_size": 8, "num_attention_heads": 2})()
+def recorder(order, calls):
+    """An estimate that does nothing but to note its turn."""
 
-        def __init__(self):
-            super().__init__()
-            self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+    @estimate(order)
+    def note(budget, model, shape, **options):
+        calls.append((order, options))
+        return budget
 
-    from recipes_lib.core.plain_step import block_bytes
-
-    with pytest.raises(ValueError, match="no memory formula"):
-        block_bytes(Strange(), seq_len=8)
+    return note
 
 
-@pytest.mark.parametrize("size", [(0, 8), (8, 0)])
-def test_bad_sizes(size):
-    with pytest.raises(ValueError, match="1 or more"):
-        budget_of(model_of_shape("tiny-llama", device="meta"), batch_size=size[0], seq_len=size[1])
+def test_compose_keeps_the_order_whatever_is_given():
+    """All orders of the first four, and options that stay with their estimate."""
+    orders = list(Order)[:4]
+    for given in itertools.permutations(orders):
+        calls = []
+        recipes = [(recorder(order, calls), {"number": int(order)}) for order in given]
+        composed = compose(budget(), None, SHAPE, recipes)
+        assert calls == [(order, {"number": int(order)}) for order in orders]
+        assert [done.order for done in composed.applied] == orders
+
+
+def test_real_recipes_composed_in_any_order():
+    model = model_of_shape("tiny-llama", layers=4, device="meta")
+    shape = Shape(batch=8, seq=64, micro_batches=4)
+    recipes = [
+        (estimate_gradient_accumulation, {}),
+        (estimate_lora, {"rank": 4}),
+        (estimate_chunked_cross_entropy, {"chunk_size": 16}),
+        (estimate_activation_checkpointing, {}),
+    ]
+    by_hand = budget_of(model, shape)
+    for recipe, options in recipes:
+        by_hand = recipe(by_hand, model, shape, **options)
+    for given in (recipes[::-1], recipes[2:] + recipes[:2]):
+        assert compose(budget_of(model, shape), model, shape, given) == by_hand
+
+
+@pytest.mark.parametrize("late", [Order.BATCH, Order.ADAPTERS, Order.LOSS])
+def test_a_wrong_order_raises(late):
+    """It would give a wrong number: a checkpoint of the precision that comes later."""
+    checkpointed = recorder(Order.CHECKPOINTS, [])(budget(), None, SHAPE)
+    with pytest.raises(ValueError, match=r"note has to come before note.*compose"):
+        recorder(late, [])(checkpointed, None, SHAPE)
+
+
+def test_a_wrong_order_of_real_recipes_raises():
+    model = model_of_shape("tiny-llama", device="meta")
+    plan = estimate_chunked_cross_entropy(budget_of(model, SHAPE), model, SHAPE)
+    message = "estimate_lora has to come before estimate_chunked_cross_entropy"
+    with pytest.raises(ValueError, match=message):
+        estimate_lora(plan, model, SHAPE)
+
+
+def test_two_of_one_place_are_no_wrong_order():
+    plan = recorder(Order.CHECKPOINTS, [])(budget(), None, SHAPE)
+    plan = recorder(Order.CHECKPOINTS, [])(plan, None, SHAPE)
+    assert len(plan.applied) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [Shape(batch=4, seq=64), Shape(batch=8, seq=32), Shape(4, 32, ranks=2)]
+)
+def test_a_shape_of_other_tokens_is_refused(other):
+    """Its activations would be those of one shape, its loss those of another."""
+    model = model_of_shape("tiny-llama", device="meta")
+    with pytest.raises(ValueError, match="give both the same shape"):
+        estimate_chunked_cross_entropy(budget_of(model, SHAPE), model, other)
+
+
+def test_numbers_in_place_of_a_shape_are_refused():
+    with pytest.raises(ValueError, match=r"give a recipes_lib\.core\.budget\.Shape"):
+        recorder(Order.LOSS, [])(budget(), None, (4, 32))
+
+
+def test_micro_batches_that_nobody_has_split_are_refused():
+    """The budget is still that of the whole batch, and the estimate would see a part of it."""
+    model = model_of_shape("tiny-llama", device="meta")
+    split = Shape(batch=4, seq=32, micro_batches=2)
+    plan = budget_of(model, split)
+    with pytest.raises(ValueError, match="apply estimate_gradient_accumulation first"):
+        estimate_lora(plan, model, split)
+    plan = estimate_gradient_accumulation(plan, model, split)
+    assert estimate_lora(plan, model, split).shape == split
+
+
+# --- which weights train --------------------------------------------------------------------------
+
+# What has no default.
+OPTIONS = {
+    "estimate_completion_only_loss": {"targets": 10},
+    "estimate_nested_checkpointing": {"group": 2},
+    "estimate_pure_bf16": {"rounding": "stochastic"},
+}
+
+
+def all_estimates():
+    """Every estimate of the package, found by its mark."""
+    found = {}
+    for module in pkgutil.walk_packages(recipes_lib.__path__, "recipes_lib."):
+        # The command line imports what it needs when it runs.
+        if module.name.startswith(("recipes_lib.cli", "recipes_lib.__main__")):
+            continue
+        members = inspect.getmembers(importlib.import_module(module.name), inspect.isfunction)
+        for name, function in members:
+            if isinstance(getattr(function, "order", None), Order):
+                found[name] = function
+    return found
+
+
+ESTIMATES = all_estimates()
+AFTER_ADAPTERS = [name for name, each in ESTIMATES.items() if each.order > Order.ADAPTERS]
+
+
+def test_every_estimate_is_marked():
+    """A function that is called estimate_… has a place in the order, and the other way round."""
+    assert len(AFTER_ADAPTERS) >= 10
+    assert all(name.startswith("estimate_") for name in ESTIMATES)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return model_of_shape("tiny-llama", layers=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    return apply_lora(model_of_shape("tiny-llama", layers=4, device="cpu"), rank=4)
+
+
+@pytest.mark.parametrize("name", AFTER_ADAPTERS)
+def test_on_the_base_as_on_the_adapted_model(name, base, adapted):
+    """After estimate_lora the model at hand still has no adapters, and all of its weights train.
+
+    An estimate that looks at the model alone counts gradients that will not exist, such as that of
+    the output layer in a chunked loss. It has to give what it gives for the adapted model, or to
+    ask for that one.
+    """
+    plan = estimate_lora(budget_of(base, SHAPE), base, SHAPE, rank=4)
+    options = OPTIONS.get(name, {})
+    try:
+        got = ESTIMATES[name](plan, base, SHAPE, **options)
+    except ValueError as refusal:
+        assert "give the model that apply_lora or apply_qlora returned" in str(refusal)
+        return
+    expected = ESTIMATES[name](plan, adapted, SHAPE, **options)
+    assert got.terms() == expected.terms()
+
+
+def test_a_chunked_loss_after_lora_sees_a_frozen_head():
+    """With a large vocabulary the gradient of the output layer's weight is most of the loss."""
+    base = model_of_shape("smollm2-135m", layers=1, device="meta")
+    plan = budget_of(base, SHAPE)
+    assert head_trains(plan, base)
+    full = estimate_chunked_cross_entropy(plan, base, SHAPE, chunk_size=8)
+    plan = estimate_lora(plan, base, SHAPE, rank=4)
+    assert not head_trains(plan, base)
+    chunked = estimate_chunked_cross_entropy(plan, base, SHAPE, chunk_size=8)
+    assert full.loss > 4 * 49152 * 576 > 10 * chunked.loss
+
+
+def test_states_of_adapters_that_are_not_there_yet(base, adapted):
+    """Of the base all weights train: 8-bit states of all of them would be a wrong number."""
+    plan = estimate_lora(budget_of(base, SHAPE), base, SHAPE, rank=4)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has none"):
+        estimate_eight_bit_adam(plan, base, SHAPE)
+    states = estimate_eight_bit_adam(plan, adapted, SHAPE).states
+    assert states == predicted_state_bytes(adapted)

@@ -1,0 +1,61 @@
+import math
+
+import numpy
+import pytest
+
+from recipes_lib.core.checks import check_choice, check_number, check_whole
+
+
+@pytest.mark.parametrize("value", [1, 7, numpy.int64(3)])
+def test_whole_numbers_pass(value):
+    check_whole(rank=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None, math.nan])
+def test_what_is_no_whole_number_of_one_or_more(value):
+    """2.0 and True come from a mistake: `batch / 2`, or a switch in the place of a number."""
+    with pytest.raises(ValueError, match=r"rank=.*: give a whole number of 1 or more"):
+        check_whole(rank=value)
+
+
+def test_bounds_of_whole_numbers():
+    check_whole(least=0, most=4, sinks=0)
+    check_whole(least=0, most=4, sinks=4)
+    with pytest.raises(ValueError, match="sinks=5: give a whole number from 0 to 4"):
+        check_whole(least=0, most=4, sinks=5)
+
+
+def test_the_wrong_one_of_several_is_named():
+    with pytest.raises(ValueError, match="seq=0"):
+        check_whole(batch=4, seq=0)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.5, numpy.float32(0.25)])
+def test_numbers_inside_their_bounds_pass(value):
+    check_number(least=0, below=1, dropout=value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, math.nan, math.inf, False, "0.1", None])
+def test_numbers_outside_their_bounds(value):
+    """NaN is neither below nor above a bound: a check by `<` alone would let it pass."""
+    message = "give a finite number of 0 or more and below 1"
+    with pytest.raises(ValueError, match=f"dropout=.*: {message}"):
+        check_number(least=0, below=1, dropout=value)
+
+
+def test_a_bound_that_is_not_reached():
+    check_number(above=0, alpha=1e-9)
+    with pytest.raises(ValueError, match="alpha=0: give a finite number above 0"):
+        check_number(above=0, alpha=0)
+
+
+def test_without_bounds_a_number_is_finite():
+    check_number(shift=-3)
+    with pytest.raises(ValueError, match=r"shift=inf: give a finite number$"):
+        check_number(shift=math.inf)
+
+
+def test_choices():
+    check_choice(["block", "selective"], mode="block")
+    with pytest.raises(ValueError, match="mode='blok': choose one of block, selective"):
+        check_choice(["block", "selective"], mode="blok")

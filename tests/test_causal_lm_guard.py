@@ -1,0 +1,118 @@
+"""Every technique that changes a causal LM refuses another model before it has changed anything.
+
+The functions are found in the package, so a new technique is covered without a line here. If its
+function needs options, they are named in `OPTIONS`. If it works on any `nn.Module`, it says so in
+its docstring and is named in `EXEMPT`.
+"""
+
+import copy
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import recipes_lib
+from tests.not_causal import NAMES, not_causal
+
+TECHNIQUES = ["precision", "architecture", "attention", "memory", "training", "fine_tuning"]
+TECHNIQUES += ["parallel", "inference", "compression", "edge"]
+PREFIXES = ("apply_", "offload_", "quantize_")
+
+# These take any nn.Module.
+EXEMPT = {"apply_optimizer_in_backward"}
+
+# What has no default.
+OPTIONS = {
+    "apply_block_sparse": {"block_size": 16, "window_blocks": 1},
+    "apply_nested_checkpointing": {"group": 1},
+    "apply_rope_scaling": {"kind": "linear", "factor": 2.0},
+    "apply_sliding_window": {"window": 8},
+    "offload_optimizer": {"lr": 1e-3, "allow_cpu": True},
+}
+
+
+def functions_that_change_a_model():
+    found = {}
+    for module in pkgutil.walk_packages(recipes_lib.__path__, "recipes_lib."):
+        if module.name.split(".")[1] not in TECHNIQUES or module.ispkg:
+            continue
+        members = inspect.getmembers(importlib.import_module(module.name), inspect.isfunction)
+        for name, function in members:
+            at_home = function.__module__ == module.name
+            if at_home and name.startswith(PREFIXES) and name not in EXEMPT:
+                found[name] = function
+    return found
+
+
+FUNCTIONS = functions_that_change_a_model()
+
+
+def snapshot(model):
+    """What a technique could have changed: classes, attributes and hooks of modules, weights."""
+    modules = []
+    for name, module in model.named_modules():
+        attributes = {key: value for key, value in vars(module).items() if key != "training"}
+        shallow = {key: copy.copy(value) for key, value in attributes.items()}
+        modules.append((name, type(module), shallow))
+    weights = [
+        (
+            name,
+            id(parameter),
+            parameter.requires_grad,
+            parameter.detach().clone(),
+            dict(vars(parameter)),
+        )
+        for name, parameter in model.named_parameters()
+    ]
+    return modules, weights
+
+
+def assert_unchanged(model, before):
+    modules, weights = before
+    now_modules, now_weights = snapshot(model)
+    assert [entry[:2] for entry in now_modules] == [entry[:2] for entry in modules]
+    for (name, _, attributes), (_, _, now) in zip(modules, now_modules):
+        assert now.keys() == attributes.keys(), name
+        for key, value in attributes.items():
+            if isinstance(value, dict):  # hooks, parameters, buffers and children
+                assert list(now[key]) == list(value), f"{name}.{key}"
+            if isinstance(value, int | float | str):
+                assert now[key] == value, f"{name}.{key}"
+    assert [entry[:3] for entry in now_weights] == [entry[:3] for entry in weights]
+    for (name, *_, value, marks), (*_, now, now_marks) in zip(weights, now_weights):
+        assert torch.equal(now, value), name
+        assert now_marks == marks, name
+
+
+@pytest.mark.parametrize("model_name", NAMES)
+@pytest.mark.parametrize("function_name", FUNCTIONS)
+def test_refused_and_unchanged(function_name, model_name):
+    """Without the guard: an AttributeError deep inside, half a change, or silently no effect."""
+    model = not_causal(model_name)
+    config = str(getattr(model, "config", ""))
+    before = snapshot(model)
+    with pytest.raises(ValueError) as refusal:
+        FUNCTIONS[function_name](model, **OPTIONS.get(function_name, {}))
+    message = str(refusal.value)
+    assert "give a decoder-only model" in message
+    assert "\n" not in message
+    assert_unchanged(model, before)
+    assert str(getattr(model, "config", "")) == config
+
+
+def test_the_functions_are_found():
+    """An empty list would pass every test above."""
+    assert {"apply_lora", "apply_qlora", "quantize_nf4", "offload_activations"} <= FUNCTIONS.keys()
+    assert len(FUNCTIONS) >= 12
+
+
+def test_exemptions_and_options_are_of_functions_that_exist():
+    """A leftover name would exempt the next technique of that name."""
+    assert OPTIONS.keys() <= FUNCTIONS.keys()
+    from recipes_lib.memory import optimizer_in_backward
+
+    assert {name for name in EXEMPT if hasattr(optimizer_in_backward, name)} == EXEMPT
+    for name in EXEMPT:
+        assert "any" in getattr(optimizer_in_backward, name).__doc__
