@@ -1,11 +1,14 @@
-"""The fine-tuning loop as a command, from a file of pairs to an adapter that is proven, saved and reproducible.
+"""The fine-tuning loop as a command, from a file of pairs to an adapter that is proven and saved.
 
-    python -m recipes_lib finetune --model smollm2 --data pairs.jsonl --output runs/my-adapter
-    python -m recipes_lib finetune --model smollm2 --data pairs.jsonl --output runs/my-adapter --resume
+    python -m recipes_lib finetune --data pairs.jsonl --output runs/my-adapter
+    python -m recipes_lib finetune --data pairs.jsonl --output runs/my-adapter --resume
 
-It refuses bad data before it computes anything, packs short rows, keeps checkpoints from which a killed run goes on
-exactly, logs to a tracker, and compares the held-out loss before and after. The folder then holds the adapter, the
-log, the file with which Axolotl repeats the run, and launch settings for accelerate.
+It refuses bad data before it computes anything, packs short rows, keeps checkpoints from which a
+killed run goes on exactly, logs to a tracker, and compares the held-out loss before and after.
+The folder then holds the adapter, the log, the file with which Axolotl repeats the run, and
+launch settings for accelerate.
+
+`finetune(settings)` is the command in this process; `run_command` starts it in one of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.chat import Row
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import load_model, load_tokenizer
@@ -33,9 +37,8 @@ from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, read_back, track
 from recipes_lib.workflows.finetune.data import load_data
-from recipes_lib.workflows.finetune.libraries import WRITTEN, write_production
+from recipes_lib.workflows.finetune.export import WRITTEN, write_production
 from recipes_lib.workflows.finetune.loop import (
-    FREE,
     Step,
     adapt,
     check_run,
@@ -43,7 +46,13 @@ from recipes_lib.workflows.finetune.loop import (
     micro_batches,
     training_steps,
 )
-from recipes_lib.workflows.finetune.settings import Settings
+from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settings
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
+RELIABLE_ROWS = 30  # held out; with fewer the interval is too narrow
+
+# --- the command --------------------------------------------------------------------------------
 
 
 def finetune(
@@ -53,13 +62,22 @@ def finetune(
     limit: int | None = None,
     resume: bool = False,
 ) -> None:
-    """The command: read and check the data, train, compare the held-out loss, save, and write the production files.
+    """Read and check the data, train, compare the held-out loss, and save all that is promised.
 
-    Raises ValueError before training for bad data, and for an output folder with another run or with a result.
+    Prints what it does, a line per step. `run.output_dir` gets all that it leaves.
+
+    Args:
+        held_out_file: JSON Lines of held-out pairs; without one every tenth pair is held out.
+        limit: take the first pairs only.
+        resume: go on from the checkpoint in `run.output_dir`; begin, if there is none.
+    Raises ValueError before training for bad data, and for an output folder with another run or
+    with a result.
     """
-    folder, tokenizer = Path(run.output_dir), load_tokenizer(run.base_model)
-    result = folder / ("model" if run.method == "full" else "adapter")
+    folder = Path(run.output_dir)
+    result = result_folder(run)
     check_output(folder, result, inputs=[run.data_file, held_out_file], resume=resume)
+    tokenizer = load_tokenizer(run.base_model)
+    pad = tokenizer.pad_token_id
     pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
     print(f"{len(rows)} rows to train on, {len(held_out)} held out")
     if run.packing:
@@ -68,131 +86,194 @@ def finetune(
     check_run(rows, run=run, folder=folder, resume=resume)
     passes = run.steps * run.rows_per_step / len(rows)
     print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
-    seed_everything(run.seed)
-    # Adapters leave the base as it is, so it can have 16 bits. Not fp16: its file could name no other base.
-    half = run.method != "full" and run.precision == "bf16" and machine().native_bf16
-    model = load_model(run.base_model, dtype=torch.bfloat16 if half else torch.float32)
-    base, feed = base_fingerprint(model), {"pad_token_id": tokenizer.pad_token_id}
+
+    seed_everything(run.seed)  # of the adapters and of dropout
+    model = load_base(run)
+    base = base_fingerprint(model)
     if run.packing:
-        check_packing(model, rows, run=run, **feed)
-    before = held_out_losses(model, held_out, **feed)
+        check_packing(model, rows, run=run, pad_token_id=pad)
+    before = held_out_losses(model, held_out, pad_token_id=pad)
     model = adapt(model, run=run)
     if run.method == "qlora":
-        check_gradient_flow(
-            model, micro_batches(rows[:1], run=run, device=str(model.device), **feed)[0]
-        )
-    log_steps(
-        training_steps(model, rows, run=run, folder=folder, resume=resume, base=base, **feed), run
+        first = micro_batches(rows[:1], run=run, pad_token_id=pad, device=str(model.device))
+        check_gradient_flow(model, first[0])
+    steps = training_steps(
+        model, rows, run=run, pad_token_id=pad, folder=folder, resume=resume, base=base
     )
-    few = (
-        ""
-        if len(held_out) >= 30
-        else f" (of {len(held_out)} rows, too few to rely on: hold out 30 or more)"
-    )
-    print(f"held-out loss: {compare(before, held_out_losses(model, held_out, **feed))}{few}")
+    log_steps(steps, run)
+    after = held_out_losses(model, held_out, pad_token_id=pad)
+    print(f"held-out loss: {compare(before, after)}{_caution(len(held_out))}")
+
     write_production(run, pairs)
-    if run.method == "full":
-        scratch = folder / "model.part"  # whole or not at all
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        os.replace(scratch, result)
-    else:
-        save_adapter(model, result, base=base)
+    save_result(model, tokenizer, result, run=run, base=base)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
 
 
+def result_folder(run: Settings) -> Path:
+    """Where the trained weights go: it exists when a run is finished, and not before."""
+    if run.method == "full":
+        return Path(run.output_dir) / "model"
+    return Path(run.output_dir) / "adapter"
+
+
+def load_base(run: Settings) -> Any:
+    """The base model, in 16 bits where that changes nothing that is trained.
+
+    Adapters leave the base as it is, so it can have 16 bits. Not fp16: its file could name no
+    other base.
+    """
+    dtype = torch.float32
+    if run.method != "full" and run.precision == "bf16" and machine().native_bf16:
+        dtype = torch.bfloat16
+    return load_model(run.base_model, dtype=dtype)
+
+
+def save_result(model: Any, tokenizer: Any, result: Path, *, run: Settings, base: str) -> None:
+    """Save the adapters, or the whole model with its tokenizer: whole or not at all."""
+    if run.method != "full":
+        save_adapter(model, result, base=base)
+        return
+    scratch = result.with_name("model.part")
+    model.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    os.replace(scratch, result)
+
+
+def _caution(held_out_rows: int) -> str:
+    if held_out_rows >= RELIABLE_ROWS:
+        return ""
+    return f" (of {held_out_rows} rows, too few to rely on: hold out {RELIABLE_ROWS} or more)"
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
 def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: bool) -> None:
-    """Raise ValueError if the run would overwrite a file of its input, or what another run or someone else left."""
+    """Raise ValueError if the run would overwrite its own input, or what someone else left.
+
+    Args:
+        result: the folder of the trained weights. inputs: paths of what is read; None and "" are
+            none.
+    """
     if result.exists():
         raise ValueError(f"{result} is there already, a finished run: choose another folder")
     read = {Path(path).resolve() for path in inputs if path}
-    for path in [folder / "log", *(folder / name for name in WRITTEN)]:
-        if path.resolve() in read or (path.exists() and not resume):
+    for name in ("log", *WRITTEN):
+        path = folder / name
+        left_by_another = path.exists() and not resume
+        if left_by_another or path.resolve() in read:
             raise ValueError(
-                f"{path} would be overwritten: resume the run it belongs to, or choose another folder"
+                f"{path} would be overwritten: "
+                f"resume the run it belongs to, or choose another folder"
             )
 
 
-def check_packing(
-    model: Any, rows: Sequence[dict[str, Any]], *, run: Settings, pad_token_id: int
-) -> None:
+def check_packing(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> None:
     """Raise ValueError if the model cannot keep the documents of a packed row apart."""
-    packed = [row for row in rows if row["position_ids"].count(0) > 1][:1]
-    if packed:
-        batch = micro_batches(packed, run=run, pad_token_id=pad_token_id, device=str(model.device))[
-            0
-        ]
-        try:
-            check_document_mask(model, batch)
-        except RuntimeError as error:
-            raise ValueError(f"{error} (--no-packing)") from error
+    packed = [row for row in rows if row["position_ids"].count(0) > 1]
+    if not packed:
+        return
+    device = str(model.device)
+    batches = micro_batches(packed[:1], run=run, pad_token_id=pad_token_id, device=device)
+    try:
+        check_document_mask(model, batches[0])
+    except RuntimeError as error:
+        raise ValueError(f"{error} (--no-packing)") from error
+
+
+# --- the log ------------------------------------------------------------------------------------
 
 
 def log_steps(steps: Iterable[Step], run: Settings) -> None:
-    """Print every step and log it to the tracker of `run.report_to`, continuing a log that is there.
+    """Print every step, and log it to the tracker of `run.report_to`.
 
-    On a CPU the memory account slows every operator, so it ends with the third step (AdamW has its states by then).
+    On a CPU the memory account slows every operator, so it ends with the third step: AdamW has
+    its states by then.
     """
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as account:
+    with contextlib.ExitStack() as log, contextlib.ExitStack() as account:
         tracker: Tracker | None = None
         memory = account.enter_context(PeakMemory())
         for count, step in enumerate(steps, 1):
             if tracker is None and run.report_to != "none":
-                tracker = stack.enter_context(open_log(run, first_step=step.number))
-            values = {
-                "loss": step.loss,
-                "gradient_norm": step.gradient_norm,
-                "learning_rate": step.learning_rate,
-            }
-            values |= {"tokens_per_second": step.tokens / step.seconds, "peak_bytes": memory.peak}
-            if tracker:
-                tracker.log(step.number, **values)
+                # A resumed run says only now at which step it goes on.
+                tracker = log.enter_context(open_log(run, first_step=step.number))
+            speed = step.tokens / step.seconds
+            if tracker is not None:
+                tracker.log(
+                    step.number,
+                    loss=step.loss,
+                    gradient_norm=step.gradient_norm,
+                    learning_rate=step.learning_rate,
+                    tokens_per_second=speed,
+                    peak_bytes=memory.peak,
+                )
                 if keeps_checkpoint(step.number, run=run):
                     tracker.flush()  # the checkpoint comes next
-            print(
-                f"step {step.number}: loss {step.loss:.6f}, {values['tokens_per_second']:,.0f} tokens/s",
-                flush=True,
-            )
+            line = f"step {step.number}: loss {step.loss:.6f}, {speed:,.0f} tokens/s"
+            print(line, flush=True)
             if count == 3 and machine().device == "cpu":
                 account.close()
 
 
 def open_log(run: Settings, *, first_step: int) -> Tracker:
-    """The run's log in `<output_dir>/log`, from `first_step` on; one that holds values is continued."""
-    folder, options = Path(run.output_dir) / "log", {"backend": run.report_to}
+    """The run's log in `<output_dir>/log`; one that holds values is continued at `first_step`."""
+    folder = Path(run.output_dir) / "log"
     settings = {
-        name: str(value) for name, value in dataclasses.asdict(run).items() if name not in FREE
+        name: str(value)
+        for name, value in dataclasses.asdict(run).items()
+        if name not in MAY_CHANGE_ON_RESUME
     }
+    resume_step: int | None = first_step
     try:
-        read_back(folder, **options)
+        read_back(folder, backend=run.report_to)
     except ValueError:  # killed before the first value, or another backend's log
-        return track(folder, settings=settings, **options)
-    return track(folder, settings=settings, resume_step=first_step, **options)
+        resume_step = None
+    return track(folder, settings=settings, resume_step=resume_step, backend=run.report_to)
+
+
+# --- in a process of its own --------------------------------------------------------------------
 
 
 def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -> dict[int, str]:
-    """`python -m recipes_lib finetune` in a process of its own; returns step -> loss, as it printed them.
+    """`python -m recipes_lib finetune` in a process of its own: step -> loss, as it printed them.
 
     Args:
-        kill_at: send SIGKILL as soon as this step is printed, as an operating system does that runs out of memory.
+        kill_at: send SIGKILL as soon as this step is printed, as an operating system does that
+            runs out of memory.
         echo: print what it says beside the steps.
     Raises RuntimeError with its last line if the command fails.
     """
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    line = [sys.executable, "-m", "recipes_lib", "finetune", *options]
     losses: dict[int, str] = {}
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "recipes_lib", "finetune", *options],
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         for text in process.stdout:
-            if match := re.match(r"step (\d+): loss (\S+),", text):
-                losses[int(match[1])] = match[2]
-                if int(match[1]) == kill_at:
+            match = STEP_LINE.match(text)
+            if match:
+                step = int(match[1])
+                losses[step] = match[2]
+                if step == kill_at:
                     process.kill()
             elif echo:
                 print(text, end="")
-        if process.wait() != (0 if kill_at is None else -signal.SIGKILL):
+        expected = 0
+        if kill_at is not None:
+            expected = -signal.SIGKILL
+        if process.wait() != expected:
             errors.seek(0)
             said = errors.read().strip().splitlines() or ["(no error message)"]
             raise RuntimeError(f"{said[-1]}; the command ended with {process.returncode}")
     return losses
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which another one finds the package, installed or not."""
+    paths = [str(REPOSITORY)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,16 +1,22 @@
-"""Take a fine-tuning run to production: the same settings for Axolotl, accelerate, the Trainer and TRL.
+"""A fine-tuning run in production: the same settings for Axolotl, accelerate, the Trainer, TRL.
 
     write_messages(pairs, "train.jsonl")
-    write_yaml(axolotl_config(**run), "axolotl.yml")  # run: the fields of `Settings`
+    write_yaml(axolotl_config(settings), "axolotl.yml")
     write_yaml(accelerate_config(precision="bf16"), "accelerate.yml")
-    TrainingArguments(**trainer_arguments(**run)), SFTConfig(**sft_arguments(**run))  # of transformers, of trl
+    TrainingArguments(**trainer_arguments(settings))  # of transformers
+    SFTConfig(**sft_arguments(settings))  # of trl
 
-Checked against Axolotl 0.19, accelerate 1.15, transformers 5 and trl 1.16. What differs from a plain loop:
-- The order of the rows. At the end of a pass the Trainer takes an incomplete step. Norms get no weight decay.
-- Axolotl loads the weights in the 16-bit type of `precision`: there is no fp32 copy, not even with `method="full"`.
-  On several GPUs it takes the mean of the ranks' means; the Trainer takes the mean over all targets.
-- TRL also trains on what the template puts behind the end mark (a line break), and holds the adapters of a 4-bit
-  model in bf16. It takes `load_instructions(...)` as `train_dataset`, too, with those labels as they are.
+Checked against Axolotl 0.19, accelerate 1.15, transformers 5 and trl 1.16. What differs from a
+plain loop:
+
+- The order of the rows. At the end of a pass the Trainer takes an incomplete step. Norms get no
+  weight decay.
+- Axolotl loads the weights in the 16-bit type of `precision`: there is no fp32 copy, not even
+  with `method="full"`. On several GPUs it takes the mean of the ranks' means; the Trainer takes
+  the mean over all targets.
+- TRL also trains on what the template puts behind the end mark (a line break), and holds the
+  adapters of a 4-bit model in bf16. It takes `load_instructions(...)` as `train_dataset`, too,
+  with those labels as they are.
 """
 
 from __future__ import annotations
@@ -22,296 +28,289 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.model import SMOLLM2
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.default_model import SMOLLM2
+from recipes_lib.core.machine import machine
+from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
 
-CHOICES = {
-    "method": ("lora", "qlora", "full"),
-    "optimizer": (
-        "adamw_torch_fused",
-        "adamw_torch",
-        "adamw_bnb_8bit",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-    ),
-    "precision": ("fp32", "bf16", "fp16"),
-    "report_to": ("none", "tensorboard", "mlflow", "wandb"),
-}
+DATA_FILE = "train.jsonl"
+AXOLOTL_FILE = "axolotl.yml"
+ACCELERATE_FILE = "accelerate.yml"
+WRITTEN = (DATA_FILE, AXOLOTL_FILE, ACCELERATE_FILE)  # by write_production
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What `axolotl_config`, `trainer_arguments` and `sft_arguments` take. ValueError for what cannot be."""
-
-    base_model: str  # hub id or folder
-    data_file: str | Path  # from `write_messages`
-    output_dir: str | Path
-    method: str = "lora"
-    rank: int = 16  # this and the next three are of the adapters: "full" has none
-    alpha: float = 32
-    dropout: float = 0.0
-    target_modules: Sequence[str] | None = None  # None: every linear layer of the blocks
-    learning_rate: float  # after the warm-up; then a cosine to 0
-    optimizer: str = "adamw_torch_fused"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0  # 0: no clipping
-    steps: int
-    warmup_steps: int
-    rows_per_step: int  # of all processes and micro-batches together
-    micro_batch_size: int  # of one process
-    processes: int = 1
-    seq_len: int
-    packing: bool = False
-    precision: str
-    gradient_checkpointing: bool = False
-    seed: int = 0
-    save_steps: int | None = None  # None: only after the last step
-    report_to: str = "none"
-
-    def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            _check(
-                getattr(self, name) in allowed,
-                f"{name}={getattr(self, name)!r}: choose one of {allowed}",
-            )
-        for name in ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len"):
-            _check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: give 1 or more")
-        for name in ("alpha", "learning_rate"):
-            _check(getattr(self, name) > 0, f"{name}={getattr(self, name)}: give a number above 0")
-        _check(0 <= self.dropout < 1, f"dropout={self.dropout}: give 0 or more and less than 1")
-        _check(
-            self.max_grad_norm >= 0,
-            f"max_grad_norm={self.max_grad_norm}: give a norm, or 0 for no clipping",
+def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
+    """Leave in the folder of the run what Axolotl and accelerate need to repeat it."""
+    folder = Path(run.output_dir)
+    write_messages(pairs, folder / DATA_FILE, overwrite=True)
+    repeated = dataclasses.replace(run, data_file=folder / DATA_FILE, output_dir=folder / "axolotl")
+    try:
+        write_yaml(axolotl_config(repeated), folder / AXOLOTL_FILE, overwrite=True)
+    except ValueError as error:
+        print(f"no {AXOLOTL_FILE}, which cannot say this run: {error}")
+    try:
+        launch = accelerate_config(
+            precision=run.precision, processes=run.processes, cpu=machine().device == "cpu"
         )
-        _check(
-            0 <= self.warmup_steps < self.steps,
-            f"warmup_steps={self.warmup_steps}: give 0 to {self.steps - 1}",
-        )
-        names = self.target_modules is None or (
-            self.target_modules and not isinstance(self.target_modules, str)
-        )
-        _check(
-            bool(names),
-            f"target_modules={self.target_modules!r}: give a list of names, or None for all",
-        )
-        rows, message = (
-            self.micro_batch_size * self.processes,
-            "give a multiple of micro_batch_size x processes =",
-        )
-        _check(
-            self.rows_per_step % rows == 0, f"rows_per_step={self.rows_per_step}: {message} {rows}"
-        )
-
-    def common(self) -> dict[str, Any]:
-        """What Axolotl and the Trainer call by the same name."""
-        names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed")
-        same = {name: getattr(self, name) for name in names} | {
-            "max_steps": self.steps,
-            "logging_steps": 1,
-        }
-        same["gradient_accumulation_steps"] = self.rows_per_step // (
-            self.micro_batch_size * self.processes
-        )
-        same |= {"adam_beta1": self.betas[0], "adam_beta2": self.betas[1], "adam_epsilon": self.eps}
-        # Both are said: where they are absent, Axolotl and TRL take 16 bits by themselves.
-        same |= {"bf16": self.precision == "bf16", "fp16": self.precision == "fp16"}
-        return same | {
-            "save_steps": self.save_steps or self.steps,
-            "output_dir": str(self.output_dir),
-        }
+        write_yaml(launch, folder / ACCELERATE_FILE, overwrite=True)
+    except ValueError as error:
+        print(f"no {ACCELERATE_FILE}, which cannot say this run: {error}")
 
 
-def axolotl_config(**settings: Any) -> dict[str, Any]:
-    """The run for `axolotl train`, from the fields of `Settings`.
+# --- the Trainer and TRL ------------------------------------------------------------------------
 
-    Attention is PyTorch's own, which keeps packed rows apart: flash-attn is not needed. ValueError for what Axolotl
-    changes in silence or fails on: one warm-up step, an alpha with a fraction, full fine-tuning in fp16.
+
+def trainer_arguments(run: Settings) -> dict[str, Any]:
+    """Keyword arguments of `transformers.TrainingArguments`; the caller brings model and rows."""
+    from transformers import TrainingArguments
+
+    # Newer versions call it "activation" and warn about "gradient".
+    checkpointing = "gradient_checkpointing"
+    if hasattr(TrainingArguments, "activation_checkpointing"):
+        checkpointing = "activation_checkpointing"
+    return _common_arguments(run) | {
+        "per_device_train_batch_size": run.micro_batch_size,
+        "optim": run.optimizer,
+        "lr_scheduler_type": "cosine",
+        "report_to": run.report_to,
+        checkpointing: run.gradient_checkpointing,
+        f"{checkpointing}_kwargs": {"use_reentrant": False},
+    }
+
+
+def sft_arguments(run: Settings) -> dict[str, Any]:
+    """Keyword arguments of `trl.SFTConfig`.
+
+    TRL cuts rows of more than `seq_len` tokens, and Axolotl leaves them out: keep them out of the
+    file.
     """
-    run = Settings(**settings)
-    _check(run.warmup_steps != 1, "warmup_steps=1: Axolotl would take 2; give 0, or 2 or more")
-    _check(run.alpha == int(run.alpha), f"alpha={run.alpha}: Axolotl takes whole numbers")
-    _check(
-        (run.method, run.precision) != ("full", "fp16"),
-        "full fine-tuning in fp16 fails in Axolotl: use bf16",
-    )
-    data = {
-        "path": str(run.data_file),
-        "ds_type": "json",
-        "type": "chat_template",
-        "field_messages": "messages",
+    return trainer_arguments(run) | {
+        # Not `assistant_only_loss`: few chat templates mark what the assistant says.
+        "completion_only_loss": True,
+        "max_length": run.seq_len,
+        "packing": run.packing,
     }
-    data |= {
-        "chat_template": "tokenizer_default",
-        "roles_to_train": ["assistant"],
-        "train_on_eos": "turn",
+
+
+def _common_arguments(run: Settings) -> dict[str, Any]:
+    """What Axolotl and the Trainer call by the same name."""
+    return {
+        "learning_rate": run.learning_rate,
+        "warmup_steps": run.warmup_steps,
+        "weight_decay": run.weight_decay,
+        "max_grad_norm": run.max_grad_norm,
+        "seed": run.seed,
+        "max_steps": run.steps,
+        "logging_steps": 1,
+        "gradient_accumulation_steps": run.micro_batches,
+        "adam_beta1": run.betas[0],
+        "adam_beta2": run.betas[1],
+        "adam_epsilon": run.eps,
+        # Both are said: where they are absent, Axolotl and TRL take 16 bits by themselves.
+        "bf16": run.precision == "bf16",
+        "fp16": run.precision == "fp16",
+        "save_steps": run.steps_between_checkpoints,
+        "output_dir": str(run.output_dir),
     }
-    base = (
-        SMOLLM2 if run.base_model == "smollm2" else run.base_model
-    )  # our short name is none of theirs
-    config = {"base_model": base, "datasets": [data], "train_on_inputs": False, "val_set_size": 0.0}
-    config |= {
+
+
+# --- Axolotl ------------------------------------------------------------------------------------
+
+
+def axolotl_config(run: Settings) -> dict[str, Any]:
+    """The run for `axolotl train`.
+
+    Attention is PyTorch's own, which keeps packed rows apart: flash-attn is not needed.
+    Raises ValueError for what Axolotl changes in silence or fails on: one warm-up step, an alpha
+    with a fraction, full fine-tuning in fp16.
+    """
+    _require_what_axolotl_can(run)
+    base = run.base_model
+    if base == "smollm2":  # our short name is none of theirs
+        base = SMOLLM2
+    config = {
+        "base_model": base,
+        "datasets": [_axolotl_data(run)],
+        "train_on_inputs": False,
+        "val_set_size": 0.0,
         "sequence_len": run.seq_len,
-        "excess_length_strategy": "drop",
-    }  # a cut answer has no end
-    config |= {
+        "excess_length_strategy": "drop",  # a cut answer has no end
         "sample_packing": run.packing,
         "eval_sample_packing": False,
         "pad_to_sequence_len": run.packing,
+        "attn_implementation": "sdpa",
+        "gradient_checkpointing": run.gradient_checkpointing,
     }
-    config |= {"attn_implementation": "sdpa", "gradient_checkpointing": run.gradient_checkpointing}
     if run.method != "full":
-        config |= (
-            {"lora_target_modules": [*run.target_modules]}
-            if run.target_modules
-            else {"lora_target_linear": True}
-        )
-        config |= {"adapter": run.method, "load_in_4bit": run.method == "qlora", "lora_r": run.rank}
-        config |= {"lora_alpha": int(run.alpha), "lora_dropout": run.dropout}
-        if run.dropout:  # Axolotl's fused kernels drop nothing in front of the down projection
-            config |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
-    config |= {} if run.report_to == "none" else {f"use_{run.report_to}": True}
+        config |= _axolotl_adapter(run)
+    if run.report_to != "none":
+        config[f"use_{run.report_to}"] = True
     config |= {
         "micro_batch_size": run.micro_batch_size,
         "optimizer": run.optimizer,
         "lr_scheduler": "cosine",
     }
-    return (
-        config
-        | run.common()
-        | {"tf32": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    )
+    config |= _common_arguments(run)
+    config |= {"tf32": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    return config
 
 
-def trainer_arguments(**settings: Any) -> dict[str, Any]:
-    """Keyword arguments of `transformers.TrainingArguments`, from `Settings`; the caller brings model and rows."""
-    from transformers import TrainingArguments
+def _require_what_axolotl_can(run: Settings) -> None:
+    if run.warmup_steps == 1:
+        raise ValueError("warmup_steps=1: Axolotl would take 2; give 0, or 2 or more")
+    if run.alpha != int(run.alpha):
+        raise ValueError(f"alpha={run.alpha}: Axolotl takes whole numbers")
+    if run.method == "full" and run.precision == "fp16":
+        raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
 
-    run = Settings(**settings)
-    arguments = run.common() | {
-        "per_device_train_batch_size": run.micro_batch_size,
-        "optim": run.optimizer,
+
+def _axolotl_data(run: Settings) -> dict[str, Any]:
+    return {
+        "path": str(run.data_file),
+        "ds_type": "json",
+        "type": "chat_template",
+        "field_messages": "messages",
+        "chat_template": "tokenizer_default",
+        "roles_to_train": ["assistant"],
+        "train_on_eos": "turn",
     }
-    arguments |= {"lr_scheduler_type": "cosine", "report_to": run.report_to}
-    name = (
-        "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
-    ) + "_checkpointing"
-    return arguments | {
-        name: run.gradient_checkpointing,
-        f"{name}_kwargs": {"use_reentrant": False},
+
+
+def _axolotl_adapter(run: Settings) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if run.target_modules:
+        config["lora_target_modules"] = list(run.target_modules)
+    else:
+        config["lora_target_linear"] = True
+    config |= {
+        "adapter": run.method,
+        "load_in_4bit": run.method == "qlora",
+        "lora_r": run.rank,
+        "lora_alpha": int(run.alpha),
+        "lora_dropout": run.dropout,
     }
+    if run.dropout:
+        # Axolotl's fused kernels drop nothing in front of the down projection.
+        config |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
+    return config
 
 
-def sft_arguments(**settings: Any) -> dict[str, Any]:
-    """Keyword arguments of `trl.SFTConfig`, from the fields of `Settings`.
-
-    TRL cuts rows of more than `seq_len` tokens, and Axolotl leaves them out: keep them out of the file.
-    """
-    run = Settings(
-        **settings
-    )  # not `assistant_only_loss`: few chat templates mark what the assistant says
-    own = {"completion_only_loss": True, "max_length": run.seq_len, "packing": run.packing}
-    return trainer_arguments(**settings) | own
+# --- accelerate ---------------------------------------------------------------------------------
 
 
 def accelerate_config(
     *, precision: str, processes: int = 1, fsdp: bool = False, cpu: bool = False
 ) -> dict[str, Any]:
-    """For `accelerate launch --config_file` on one machine: one GPU, several with DDP or FSDP2, or the CPU.
+    """For `accelerate launch --config_file`: one GPU, several with DDP or FSDP2, or the CPU.
 
-    One process on a machine with several GPUs needs CUDA_VISIBLE_DEVICES: the Trainer would split its batches over all.
-    ValueError for what accelerate ignores in silence: several processes or FSDP on a CPU, FSDP of one process.
+    One process on a machine with several GPUs needs CUDA_VISIBLE_DEVICES: the Trainer would split
+    its batches over all.
+    Raises ValueError for what accelerate ignores in silence: several processes or FSDP on a CPU,
+    FSDP of one process.
     """
-    _check(
-        precision in CHOICES["precision"],
-        f"precision={precision!r}: choose one of {CHOICES['precision']}",
-    )
-    _check(
-        processes >= 1 + fsdp,
-        f"processes={processes}, fsdp={fsdp}: give 1 or more, for fsdp 2 or more",
-    )
-    _check(
-        not cpu or processes == 1,
-        f"cpu=True, processes={processes}: accelerate starts 1 on a CPU; use torchrun",
-    )
-    _check(
-        not cpu or precision != "fp16",
-        "cpu=True, precision='fp16': there is no fp16 training on a CPU; use bf16",
-    )
-    kind = "FSDP" if fsdp else "MULTI_GPU" if processes > 1 else "NO"
-    config = {
+    check_choice(PRECISIONS, precision=precision)
+    check_whole(processes=processes)
+    _require_what_accelerate_does(precision, processes, fsdp, cpu)
+    mixed_precision = precision
+    if precision == "fp32":
+        mixed_precision = "no"
+    config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind,
+        "distributed_type": _distributed_type(processes, fsdp),
         "num_processes": processes,
+        "mixed_precision": mixed_precision,
+        "use_cpu": cpu,
     }
-    config |= {"mixed_precision": "no" if precision == "fp32" else precision, "use_cpu": cpu}
-    if fsdp:  # every rank loads the model: loading on one rank and sending the shards hangs with 4-bit weights
+    if fsdp:
         config["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        }
-        config["fsdp_config"] |= {
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            # Every rank loads the model: to load on one and send the shards hangs with 4-bit
+            # weights.
             "fsdp_cpu_ram_efficient_loading": False,
         }
     return config
 
 
+def _require_what_accelerate_does(precision: str, processes: int, fsdp: bool, cpu: bool) -> None:
+    if fsdp and processes < 2:
+        raise ValueError(f"processes={processes}, fsdp=True: give for fsdp 2 or more")
+    if cpu and processes > 1:
+        raise ValueError(
+            f"cpu=True, processes={processes}: accelerate starts 1 on a CPU; use torchrun"
+        )
+    if cpu and precision == "fp16":
+        raise ValueError("cpu=True, precision='fp16': there is no fp16 training on a CPU; use bf16")
+
+
+def _distributed_type(processes: int, fsdp: bool) -> str:
+    """accelerate's own name for the way in which processes work together."""
+    if fsdp:
+        return "FSDP"
+    if processes > 1:
+        return "MULTI_GPU"
+    return "NO"
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
 def write_messages(
     pairs: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False
 ) -> int:
-    """Write pairs (`prompt` and `completion`) and conversations (`messages`) as JSON Lines; returns their number.
+    """Write pairs (`prompt` and `completion`) and conversations (`messages`) as JSON Lines.
 
-    Axolotl reads the column `messages`; TRL reads `prompt` and `completion` (a conversation's last answer), since it
-    would train on the whole of `messages`. ValueError for no pair, an empty answer, and a file that exists.
+    Axolotl reads the column `messages`; TRL reads `prompt` and `completion` (a conversation's
+    last answer), since it would train on the whole of `messages`. Returns the number of lines.
+    Raises ValueError for no pair, an empty answer, and a file that exists.
     """
     lines = []
-    for pair in pairs:
-        chat = pair.get("messages")
-        if not chat:
-            chat = [
-                {"role": "user", "content": pair["prompt"]},
-                {"role": "assistant", "content": pair["completion"]},
-            ]
-        last = max(
-            (i for i, message in enumerate(chat) if message["role"] == "assistant"), default=0
-        )
-        answered = chat[last]["role"] == "assistant" and bool(chat[last]["content"].strip())
-        _check(answered, f"pair {len(lines)}: the completion is empty")
-        lines.append(
-            json.dumps({"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}) + "\n"
-        )
-    _check(bool(lines), "there is no pair to write")
+    for number, pair in enumerate(pairs):
+        chat = _conversation_of(pair)
+        answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+        if not answers or not chat[answers[-1]]["content"].strip():
+            raise ValueError(f"pair {number}: the completion is empty")
+        last = answers[-1]
+        row = {"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}
+        lines.append(json.dumps(row) + "\n")
+    if not lines:
+        raise ValueError("there is no pair to write")
     _write("".join(lines), Path(path), overwrite)
     return len(lines)
 
 
+def _conversation_of(pair: dict[str, Any]) -> list[dict[str, str]]:
+    if pair.get("messages"):
+        return pair["messages"]
+    return [
+        {"role": "user", "content": pair["prompt"]},
+        {"role": "assistant", "content": pair["completion"]},
+    ]
+
+
 def write_yaml(config: dict[str, Any], path: str | Path, *, overwrite: bool = False) -> Path:
-    """Write a configuration of this file as YAML, whole or not at all; ValueError if `path` exists."""
+    """Write a configuration of this file as YAML, whole or not at all.
+
+    Raises ValueError if `path` exists.
+    """
     import yaml  # comes with accelerate
 
-    run = (
-        f"axolotl train {path}"
-        if "base_model" in config
-        else f"accelerate launch --config_file {path} train.py"
-    )
+    command = f"accelerate launch --config_file {path} train.py"
+    if "base_model" in config:
+        command = f"axolotl train {path}"
+    head = f"# Written by recipes_lib/workflows/finetune/export.py. Run: {command}\n"
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    return _write(f"# Written by recipes_lib/export.py. Run: {run}\n{text}", Path(path), overwrite)
+    return _write(head + text, Path(path), overwrite)
 
 
 def _write(text: str, path: Path, overwrite: bool) -> Path:
-    _check(
-        overwrite or not path.exists(),
-        f"{path} exists: choose another file, or pass overwrite=True",
-    )
+    """Write beside `path` first, and give it the name at once: a kill leaves no half file."""
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists: choose another file, or pass overwrite=True")
     scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         scratch.write_text(text, encoding="utf-8")
         return scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _check(fine: bool, message: str) -> None:
-    if not fine:
-        raise ValueError(message)

@@ -1,10 +1,10 @@
-"""Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop, with its arithmetic.
+"""Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop.
 
-    model, plan = prepare(load_model(), rows, run=settings, pad_token_id=0)  # plan: the predicted peak of a step
-    for step in training_steps(model, rows, run=settings, pad_token_id=0):
+    model, plan = prepare(load_model(), rows, run=settings, pad_token_id=0)  # plan: the predicted
+    peak for step in training_steps(model, rows, run=settings, pad_token_id=0):
         print(step.loss)
 
-`finetune_command.py` makes it a command, and `production.py` runs the same settings through the libraries.
+`command` makes it a command, and `libraries` runs the same settings through the Trainer and TRL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.data import IGNORED, collate
+from recipes_lib.core.chat import IGNORED, Row
+from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.machine import machine, synchronize
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
@@ -33,87 +34,178 @@ from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precisio
 from recipes_lib.training.exact_resume import load_checkpoint, rows_of_step, save_checkpoint
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.sequence_packing import collate_packed
-from recipes_lib.workflows.finetune.budget import (
-    PRECISIONS,
-    Batch,
-    estimate_adapters,
-    estimate_finetune,
-)
-from recipes_lib.workflows.finetune.settings import Settings
+from recipes_lib.workflows.finetune.budget import estimate_adapters, estimate_finetune
+from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, PRECISIONS, Settings
 
-Row = dict[str, list[int]]
 CHECKPOINT = "checkpoint.pt"
-FREE = {
-    "base_model",
-    "data_file",
-    "output_dir",
-    "save_steps",
-    "report_to",
-}  # settings that a resumed run may change
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One optimizer step: loss in nats per target, `seconds` of which `loading` made the batch, `tokens` of text."""
+    """One optimizer step, as it went."""
 
     number: int
-    loss: float
-    gradient_norm: float
+    loss: float  # nats per target
+    gradient_norm: float  # before clipping
     learning_rate: float
     seconds: float
-    loading: float
-    tokens: int
+    loading: float  # of the seconds those that made the batch
+    tokens: int  # of text, without padding
 
 
-def training_steps(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, folder: Path | None = None,
-                   resume: bool = False, base: str = "") -> Iterator[Step]:  # fmt: skip
-    """Train step by step, as `run` says; with a `folder`, keep a checkpoint there every `run.save_steps` steps.
+# --- the loop -----------------------------------------------------------------------------------
 
-    Clipping and the schedule count optimizer steps, whatever the number of micro-batches. Rows that are packed (they
-    have `position_ids`) are trained as such. Raises ValueError as `check_run` does, at the first step.
+
+def training_steps(
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    run: Settings,
+    pad_token_id: int,
+    folder: Path | None = None,
+    resume: bool = False,
+    base: str = "",
+) -> Iterator[Step]:
+    """Train step by step, as `run` says.
+
+    Clipping and the schedule count optimizer steps, whatever the number of micro-batches. Rows
+    that are packed (they have `position_ids`) are trained as such.
+
+    Args:
+        folder: keep a checkpoint there every `run.save_steps` steps.
+        resume: go on from the checkpoint in `folder`, if there is one.
+        base: fingerprint of the base model; a resumed run must have the same.
+    Raises ValueError as `check_run` does, at the first step.
     """
     check_run(rows, run=run, folder=folder, resume=resume)
-    optimizer, schedule, mp = optimizer_of(model, run=run)
-    parts, facts, done = {"schedule": schedule, "precision": mp}, facts_of(run, rows, base), 0
-    autocast = contextlib.nullcontext if run.precision == "fp32" else mp.autocast
+    optimizer, schedule, precision = optimizer_of(model, run=run)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "run": facts_of(run, rows, base),
+        "parts": {"schedule": schedule, "precision": precision},
+    }
+    done = 0
     if folder and resume and (folder / CHECKPOINT).exists():
-        done = load_checkpoint(
-            folder / CHECKPOINT, model=model, optimizer=optimizer, run=facts, parts=parts
-        )
+        done = load_checkpoint(folder / CHECKPOINT, **state)
+
     for number in range(done, run.steps):
         start = time.perf_counter()
-        chosen = rows_of_step(
-            number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed
-        )
-        micros = micro_batches(
-            [rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device)
-        )
+        chosen = rows_of_optimizer_step(number, rows, run=run)
+        micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
         loading = time.perf_counter() - start
-        options = {"loss_sum": completion_only_loss, "autocast": autocast, "backward": mp.backward}
-        loss = accumulate_gradients(model, micros, **options)
-        rate = schedule.get_last_lr()[0]
-        if mp.step(
-            optimizer, max_grad_norm=run.max_grad_norm or float("inf")
-        ):  # False: fp16 gradients overflowed
-            schedule.step()
-        optimizer.zero_grad()
+
+        loss, norm, rate = _optimizer_step(model, micros, optimizer, schedule, precision, run=run)
         synchronize()
         seconds = time.perf_counter() - start
-        tokens = sum(len(rows[i]["input_ids"]) for i in chosen)
-        yield Step(number, loss.item(), float(mp.gradient_norm), rate, seconds, loading, tokens)
-        # Who takes the steps has logged this one by now: after a kill no step is missing in the log.
+        tokens = sum(len(row["input_ids"]) for row in chosen)
+        yield Step(number, loss.item(), float(norm), rate, seconds, loading, tokens)
+
+        # Who takes the steps has logged this one by now: after a kill no step is missing in the
+        # log.
         if folder and keeps_checkpoint(number, run=run):
-            state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts}
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
+
+
+def _optimizer_step(
+    model: Any,
+    micros: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    precision: MixedPrecision,
+    *,
+    run: Settings,
+) -> tuple[torch.Tensor, Any, float]:
+    """Forward and backward of all micro-batches, then one update.
+
+    Returns the loss, the norm of the gradients before clipping, and the learning rate.
+    """
+    autocast = precision.autocast
+    if run.precision == "fp32":
+        autocast = contextlib.nullcontext
+    limit = run.max_grad_norm
+    if limit == 0:  # no clipping
+        limit = float("inf")
+
+    loss = accumulate_gradients(
+        model,
+        micros,
+        loss_sum=completion_only_loss,
+        autocast=autocast,
+        backward=precision.backward,
+    )
+    rate = schedule.get_last_lr()[0]
+    updated = precision.step(optimizer, max_grad_norm=limit)
+    if updated:  # not where gradients overflowed in fp16: that step does not count
+        schedule.step()
+    optimizer.zero_grad()
+    return loss, precision.gradient_norm, rate
+
+
+def rows_of_optimizer_step(number: int, rows: Sequence[Row], *, run: Settings) -> list[Row]:
+    """The rows of optimizer step `number`, from 0. The seed decides, so that a run can go on."""
+    chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
+    return [rows[i] for i in chosen]
+
+
+def micro_batches(
+    rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
+) -> list[Batch]:
+    """The rows of one optimizer step, `run.micro_batch_size` at a time."""
+    make_batch = collate
+    if "position_ids" in rows[0]:
+        make_batch = collate_packed
+    batches = []
+    for start in range(0, len(rows), run.micro_batch_size):
+        part = rows[start : start + run.micro_batch_size]
+        batches.append(make_batch(part, pad_token_id=pad_token_id, device=device))
+    return batches
 
 
 def keeps_checkpoint(number: int, *, run: Settings) -> bool:
     """Whether a checkpoint follows optimizer step `number`, from 0."""
-    return number + 1 == run.steps or (number + 1) % (run.save_steps or run.steps) == 0
+    done = number + 1
+    return done == run.steps or done % run.steps_between_checkpoints == 0
+
+
+# --- what the loop is made of -------------------------------------------------------------------
+
+
+def prepare(
+    model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
+) -> tuple[Any, Budget]:
+    """`adapt` the base `model`, and predict the budget of a step.
+
+    Args:
+        number: the optimizer step, from 0. In the first one AdamW has no states yet.
+    """
+    chosen = rows_of_optimizer_step(number, rows, run=run)
+    micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
+    plans = estimate_adapters(model, micros, run=run)
+    model = adapt(model, run=run)
+    return model, estimate_finetune(plans, model, micros, run=run)
+
+
+def adapt(model: Any, *, run: Settings) -> Any:
+    """Full fine-tuning, LoRA or QLoRA, with or without checkpointing, as `run` says."""
+    if run.method != "full":
+        apply = apply_lora
+        if run.method == "qlora":
+            apply = apply_qlora
+        model = apply(
+            model,
+            rank=run.rank,
+            alpha=run.alpha,
+            dropout=run.dropout,
+            target_modules=run.target_modules or "all-linear",
+        )
+    if run.gradient_checkpointing:
+        model = apply_activation_checkpointing(model)
+    return model
 
 
 def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, Any, MixedPrecision]:
-    """Optimizer, its schedule (linear warm-up, cosine to zero) and the precision of the loop, as `run` says."""
+    """Optimizer, its schedule (linear warm-up, cosine to zero) and the precision, as `run` says."""
     from transformers import get_cosine_schedule_with_warmup
 
     options = {
@@ -123,85 +215,85 @@ def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, A
         "weight_decay": run.weight_decay,
     }
     if "8bit" in run.optimizer:
-        optimizer = eight_bit_adamw(model, paged=run.optimizer.startswith("paged"), **options)
+        paged = run.optimizer.startswith("paged")
+        optimizer = eight_bit_adamw(model, paged=paged, **options)
     else:
         trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, fused=run.optimizer.endswith("fused"), **options)
+        fused = run.optimizer.endswith("fused")
+        optimizer = torch.optim.AdamW(trainable, fused=fused, **options)
     schedule = get_cosine_schedule_with_warmup(optimizer, run.warmup_steps, run.steps)
-    # Gradients pass through a frozen fp16 base in fp16: they need loss scaling, whatever the adapters are.
-    dtype = torch.float16 if model.dtype is torch.float16 else PRECISIONS[run.precision]
+
+    # Gradients pass through a frozen fp16 base in fp16: they need loss scaling, whatever the
+    # adapters are.
+    dtype = PRECISIONS[run.precision]
+    if model.dtype is torch.float16:
+        dtype = torch.float16
     return optimizer, schedule, mixed_precision(dtype=dtype)
 
 
-def micro_batches(
-    rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
-) -> list[Batch]:
-    """The rows of one optimizer step in micro-batches of `run.micro_batch_size`, each as long as its longest row."""
-    together = collate_packed if "position_ids" in rows[0] else collate
-    starts = range(0, len(rows), run.micro_batch_size)
-    parts = [rows[start : start + run.micro_batch_size] for start in starts]
-    return [together(part, pad_token_id=pad_token_id, device=device) for part in parts]
+def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
+    """What a resumed run must share: settings that change the training, the data, the base."""
+    facts = dataclasses.asdict(run)
+    for name in MAY_CHANGE_ON_RESUME:
+        del facts[name]
+    facts["betas"] = list(run.betas)  # a file gives back lists
+    if run.target_modules:
+        facts["target_modules"] = list(run.target_modules)
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
+    facts["data"] = content.hexdigest()[:16]
+    facts["base"] = base
+    facts["device"] = machine().device
+    return facts
+
+
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool) -> None:
-    """Everything that can be refused before any compute: ValueError for no rows, too few, too long, without targets,
-    a folder that holds another run's checkpoint, and a paged optimizer on a CPU."""
+    """Refuse all that can be refused before any compute.
+
+    Raises ValueError for no rows, too few, too long, or without targets, for a folder that holds
+    another run's checkpoint, and for a paged optimizer on a CPU.
+    """
     if run.optimizer.startswith("paged") and machine().device == "cpu":
         raise ValueError(
-            f"optimizer={run.optimizer!r} moves states to the host, and this machine has no GPU: choose another"
+            f"optimizer={run.optimizer!r} moves states to the host, "
+            f"and this machine has no GPU: choose another"
         )
-    if not len(rows):
-        raise ValueError("the data set is empty: give rows with input_ids and labels")
-    if len(rows) < run.rows_per_step:
-        raise ValueError(
-            f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}: give more, or lower it"
-        )
-    long = [i for i, row in enumerate(rows) if len(row["input_ids"]) > run.seq_len]
-    if long:
-        raise ValueError(
-            f"{len(long)} of {len(rows)} rows are longer than seq_len={run.seq_len} (row {long[0]}: "
-            f"{len(rows[long[0]]['input_ids'])} tokens): raise seq_len or leave them out; cut answers teach to stop"
-        )
-    masked = next(
-        (
-            i
-            for i, row in enumerate(rows)
-            if not any(label != IGNORED for label in row["labels"][1:])
-        ),
-        None,
-    )
-    if masked is not None:
-        raise ValueError(
-            f"row {masked} has no target, every label is {IGNORED}: leave it out or unmask its answer"
-        )
+    _check_rows(rows, run)
     if folder and (folder / CHECKPOINT).exists() and not resume:
         raise ValueError(
             f"{folder} holds the checkpoint of a run: resume it, or choose another folder"
         )
 
 
-def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
-    """What a resumed run must share: the settings that change the training, the data, the base model."""
-    facts = {name: value for name, value in dataclasses.asdict(run).items() if name not in FREE}
-    content = hashlib.sha256()
-    for row in rows:
-        content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
-    facts["betas"], facts["target_modules"] = (
-        list(run.betas),
-        run.target_modules and list(run.target_modules),
-    )
-    return facts | {"data": content.hexdigest()[:16], "base": base, "device": machine().device}
-
-
-def adapt(model: Any, *, run: Settings) -> Any:
-    """Full fine-tuning, LoRA or QLoRA, with or without checkpointing, as `run` says."""
-    if run.method != "full":
-        options = {"rank": run.rank, "alpha": run.alpha, "dropout": run.dropout}
-        targets = run.target_modules or "all-linear"
-        model = (apply_qlora if run.method == "qlora" else apply_lora)(
-            model, target_modules=targets, **options
+def _check_rows(rows: Sequence[Row], run: Settings) -> None:
+    if len(rows) == 0:
+        raise ValueError("the data set is empty: give rows with input_ids and labels")
+    if len(rows) < run.rows_per_step:
+        raise ValueError(
+            f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}: "
+            f"give more, or lower it"
         )
-    return apply_activation_checkpointing(model) if run.gradient_checkpointing else model
+    long = [i for i, row in enumerate(rows) if len(row["input_ids"]) > run.seq_len]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(rows)} rows are longer than seq_len={run.seq_len} "
+            f"(row {long[0]}: {len(rows[long[0]]['input_ids'])} tokens): "
+            f"raise seq_len or leave them out; cut answers teach to stop"
+        )
+    for number, row in enumerate(rows):
+        # Nothing predicts the first token: its label does not count.
+        if all(label == IGNORED for label in row["labels"][1:]):
+            raise ValueError(
+                f"row {number} has no target, every label is {IGNORED}: "
+                f"leave it out or unmask its answer"
+            )
+
+
+# --- looking at a run ---------------------------------------------------------------------------
 
 
 def loading_share(steps: Sequence[Step]) -> float:
@@ -216,37 +308,24 @@ def few_steps(
     *,
     autocast: Any = contextlib.nullcontext,
 ) -> tuple[list[float], float, float]:
-    """Three steps of any optimizer on one batch: the losses, the seconds of the last one (the first makes the
-    states), and the share of the last block's weights that changed."""
+    """Three steps of any optimizer on one batch.
 
-    def step() -> float:
+    Returns the losses, the seconds of the last step (the first one makes the states), and the
+    share of the last block's weights that changed.
+    """
+    watched = list(decoder_blocks(model)[-1].parameters())
+    old = [parameter.detach().clone() for parameter in watched]
+    losses = []
+    for _ in range(3):
+        synchronize()
+        start = time.perf_counter()
         loss = accumulate_gradients(
             model, [batch], loss_sum=completion_only_loss, autocast=autocast
         )
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
-
-    watched = list(decoder_blocks(model)[-1].parameters())
-    old = [parameter.detach().clone() for parameter in watched]
-    losses = [step(), step()]
-    synchronize()
-    start = time.perf_counter()
-    losses.append(step())
-    synchronize()
-    seconds = time.perf_counter() - start
+        losses.append(loss.item())
+        synchronize()
+        seconds = time.perf_counter() - start
     changed = sum((a != b).sum().item() for a, b in zip(old, watched, strict=True))
     return losses, seconds, changed / sum(parameter.numel() for parameter in old)
-
-
-def prepare(
-    model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
-) -> tuple[Any, Budget]:
-    """`adapt` the base `model`, and predict the budget of optimizer step `number`, from 0 (AdamW has its states)."""
-    chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
-    micros = micro_batches(
-        [rows[i] for i in chosen], run=run, pad_token_id=pad_token_id, device=str(model.device)
-    )
-    plans = estimate_adapters(model, micros, run=run)
-    model = adapt(model, run=run)
-    return model, estimate_finetune(plans, model, micros, run=run)

@@ -1,0 +1,7 @@
+"""Techniques put together, with their estimates: what a user runs as one thing.
+
+longest                 the longest sequence that fits in memory: predicted, then searched
+out_of_memory_doctor    what to try against an out-of-memory error, in which order
+finetune                adapt a pretrained model, from pairs to an adapter that is proven
+bench                   measure one technique beside the plain step
+"""

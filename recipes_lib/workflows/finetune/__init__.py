@@ -1,0 +1,10 @@
+"""Adapt a pretrained model: the techniques of notebook 05 in one run.
+
+settings     what a run is, checked
+data         pairs read, checked, and a part of them held out
+loop         train, step by step; keep checkpoints, and go on from one
+budget       the predicted peak of a step
+command      from a file of pairs to a saved and proven adapter
+libraries    the same run through the Trainer and TRL, side by side
+export       the same run as settings of the Trainer, TRL, Axolotl and accelerate
+"""

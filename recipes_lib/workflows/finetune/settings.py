@@ -1,0 +1,111 @@
+"""The settings of a fine-tuning run, checked as they are made.
+
+One frozen record goes to our loop, to the Trainer, to TRL, to Axolotl and to accelerate: so all
+of them run the same. `dataclasses.replace(settings, rank=8)` gives a changed copy, checked again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from recipes_lib.core.checks import check_choice, check_number, check_whole
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS = (
+    "adamw_torch_fused",
+    "adamw_torch",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+)
+CHOICES = {
+    "method": ("lora", "qlora", "full"),
+    "optimizer": OPTIMIZERS,
+    "precision": tuple(PRECISIONS),
+    "report_to": ("none", "tensorboard", "mlflow", "wandb"),
+}
+MAY_CHANGE_ON_RESUME = ("base_model", "data_file", "output_dir", "save_steps", "report_to")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one run is. Raises ValueError for what cannot be."""
+
+    base_model: str  # hub id or folder
+    data_file: str | Path  # JSON Lines; "": the functions of the standard library
+    output_dir: str | Path
+    method: str = "lora"
+
+    # The adapters. "full" has none, and does not read these.
+    rank: int = 16
+    alpha: float = 32
+    dropout: float = 0.0
+    target_modules: Sequence[str] | None = None  # None: every linear layer of the blocks
+
+    # The optimizer.
+    learning_rate: float  # after the warm-up; then a cosine to 0
+    optimizer: str = "adamw_torch_fused"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0  # 0: no clipping
+
+    # The batch.
+    steps: int
+    warmup_steps: int
+    rows_per_step: int  # of all processes and micro-batches together
+    micro_batch_size: int  # of one process
+    processes: int = 1
+    seq_len: int
+    packing: bool = False
+
+    precision: str
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    save_steps: int | None = None  # None: only after the last step
+    report_to: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            check_choice(allowed, **{name: getattr(self, name)})
+        self._check_numbers()
+        self._check_target_modules()
+        self._check_batch()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one optimizer step in each process."""
+        return self.rows_per_step // (self.micro_batch_size * self.processes)
+
+    @property
+    def steps_between_checkpoints(self) -> int:
+        """`save_steps`, or all steps where none are named."""
+        return self.save_steps or self.steps
+
+    def _check_numbers(self) -> None:
+        for name in ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len"):
+            check_whole(**{name: getattr(self, name)})
+        check_whole(least=0, most=self.steps - 1, warmup_steps=self.warmup_steps)
+        check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
+        check_number(least=0, below=1, dropout=self.dropout)
+        check_number(least=0, max_grad_norm=self.max_grad_norm)  # 0 is no clipping
+
+    def _check_target_modules(self) -> None:
+        names = self.target_modules
+        if names is None:
+            return
+        # A string would be taken letter by letter, and no name would train nothing.
+        if isinstance(names, str) or not names:
+            raise ValueError(f"target_modules={names!r}: give a list of names, or None for all")
+
+    def _check_batch(self) -> None:
+        rows_at_once = self.micro_batch_size * self.processes
+        if self.rows_per_step % rows_at_once != 0:
+            raise ValueError(
+                f"rows_per_step={self.rows_per_step}: "
+                f"give a multiple of micro_batch_size x processes = {rows_at_once}"
+            )

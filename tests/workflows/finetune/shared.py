@@ -1,0 +1,54 @@
+"""A short run on a small model, and rows of unequal lengths: what the tests of this folder share."""
+
+import dataclasses
+
+import torch
+
+from recipes_lib.core.chat import IGNORED
+from recipes_lib.core.machine import seed_everything
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.finetune.loop import adapt
+from recipes_lib.workflows.finetune.settings import Settings
+
+RUN = Settings(
+    base_model="tiny",
+    data_file="",
+    output_dir="unused",
+    method="full",
+    learning_rate=1e-3,
+    max_grad_norm=0.5,
+    steps=5,
+    warmup_steps=2,
+    rows_per_step=4,
+    micro_batch_size=2,
+    seq_len=64,
+    precision="fp32",
+    eps=1e-3,  # at Adam's first steps a gradient near zero is a sign: rounding would flip updates
+    weight_decay=0.0,  # the Trainer spares the norms
+)
+
+
+def change(**values):
+    return dataclasses.replace(RUN, **values)
+
+
+def make_rows(count=12, *, shortest=5, longest=39):
+    """Rows of unequal lengths; the second half of each is its answer."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator)
+    rows = []
+    for length in lengths.tolist():
+        ids = torch.randint(1, 128, (length,), generator=generator).tolist()
+        half = length // 2
+        rows.append({"input_ids": ids, "labels": [IGNORED] * half + ids[half:]})
+    return rows
+
+
+def fresh(shape="tiny-llama", **values):
+    """The same adapted model at every call."""
+    seed_everything(0)
+    return adapt(model_of_shape(shape, device="cpu"), run=change(**values))
+
+
+def losses_of(steps):
+    return [step.loss for step in steps]
