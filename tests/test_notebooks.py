@@ -1,4 +1,4 @@
-"""The notebooks equal their sources, ran in order, and stay within what a reader can take in."""
+"""The notebooks equal their sources, ran in order, and follow one template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
-from statistics import median
 
 import jupytext
 import nbformat
@@ -47,10 +46,6 @@ def outputs(notebook):
     return [output for cell in cells(notebook, "code") for output in cell.outputs]
 
 
-def code_lines(cell):
-    return sum(1 for line in cell.source.splitlines() if line.strip())
-
-
 def output_text(output):
     """What an output shows as text: a stream, or every text form of a displayed value."""
     shown = [text for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
@@ -75,23 +70,9 @@ def test_outputs_are_free_of_warnings(notebook):
     assert [text for text in errors if "warn" in text.lower()] == []
 
 
-def test_reading_budget(notebook):
-    kinds = "".join("c" if cell.cell_type == "code" else "m" for cell in notebook.cells)
-    assert 35 <= len(kinds) <= 45, "cells"
-    assert "ccc" not in kinds, "more than two code cells in a row"
-
-    words = len(re.findall(r"\w[\w.'-]*", re.sub(r"\]\([^)]*\)", "]", prose(notebook))))
-    assert 1100 <= words <= 1800, "words of text"
-
-    lengths = [code_lines(cell) for cell in cells(notebook, "code")]
-    assert sum(lengths) <= 200, "lines of code"
-    assert max(len(cell.source.splitlines()) for cell in cells(notebook, "code")) <= 20, (
-        "lines of the longest code cell"
-    )
-    assert median(lengths) <= 6, "lines of a typical code cell"
-
+def test_shows_figures(notebook):
     figures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-    assert 2 <= len(figures) <= 3, "figures"
+    assert len(figures) >= 2
 
 
 def test_headings_follow_the_template(notebook):

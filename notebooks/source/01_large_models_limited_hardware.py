@@ -56,25 +56,23 @@ from pathlib import Path
 if importlib.util.find_spec("recipes_lib") is None:
     code = Path(".." if Path("../recipes_lib").exists() else "llm-training-recipes").resolve()
     if not code.exists():
-        subprocess.run(
-            ["git", "clone", "-q", "https://github.com/your-username/llm-training-recipes"],
-            check=True,
-        )
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True
-    )
+        subprocess.run(["git", "clone", "-q", "https://github.com/your-username/llm-training-recipes"], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True)
     sys.path.insert(0, str(code))
 
 import torch
 
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.data import batches, decode_with_mask, evaluate, load_instructions
+from recipes_lib.core.chat import decode_with_mask
+from recipes_lib.core.data import batches, load_instructions
+from recipes_lib.core.evaluation import evaluate
 from recipes_lib.report.charts import budget_chart, loss_chart
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.report.show import show
 from recipes_lib.core.machine import fast, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
-from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape, model_source
+from recipes_lib.core.default_model import model_source
+from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 # %%
 from functools import partial
@@ -96,12 +94,7 @@ print(here, "default model from " + model_source(), sep="\n")
 # %%
 sizes = {
     "cpu": ("smollm2", None, 8, 80),
-    "gpu16": (
-        "llama-3.2-1b",
-        6,
-        8,
-        256,
-    ),  # 6 of its 16 layers: plain fp32 training of all is too much
+    "gpu16": ("llama-3.2-1b", 6, 8, 256),  # 6 of its 16 layers: plain fp32 training of all is too much
     "gpu24": ("llama-3.2-1b", 12, 8, 256),
     "gpu80": ("llama-3.2-3b", None, 8, 256),
 }
@@ -121,12 +114,8 @@ print(f"{name}: {model.num_parameters():,} parameters, batch of {B} x {S} tokens
 # The text is real too: functions of Python's standard library, each with its docstring as the answer. The loss is on the answer only; the part between ⟦ and ⟧ carries none.
 
 # %%
-train = load_instructions(
-    tokenizer, split="train", max_tokens=min(S, 96), limit=40 if fast() else 400
-)  # short
-held_out = load_instructions(
-    tokenizer, split="validation", max_tokens=min(S, 96), limit=16 if fast() else 32
-)
+train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=40 if fast() else 400)  # short
+held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=16 if fast() else 32)
 feed = {"pad_token_id": tokenizer.pad_token_id, "device": here.device}
 batch = next(batches(train, batch_size=B, length=S, **feed))
 tokens = sum(map(len, train[:B]["input_ids"]))  # without the padding
@@ -186,10 +175,7 @@ climb("baseline", baseline_plan)
 # **Split the batch, add up the gradients, step once.** Activations and loss are those of one micro-batch. The price: gradients stay alive while the next micro-batch runs, so they now stand *beside* the activations.
 
 # %%
-from recipes_lib.training.gradient_accumulation import (
-    accumulate_gradients,
-    estimate_gradient_accumulation,
-)
+from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
 
 show(accumulate_gradients)
 accumulation_plan = estimate_gradient_accumulation(baseline_plan, model, **size, micro_batches=B)
@@ -223,9 +209,7 @@ naive_error = ((gradient() - right).norm() / right.norm()).item()
 accumulate_gradients(model, batch, micro_batches=B)
 exact_error = ((gradient() - right).norm() / right.norm()).item()
 del right  # as large as all gradients: it would count in every row below
-print(
-    f"relative error of the gradient: token-weighted {exact_error:.1e}, mean of means {naive_error:.1%}"
-)
+print(f"relative error of the gradient: token-weighted {exact_error:.1e}, mean of means {naive_error:.1%}")
 
 # %% [markdown]
 # ### 2. Activation checkpointing
@@ -250,11 +234,7 @@ climb("activation checkpointing", checkpoint_plan, apply_activation_checkpointin
 # **Keep every activation, but somewhere else.** On a GPU that is pinned host memory, copied on a side stream. On a CPU the host memory *is* the device, so only the disk is left. With enough free memory the system caches the file, and the clock is kinder than a real disk.
 
 # %%
-from recipes_lib.memory.activation_offload import (
-    Offloader,
-    estimate_activation_offload,
-    offload_activations,
-)
+from recipes_lib.memory.activation_offload import Offloader, estimate_activation_offload, offload_activations
 
 show(Offloader.pack, Offloader.unpack)
 offload_plan = estimate_activation_offload(baseline_plan, model, **size)
@@ -277,9 +257,7 @@ climb("activation offloading", offload_plan, step=offloaded_step)
 # %%
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
 
-mp = mixed_precision(
-    dtype=torch.bfloat16 if here.compute_dtype == torch.float32 else here.compute_dtype
-)
+mp = mixed_precision(dtype=torch.bfloat16 if here.compute_dtype == torch.float32 else here.compute_dtype)
 plans["mixed precision"] = estimate_mixed_precision(baseline_plan, model, **size, dtype=mp.dtype)
 print(mp, plans["mixed precision"], sep="\n")
 
@@ -304,12 +282,8 @@ if here.compute_dtype != torch.float32:  # emulated products would take minutes
 # %%
 for scale in (1, 2**16):
     x = torch.ones(4, dtype=torch.float16, device=here.device, requires_grad=True)
-    (
-        scale * 1e-8 * x.float().sum()
-    ).backward()  # the gradient of each element is 1e-08, times the scale
-    print(
-        f"loss scale {scale:>6,}: the fp16 gradient, unscaled again, is {x.grad[0].item() / scale:.1e}"
-    )
+    (scale * 1e-8 * x.float().sum()).backward()  # the gradient of each element is 1e-08, times the scale
+    print(f"loss scale {scale:>6,}: the fp16 gradient, unscaled again, is {x.grad[0].item() / scale:.1e}")
 
 # %% [markdown]
 # ## Part B: what every parameter costs
@@ -326,11 +300,7 @@ from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, estimate_eight
 
 eight_bit_plan = estimate_eight_bit_adam(checkpoint_plan, model)
 climb("+ 8-bit AdamW", eight_bit_plan, apply_activation_checkpointing, eight_bit_adamw)
-print(
-    "fp32 and 8-bit",
-    *zip(*[[round(x, 4) for x in losses[row]] for row in ("baseline", "+ 8-bit AdamW")]),
-    sep="\n",
-)
+print("fp32 and 8-bit", *zip(*[[round(x, 4) for x in losses[row]] for row in ("baseline", "+ 8-bit AdamW")]), sep="\n")
 
 # %%
 try:
@@ -368,17 +338,9 @@ climb("+ step in backward", in_backward_plan, apply_activation_checkpointing, in
 # %%
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 
-lora_plan = estimate_activation_checkpointing(
-    estimate_lora(baseline_plan, model, rank=16, **size), model, **size
-)
-climb(
-    "+ LoRA",
-    lora_plan,
-    lambda model: apply_activation_checkpointing(apply_lora(model, rank=16, alpha=32)),
-)
-print(
-    f"{lora_plan.gradients // 4:,} parameters expected, {model.num_parameters(only_trainable=True):,} trainable"
-)
+lora_plan = estimate_activation_checkpointing(estimate_lora(baseline_plan, model, rank=16, **size), model, **size)
+climb("+ LoRA", lora_plan, lambda model: apply_activation_checkpointing(apply_lora(model, rank=16, alpha=32)))
+print(f"{lora_plan.gradients // 4:,} parameters expected, {model.num_parameters(only_trainable=True):,} trainable")
 
 # %% [markdown]
 # The large drop comes from two terms at once. What is left is mostly weights.
@@ -410,18 +372,10 @@ climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), s
 from recipes_lib.training.dynamic_batch import estimate_dynamic_batch, fit_micro_batches
 
 limit = int(0.7 * plans["+ QLoRA"].peak)
-expected_k = estimate_dynamic_batch(
-    plans["+ QLoRA"].change(states=0), model, **size, limit_bytes=limit
-)
+expected_k = estimate_dynamic_batch(plans["+ QLoRA"].change(states=0), model, **size, limit_bytes=limit)
 with PeakMemory(limit_bytes=limit):
-    fitted = fit_micro_batches(
-        lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=B
-    )
-print(
-    f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches",
-    *fitted.attempts,
-    sep="\n",
-)
+    fitted = fit_micro_batches(lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=B)
+print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *fitted.attempts, sep="\n")
 
 # %% [markdown]
 # A failed attempt leaves nothing behind; the last one adds the gradient of the whole batch.
@@ -440,9 +394,7 @@ combined_plan = estimate_activation_checkpointing(combined_plan, model, **micro)
 
 
 def combined_step(model, optimizer, batch=batch, mp=mp):
-    loss = accumulate_gradients(
-        model, batch, micro_batches=k, autocast=mp.autocast, backward=mp.backward
-    )
+    loss = accumulate_gradients(model, batch, micro_batches=k, autocast=mp.autocast, backward=mp.backward)
     mp.step(optimizer)
     optimizer.zero_grad()
     return loss.item()
@@ -450,9 +402,7 @@ def combined_step(model, optimizer, batch=batch, mp=mp):
 
 climb("everything combined", combined_plan, small, eight_bit_adamw, combined_step)
 took = {row: [] for row in again}
-for row in (
-    [*again, *reversed(again)] if here.device == "cpu" and not fast() else []
-):  # there and back
+for row in [*again, *reversed(again)] if here.device == "cpu" and not fast() else []:  # there and back
     took[row] += in_turns({row: again[row]()[0]}, rounds=1)[row]
     ladder.retime(row, sum(took[row]) / len(took[row]), tokens=tokens)
 ladder
@@ -479,9 +429,7 @@ model, plain = apply_lora(fresh("smollm2"), rank=16, alpha=32), mixed_precision(
 curves["LoRA, fp32"] = learn(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plain, steps)
 model = small(fresh("smollm2"))
 curves["everything combined"] = learn(model, eight_bit_adamw(model, lr=1e-3), mp, steps)
-ladder.note(
-    held_out_loss=curves, naive_error=naive_error, micro_batches=[expected_k, fitted.micro_batches]
-)
+ladder.note(held_out_loss=curves, naive_error=naive_error, micro_batches=[expected_k, fitted.micro_batches])
 for which, curve in curves.items():
     print(f"{which:<20}", "   ".join(f"step {step}: {loss:.2f}" for step, loss in curve))
 loss_chart(curves)
@@ -555,31 +503,13 @@ diagnose(error=error, model=large, batch_size=4, seq_len=2048, memory_bytes=24 *
 # %%
 errors = [abs(row.prediction_error) for row in ladder.rows]
 assert max(errors) < 0.15 and sum(errors) / len(errors) < 0.08, "the predictions hold"
-for row in (
-    "gradient accumulation",
-    "activation checkpointing",
-    "activation offloading",
-    "+ step in backward",
-):
+for row in ("gradient accumulation", "activation checkpointing", "activation offloading", "+ step in backward"):
     same = 1e-3 if here.device == "cpu" else 2e-2  # a GPU adds up in another order each time
     assert abs(ladder[row].loss - ladder["baseline"].loss) < same, f"{row} keeps the maths"
-assert exact_error < 1e-4 < 0.01 < naive_error, (
-    "token-weighted accumulation is exact, the popular one is not"
-)
-falling = [
-    "baseline",
-    "activation checkpointing",
-    "+ 8-bit AdamW",
-    "+ LoRA",
-    "+ QLoRA",
-    "everything combined",
-]
-assert [ladder[row].peak_bytes for row in falling] == sorted(
-    (ladder[row].peak_bytes for row in falling), reverse=True
-)
-assert 1 < expected_k <= fitted.micro_batches <= 2 * expected_k, (
-    "the search finds what the arithmetic says"
-)
+assert exact_error < 1e-4 < 0.01 < naive_error, "token-weighted accumulation is exact, the popular one is not"
+falling = ["baseline", "activation checkpointing", "+ 8-bit AdamW", "+ LoRA", "+ QLoRA", "everything combined"]
+assert [ladder[row].peak_bytes for row in falling] == sorted((ladder[row].peak_bytes for row in falling), reverse=True)
+assert 1 < expected_k <= fitted.micro_batches <= 2 * expected_k, "the search finds what the arithmetic says"
 assert ladder.saved("everything combined") > (0.7 if fast() else 0.85)
 (lora_start, lora_end), (start, end) = [(curve[0][1], curve[-1][1]) for curve in curves.values()]
 assert start - end > 0.95 * (lora_start - lora_end) > 0, "it learns as much as plain LoRA"
