@@ -1,0 +1,49 @@
+"""Each entry: its plan is what the step needs, and the step trains."""
+
+import pytest
+
+from recipes_lib.core.measure import measure
+from recipes_lib.workflows.bench.entries import ENTRIES
+from recipes_lib.workflows.bench.run import Bench
+
+# It moves the states of a GPU to the host: on a CPU they are there already.
+ON_A_GPU = "optimizer_offload"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench("tiny-llama", 8, 64, micro_batches=8, layers=8)
+
+
+@pytest.mark.parametrize("name", ["baseline", *sorted(ENTRIES.keys() - {ON_A_GPU})])
+def test_the_plan_is_what_the_step_needs(bench, name):
+    """An entry may estimate one thing and apply another, or give its optimizer other weights."""
+    arranged = bench.arrange(name, bench.fresh())
+    first = arranged.step()
+    measured = measure(arranged.step, warmup=0, repeats=0)
+    assert measured.peak_bytes == pytest.approx(arranged.plan.peak, rel=0.15)
+    assert measured.result < first, "the second step starts where the first one has ended"
+
+
+def test_the_steps_start_from_the_same_loss(bench):
+    """Exact techniques do not change it; those that round change it a little."""
+    losses = {name: bench.arrange(name, bench.fresh()).step() for name in ("baseline", "tiled_mlp")}
+    assert losses["tiled_mlp"] == pytest.approx(losses["baseline"], rel=1e-5)
+
+
+def test_what_a_technique_refuses_reaches_the_user():
+    small = Bench("tiny-gpt2", 4, 32, micro_batches=4)
+    with pytest.raises(ValueError, match=r"only nn\.Linear is quantized"):
+        small.arrange("qlora", small.fresh())
+    with pytest.raises(ValueError, match="in host memory already"):
+        small.arrange(ON_A_GPU, small.fresh())
+
+
+@pytest.mark.gpu
+def test_the_offloaded_optimizer_on_gpu():
+    bench = Bench("smollm2-135m", 4, 256, micro_batches=4)
+    arranged = bench.arrange(ON_A_GPU, bench.fresh())
+    first = arranged.step()
+    measured = measure(arranged.step, warmup=0, repeats=0)
+    assert measured.peak_bytes == pytest.approx(arranged.plan.peak, rel=0.15)
+    assert measured.result < first
