@@ -1,25 +1,69 @@
 import copy
-import gc
+import functools
 
 import pytest
 import torch
 
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.causal_lm import decoder_blocks, trunk
+from recipes_lib.core.marks import CHECKPOINTED_INDEX, any_marked
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
+    checkpointed_by_hand,
     estimate_activation_checkpointing,
     remove_activation_checkpointing,
 )
 from tests.conftest import FAMILIES, assert_equal, gradients, make_batch, run
 
+# --- the idea -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("mode", "every"), [("block", 1), ("block", 2), ("selective", 1)])
+
+def through_the_blocks(model, hidden, run_blocks):
+    """Output of the blocks of a Llama, and the gradients of a loss on it."""
+    model.zero_grad()
+    positions = torch.arange(hidden.shape[1])[None]
+    rotary = trunk(model).rotary_emb(hidden, positions)
+    blocks = [
+        functools.partial(block, position_embeddings=rotary) for block in decoder_blocks(model)
+    ]
+    hidden = hidden.clone().requires_grad_()
+    output = run_blocks(blocks, hidden)
+    output.square().sum().backward()
+    return {"output": output.detach(), "input": hidden.grad} | gradients(model)
+
+
+def one_by_one(blocks, hidden):
+    for block in blocks:
+        hidden = block(hidden)
+    return hidden
+
+
+def test_by_hand_equals_the_real_one(llama):
+    hidden = torch.randn(2, 16, llama.config.hidden_size)
+    plain = through_the_blocks(llama, hidden, one_by_one)
+    by_hand = through_the_blocks(llama, hidden, checkpointed_by_hand)
+    real = through_the_blocks(apply_activation_checkpointing(llama), hidden, one_by_one)
+    assert_equal(by_hand, plain)
+    assert_equal(real, by_hand)
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "dtype"),
+    [
+        ("block", 1, torch.float32),
+        ("block", 2, torch.bfloat16),
+        ("selective", 1, torch.bfloat16),
+    ],
+)
 def test_same_loss_and_gradients(tiny, batch, mode, every, dtype):
+    """Every family calls its blocks with other arguments, which have to come through."""
     tiny.to(dtype)
     expected = run(tiny, batch)
     assert_equal(run(apply_activation_checkpointing(tiny, mode=mode, every=every), batch), expected)
@@ -29,6 +73,7 @@ def test_same_loss_and_gradients(tiny, batch, mode, every, dtype):
 @pytest.mark.parametrize("mode", ["block", "selective"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_with_dropout_and_autocast(batch, mode, attention):
+    """The second run of a block draws the same dropout, and rounds to the same dtype."""
     model = model_of_shape("tiny-gpt2", device="cpu")
     model.set_attn_implementation(attention)
     for module in model.modules():
@@ -45,9 +90,9 @@ def test_with_dropout_and_autocast(batch, mode, attention):
         assert_equal(run(model, batch), expected_autocast)
 
 
-@pytest.mark.parametrize("mode", ["block", "selective"])
-@pytest.mark.parametrize("adapters_first", [True, False])
+@pytest.mark.parametrize(("mode", "adapters_first"), [("block", True), ("selective", False)])
 def test_gradient_reaches_adapters_on_a_frozen_base(llama, batch, mode, adapters_first):
+    """A reentrant checkpoint would give them none: the first block's input needs no gradient."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False)
@@ -61,24 +106,22 @@ def test_gradient_reaches_adapters_on_a_frozen_base(llama, batch, mode, adapters
     assert adapters and all("lora" in name and got[name].any() for name in adapters)
 
 
-@pytest.mark.parametrize("mode", ["block", "selective"])
-def test_cache_left_on_in_training(tiny, batch, mode):
+# --- KV caches ------------------------------------------------------------------------------------
+
+
+def test_cache_left_on_in_training(tiny, batch):
     """Recomputed blocks would append keys and values a second time."""
     expected = run(tiny, batch)
-    apply_activation_checkpointing(tiny, mode=mode)
+    apply_activation_checkpointing(tiny)
     assert_equal(run(tiny, batch, use_cache=True), expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generation_uses_the_cache(tiny, training):
+def test_generation_uses_the_cache(tiny):
+    """Also in training mode, where a block that drops its cache would generate other tokens."""
     prompt = torch.randint(1, 128, (2, 5))
-
-    def generate():
-        with torch.no_grad():
-            return tiny.train(training).generate(
-                prompt, max_new_tokens=8, do_sample=False, pad_token_id=0
-            )
-
+    generate = functools.partial(
+        tiny.train().generate, prompt, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
     expected = generate()
     apply_activation_checkpointing(tiny)
     assert torch.equal(generate(), expected)
@@ -91,15 +134,19 @@ def test_generation_uses_the_cache(tiny, training):
         tiny.train()(prompt, past_key_values=cache)
 
 
+# --- the model stays the model --------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("mode", ["block", "selective"])
-def test_deep_copy_is_a_model_of_its_own(tiny, batch, mode):
-    apply_activation_checkpointing(tiny, mode=mode)
-    twin = copy.deepcopy(tiny)
+def test_deep_copy_is_a_model_of_its_own(llama, batch, mode):
+    """A `forward` put on the block would run the weights of the original."""
+    apply_activation_checkpointing(llama, mode=mode)
+    twin = copy.deepcopy(llama)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
     got = run(twin, batch)
-    assert gradients(tiny) == {}
+    assert gradients(llama) == {}
     with PeakMemory() as checkpointed:
         run(twin, batch)
     assert_equal(run(remove_activation_checkpointing(twin), batch), got)
@@ -109,28 +156,33 @@ def test_deep_copy_is_a_model_of_its_own(tiny, batch, mode):
 
 
 def test_names_and_classes_stay(llama):
-    names, block_class = list(llama.state_dict()), type(decoder_blocks(llama)[0])
+    """Checkpoints of weights, FSDP and device maps go by these names."""
+    names = list(llama.state_dict())
+    before = decoder_blocks(llama)[0]
+    block_class = type(before)
+    attributes = set(vars(before))
     apply_activation_checkpointing(llama)
     block = decoder_blocks(llama)[0]
     assert list(llama.state_dict()) == names
     assert isinstance(block, block_class) and type(block).__name__ == block_class.__name__
-    assert type(decoder_blocks(remove_activation_checkpointing(llama))[0]) is block_class
+    remove_activation_checkpointing(llama)
+    assert type(block) is block_class and set(vars(block)) == attributes
+    assert not any_marked(decoder_blocks(llama), CHECKPOINTED_INDEX)
 
 
-def test_what_cannot_be_done_is_refused(llama, batch):
-    plan = budget_of(llama, batch_size=1, seq_len=8)
+def test_what_cannot_be_done_is_refused(llama):
+    shape = Shape(batch=1, seq=8)
+    plan = budget_of(llama, shape)
     wrong = [
         ({"mode": "full"}, "block, selective"),
-        ({"every": 0}, "up to 2"),
-        ({"every": 3}, "up to 2"),
+        ({"every": 0}, "from 1 to 2"),
+        ({"every": 3}, "from 1 to 2"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             apply_activation_checkpointing(llama, **options)
         with pytest.raises(ValueError, match=message):
-            estimate_activation_checkpointing(plan, llama, batch_size=1, seq_len=8, **options)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        estimate_activation_checkpointing(plan, llama, batch_size=0, seq_len=8)
+            estimate_activation_checkpointing(plan, llama, shape, **options)
     with pytest.raises(ValueError, match="no block"):
         remove_activation_checkpointing(llama)
     apply_activation_checkpointing(llama)
@@ -141,16 +193,14 @@ def test_what_cannot_be_done_is_refused(llama, batch):
         apply_activation_checkpointing(llama)
 
 
-def measured_and_planned(model, batch_size, seq_len, **options):
-    """Peak of the second AdamW step (the first one creates the states), and the estimate of it."""
-    plan = budget_of(model, batch_size=batch_size, seq_len=seq_len)
-    if options:
-        apply_activation_checkpointing(model, **options)
-        plan = estimate_activation_checkpointing(
-            plan, model, batch_size=batch_size, seq_len=seq_len, **options
-        )
-    ids = torch.randint(0, model.config.vocab_size, (batch_size, seq_len), device=model.device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+# --- what it saves --------------------------------------------------------------------------------
+
+
+def measured_peak(model, shape):
+    """Peak of the second AdamW step: the first one creates the states."""
+    ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, fused=True)
 
     def step():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -160,65 +210,81 @@ def measured_and_planned(model, batch_size, seq_len, **options):
     step()
     with PeakMemory() as memory:
         step()
-    return memory.peak, plan.peak
+    return memory.peak
 
 
-@pytest.mark.parametrize("shape", FAMILIES)
-def test_peak_falls_as_estimated(shape):
-    modes = [{}, {"mode": "selective"}, {"mode": "block", "every": 2}, {"mode": "block"}]
-    peaks = []
-    for options in modes:
-        gc.collect()  # the models before this one are not part of the step
-        measured, planned = measured_and_planned(
-            model_of_shape(shape, layers=8, device="cpu"), 16, 64, **options
-        )
-        assert planned == pytest.approx(measured, rel=0.05), options
-        peaks.append(measured)
-    plain, selective, every_second, whole = peaks
-    assert whole < selective < plain and whole < every_second < plain
-    assert whole < plain / 2
+def measured_and_planned(model, shape, **options):
+    plan = estimate_activation_checkpointing(budget_of(model, shape), model, shape, **options)
+    apply_activation_checkpointing(model, **options)
+    return measured_peak(model, shape), plan.peak
 
 
-@pytest.mark.parametrize("size", [(4, 64), (1, 37)])
-@pytest.mark.parametrize("shape", FAMILIES)
-def test_peak_of_small_batches_as_estimated(shape, size):
-    """Few tokens: the peak comes when backward enters the first block, beside the gradients of all others."""
-    gc.collect()
-    measured, planned = measured_and_planned(model_of_shape(shape, layers=8, device="cpu"), *size)
-    assert planned == pytest.approx(measured, rel=0.03)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_as_estimated(family):
+    """Families differ in what their matmuls return and in what one block is."""
+    shape = Shape(batch=16, seq=64)
+    for mode in ("block", "selective"):
+        model = model_of_shape(family, layers=4, device="cpu")
+        measured, planned = measured_and_planned(model, shape, mode=mode)
+        assert planned == pytest.approx(measured, rel=0.05), mode
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gemma2"])
-def test_peak_with_adapters_as_estimated(shape, dtype):
-    model, size = (
-        model_of_shape(shape, layers=8, dtype=dtype, device="cpu"),
-        {"batch_size": 16, "seq_len": 64},
+def test_peak_falls_the_more_is_recomputed():
+    """The last of eight blocks is a plain one with every=2, and a checkpointed one with every=7."""
+    shape = Shape(batch=16, seq=64)
+    plain = measured_peak(model_of_shape("tiny-llama", layers=8, device="cpu"), shape)
+    peaks = {}
+    for every in (7, 2, 1):
+        model = model_of_shape("tiny-llama", layers=8, device="cpu")
+        peaks[every], planned = measured_and_planned(model, shape, every=every)
+        assert planned == pytest.approx(peaks[every], rel=0.05), every
+    selective, _ = measured_and_planned(
+        model_of_shape("tiny-llama", layers=8, device="cpu"), shape, mode="selective"
     )
-    plan = estimate_activation_checkpointing(
-        estimate_lora(budget_of(model, **size), model, **size), model, **size
-    )
+    assert plain > peaks[7] > peaks[2] > peaks[1]
+    assert plain > selective > peaks[1]
+    assert peaks[1] < plain / 2
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("tiny-llama", torch.float32), ("tiny-gemma2", torch.bfloat16)]
+)
+def test_peak_with_adapters_as_estimated(family, dtype):
+    """Estimated on the base, whose output layer still trains: its gradient must not count."""
+    shape = Shape(batch=16, seq=64)
+    model = model_of_shape(family, layers=4, dtype=dtype, device="cpu")
+    plan = estimate_lora(budget_of(model, shape), model, shape)
+    plan = estimate_activation_checkpointing(plan, model, shape)
     model = apply_activation_checkpointing(apply_lora(model))
-    ids = torch.randint(0, 128, (16, 64))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    for _ in range(2):  # the first step creates the states
+    assert plan.peak == pytest.approx(measured_peak(model, shape), rel=0.05)
+
+
+def test_the_output_layers_gradient_counts_only_if_it_trains(llama):
+    """In a wide vocabulary it is what decides: with adapters, backward holds none of it."""
+    shape = Shape(batch=1, seq=8)
+    plan = budget_of(llama, shape).change(loss=0, one_block=10**6, activations=2 * 10**6)
+    frozen = plan.change(base_frozen=True)
+    trains = estimate_activation_checkpointing(plan, llama, shape).activations
+    rests = estimate_activation_checkpointing(frozen, llama, shape).activations
+    weight = llama.get_output_embeddings().weight
+    assert trains - rests == weight.numel() * weight.element_size()
+    with pytest.raises(ValueError, match="has none"):  # whose matmuls "selective" keeps
+        estimate_activation_checkpointing(frozen, llama, shape, mode="selective")
+
+
+def test_peak_of_a_public_shape_as_estimated():
+    """Only the queries train, and no optimizer runs: activations and the loss set the peak."""
+    shape = Shape(batch=8, seq=96)
+    with dry_run():
+        model = model_of_shape("smollm2-135m", layers=12, device="cpu")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        plan = budget_of(model, shape).change(states=0)
+        plan = estimate_activation_checkpointing(plan, model, shape)
+        apply_activation_checkpointing(model)
+        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
         with PeakMemory() as memory:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert plan.peak == pytest.approx(memory.peak, rel=0.05)
-
-
-def test_peak_of_the_real_model_as_estimated():
-    """Only the queries train, and no optimizer runs: activations and the loss set the peak."""
-    model = apply_activation_checkpointing(load_model(device="cpu"))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("q_proj" in name)
-    plan = budget_of(model, batch_size=8, seq_len=96).change(states=0)
-    plan = estimate_activation_checkpointing(plan, model, batch_size=8, seq_len=96)
-    ids = torch.randint(0, model.config.vocab_size, (8, 96))
-    with PeakMemory() as memory:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert plan.peak == pytest.approx(memory.peak, rel=0.05)
 
 

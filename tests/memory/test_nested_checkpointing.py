@@ -1,4 +1,5 @@
 import copy
+import functools
 
 import pytest
 import torch
@@ -6,7 +7,9 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.causal_lm import decoder_blocks, trunk
+from recipes_lib.core.marks import CHECKPOINTED_INDEX, any_marked
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of, loss_bytes
@@ -19,10 +22,11 @@ from recipes_lib.memory.nested_checkpointing import (
     apply_nested_checkpointing,
     best_group,
     estimate_nested_checkpointing,
+    nested_by_hand,
     remove_nested_checkpointing,
 )
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
-from recipes_lib.training.gradient_accumulation import split_budget
+from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 from tests.conftest import FAMILIES, assert_equal, assert_near, gradients, make_batch, run
 
 
@@ -37,9 +41,45 @@ def llama():
     return model_of_shape("tiny-llama", layers=5, device="cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group", [1, 2, 5])
+# --- the idea -------------------------------------------------------------------------------------
+
+
+def through_the_blocks(model, hidden, run_blocks):
+    """Output of the blocks of a Llama, and the gradients of a loss on it."""
+    model.zero_grad()
+    positions = torch.arange(hidden.shape[1])[None]
+    rotary = trunk(model).rotary_emb(hidden, positions)
+    blocks = [
+        functools.partial(block, position_embeddings=rotary) for block in decoder_blocks(model)
+    ]
+    output = run_blocks(blocks, hidden)
+    output.square().sum().backward()
+    return {"output": output.detach()} | gradients(model)
+
+
+def one_by_one(blocks, hidden):
+    for block in blocks:
+        hidden = block(hidden)
+    return hidden
+
+
+def test_by_hand_equals_the_real_one(llama):
+    hidden = torch.randn(2, 16, llama.config.hidden_size)
+    plain = through_the_blocks(llama, hidden, one_by_one)
+    by_hand = through_the_blocks(llama, hidden, functools.partial(nested_by_hand, group=2))
+    real = through_the_blocks(apply_nested_checkpointing(llama, group=2), hidden, one_by_one)
+    assert_equal(by_hand, plain)
+    assert_equal(real, by_hand)
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (5, torch.bfloat16)]
+)
 def test_same_loss_and_gradients(five, batch, group, dtype):
+    """Groups of one block, groups with a rest, and all blocks as one group."""
     five.to(dtype)
     expected = run(five, batch)
     assert_equal(run(apply_nested_checkpointing(five, group=group), batch), expected)
@@ -48,6 +88,7 @@ def test_same_loss_and_gradients(five, batch, group, dtype):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_with_dropout_and_autocast(batch, attention):
+    """All three runs of a block draw the same dropout, and round to the same dtype."""
     model = model_of_shape("tiny-gpt2", layers=5, device="cpu")
     model.set_attn_implementation(attention)
     for module in model.modules():
@@ -67,10 +108,20 @@ def test_with_dropout_and_autocast(batch, attention):
 def test_every_block_gets_its_own_arguments(batch):
     """Gemma 3: sliding and full layers differ in their masks and in their position embeddings."""
     config = transformers.Gemma3TextConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, sliding_window=4, rope_theta=10_000, bos_token_id=None, eos_token_id=None,
-        layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=4,
+        rope_theta=10_000,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     expected = run(model, batch)
     assert_equal(run(apply_nested_checkpointing(model, group=3), batch), expected)
@@ -84,16 +135,15 @@ class Inner(torch.nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden):
-        return torch.cat(
-            [checkpoint(self.mlp, part, use_reentrant=False) for part in hidden.split(3)]
-        )
+        parts = [checkpoint(self.mlp, part, use_reentrant=False) for part in hidden.split(3)]
+        return torch.cat(parts)
 
 
-def test_checkpoints_inside_the_blocks(five, batch):
-    for block in decoder_blocks(five):
+def test_checkpoints_inside_the_blocks(llama, batch):
+    for block in decoder_blocks(llama):
         block.mlp = Inner(block.mlp)
-    expected = run(five, batch)
-    assert_equal(run(apply_nested_checkpointing(five, group=2), batch), expected)
+    expected = run(llama, batch)
+    assert_equal(run(apply_nested_checkpointing(llama, group=2), batch), expected)
 
 
 @pytest.mark.parametrize("adapters_first", [True, False])
@@ -111,22 +161,22 @@ def test_gradient_reaches_adapters_on_a_frozen_base(llama, batch, adapters_first
     assert adapters and all("lora" in name and got[name].any() for name in adapters)
 
 
+# --- KV caches ------------------------------------------------------------------------------------
+
+
 def test_cache_left_on_in_training(five, batch):
+    """Recomputed blocks would append keys and values a second time, and a third time."""
     expected = run(five, batch)
     apply_nested_checkpointing(five, group=2)
     assert_equal(run(five, batch, use_cache=True), expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generation_uses_the_cache(five, training):
+def test_generation_uses_the_cache(five):
+    """Also in training mode, where a block that waits for its group would cache nothing."""
     prompt = torch.randint(1, 128, (2, 5))
-
-    def generate():
-        with torch.no_grad():
-            return five.train(training).generate(
-                prompt, max_new_tokens=8, do_sample=False, pad_token_id=0
-            )
-
+    generate = functools.partial(
+        five.train().generate, prompt, max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
     expected = generate()
     apply_nested_checkpointing(five, group=2)
     assert torch.equal(generate(), expected)
@@ -146,59 +196,76 @@ def test_a_block_in_eval_mode_stays_in_its_group(llama, batch):
     assert_equal(run(llama, batch, use_cache=True), expected)
 
 
-def test_after_a_forward_that_failed(llama, batch):
+# --- the model stays the model --------------------------------------------------------------------
+
+
+def test_after_a_forward_that_failed(llama, batch, monkeypatch):
+    """What the first block has written down must not run in the next forward."""
+
+    def fail(*_):
+        raise RuntimeError("power")
+
     expected = run(llama, batch)
     apply_nested_checkpointing(llama, group=3)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power"):
-        patch.setattr(
-            llama.model.layers[1],
-            "_refuse",
-            lambda *_: (_ for _ in ()).throw(RuntimeError("power")),
-        )
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power"):
+        patch.setattr(llama.model.layers[1], "_refuse", fail)
         run(llama, batch)
     with torch.no_grad():
         llama(**batch)
     assert_equal(run(llama, batch), expected)
 
 
-def test_deep_copy_is_a_model_of_its_own(five, batch):
-    twin = copy.deepcopy(apply_nested_checkpointing(five, group=2))
+def test_deep_copy_is_a_model_of_its_own(llama, batch):
+    """A group that both share would run blocks of the other one."""
+    twin = copy.deepcopy(apply_nested_checkpointing(llama, group=2))
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
     got = run(twin, batch)
-    assert gradients(five) == {}
+    assert gradients(llama) == {}
     assert_equal(run(remove_nested_checkpointing(twin), batch), got)
 
 
 def test_names_and_classes_stay(llama):
-    names, block_class = list(llama.state_dict()), type(decoder_blocks(llama)[0])
-    apply_nested_checkpointing(llama, group=2)
+    """Checkpoints of weights, FSDP and device maps go by these names."""
+    names = list(llama.state_dict())
     block = decoder_blocks(llama)[0]
+    block_class = type(block)
+    attributes = set(vars(block))
+    apply_nested_checkpointing(llama, group=2)
     assert list(llama.state_dict()) == names
     assert isinstance(block, block_class) and type(block).__name__ == block_class.__name__
-    assert type(decoder_blocks(remove_nested_checkpointing(llama))[0]) is block_class
+    remove_nested_checkpointing(llama)
+    assert type(block) is block_class and set(vars(block)) == attributes
+    assert not any_marked(decoder_blocks(llama), CHECKPOINTED_INDEX)
 
 
 def test_best_group():
     assert [best_group(layers) for layers in (1, 4, 9, 30, 100)] == [1, 2, 2, 4, 8]
-    for layers in range(1, 40):
-        # Walk through backward: inputs of groups, and of the blocks of the group that backward is in.
-        alive = [max(n // g + 1 + n % g for n in range(layers)) for g in range(1, layers + 1)]
+    for layers in (2, 7, 12, 24, 39):
+        # Walk through backward: inputs of groups, and of the blocks of the group that it is in.
+        alive = []
+        for group in range(1, layers + 1):
+            alive.append(max(block // group + 1 + block % group for block in range(layers)))
         assert alive[best_group(layers) - 1] == min(alive) <= 2 * layers**0.5
     with pytest.raises(ValueError, match="1 or more"):
         best_group(0)
 
 
-def test_what_cannot_be_done_is_refused(llama, batch):
-    plan = budget_of(llama, batch_size=1, seq_len=8)
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_group_that_does_not_fit_is_refused(llama):
+    shape = Shape(batch=1, seq=8)
+    plan = budget_of(llama, shape)
     for group in (0, 6):
-        with pytest.raises(ValueError, match="up to 5"):
+        with pytest.raises(ValueError, match="from 1 to 5"):
             apply_nested_checkpointing(llama, group=group)
-        with pytest.raises(ValueError, match="up to 5"):
-            estimate_nested_checkpointing(plan, llama, batch_size=1, seq_len=8, group=group)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        estimate_nested_checkpointing(plan, llama, batch_size=0, seq_len=8, group=2)
+        with pytest.raises(ValueError, match="from 1 to 5"):
+            estimate_nested_checkpointing(plan, llama, shape, group=group)
+
+
+def test_a_model_that_is_checkpointed_already_is_refused(llama):
     with pytest.raises(ValueError, match="no block"):
         remove_nested_checkpointing(llama)
     apply_nested_checkpointing(llama, group=2)
@@ -212,28 +279,39 @@ def test_what_cannot_be_done_is_refused(llama, batch):
     remove_activation_checkpointing(llama).gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="checkpointed already"):
         apply_nested_checkpointing(llama, group=2)
-    llama.gradient_checkpointing_disable()
-    llama.model.layers[1].forward = lambda x: x
+
+
+def test_a_replaced_forward_is_refused(llama):
+    """It hides that of the class, so the block would run at once and not in its group."""
+    block = llama.model.layers[1]
+    block.forward = functools.partial(block.forward)
     with pytest.raises(ValueError, match="forward of its own"):
         apply_nested_checkpointing(llama, group=2)
 
 
-def test_forwards_that_would_be_wrong_are_refused(llama, batch):
+@pytest.mark.parametrize("in_the_call", [True, False])
+def test_collecting_hidden_states_is_refused(llama, batch, in_the_call):
+    """It would be the input of the group, several times."""
     apply_nested_checkpointing(llama, group=2)
-    for given in ({"output_hidden_states": True}, {}):
-        llama.config.output_hidden_states = not given
-        with pytest.raises(ValueError, match="output_hidden_states"):
-            llama(**batch, **given)
+    options = {}
+    if in_the_call:
+        options["output_hidden_states"] = True
+    else:
+        llama.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        llama(**batch, **options)
     with torch.no_grad():
-        assert len(llama(**batch).hidden_states) == 6
-    llama.config.output_hidden_states = False
+        assert len(llama(**batch, **options).hidden_states) == 6
+
+
+def test_work_between_the_blocks_is_refused(llama, batch):
+    apply_nested_checkpointing(llama, group=2)
     hook = llama.model.layers[0].register_forward_hook(lambda module, args, out: out + 1)
     with pytest.raises(ValueError, match="block 1 did not get"):
         run(llama, batch)
     hook.remove()
-    llama.model.layers[
-        0
-    ].eval()  # with a cache it runs at once, as in generation, and the rest of its group cannot
+    # With a cache a block in eval mode runs at once, as in generation, and its group cannot.
+    llama.model.layers[0].eval()
     with pytest.raises(ValueError, match="block 1 did not get"):
         run(llama, batch, use_cache=True)
     llama.train().gradient_checkpointing_enable()
@@ -256,119 +334,153 @@ def test_blocks_that_return_more_than_hidden_states_are_refused(batch):
 # --- what it saves and costs ----------------------------------------------------------------------
 
 
+def operations(model):
+    """Of a forward and a backward of 64 tokens."""
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
 def test_arithmetic_that_it_costs(llama):
-    """One more forward of all blocks but the last of each group: three of the five."""
-
-    def operations(model):
-        with FlopCounterMode(display=False) as counter:
-            model(
-                input_ids=torch.randint(0, 128, (1, 256)), use_cache=False
-            ).logits.sum().backward()
-        return counter.get_total_flops()
-
+    """One more forward of all blocks but the last of each group: of two of the five."""
+    hidden = torch.randn(1, 64, llama.config.hidden_size)
+    rotary = llama.model.rotary_emb(hidden, torch.arange(64)[None])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        hidden = torch.randn(1, 256, 64)
-        positions = llama.model.rotary_emb(hidden, torch.arange(256)[None])
-        decoder_blocks(llama)[0](hidden, position_embeddings=positions)
-    once = operations(apply_activation_checkpointing(copy.deepcopy(llama)))
-    assert operations(apply_nested_checkpointing(copy.deepcopy(llama), group=1)) == once
-    assert (
-        operations(apply_nested_checkpointing(llama, group=2))
-        == once + 2 * counter.get_total_flops()
-    )
+        decoder_blocks(llama)[0](hidden, position_embeddings=rotary)
+    one_block = counter.get_total_flops()
+
+    once = operations(apply_activation_checkpointing(llama))
+    remove_activation_checkpointing(llama)
+    assert operations(apply_nested_checkpointing(llama, group=1)) == once
+    remove_nested_checkpointing(llama)
+    assert operations(apply_nested_checkpointing(llama, group=2)) == once + 2 * one_block
 
 
-def measured_and_planned(model, batch_size, seq_len, *, group, micro_batches=1, tile_size=None):
-    """Peak of an AdamW step with a small loss on blocks that train, and the estimate of it; group=0: plain ones."""
-    sizes = {"batch_size": batch_size, "seq_len": seq_len}
+def peak_of_a_small_loss(model, tokens):
+    ids = torch.zeros(tokens, dtype=torch.long)
+    with PeakMemory() as memory:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().backward()
+    return memory.peak
+
+
+@pytest.mark.parametrize(("group", "saved"), [(3, 4), (8, 0)])
+def test_inputs_that_it_saves(group, saved):
+    """Of eight inputs four stay: of three groups, and one in the last group, of two blocks.
+
+    In one group of eight they are all there when backward enters it. Only norms train: gradients
+    hide nothing.
+    """
+    tokens = (4, 256)
+    model = model_of_shape("tiny-llama", layers=8, device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    plain = peak_of_a_small_loss(apply_activation_checkpointing(model), tokens)
+    remove_activation_checkpointing(model).zero_grad()
+    nested = peak_of_a_small_loss(apply_nested_checkpointing(model, group=group), tokens)
+    one_input = 4 * 256 * model.config.hidden_size * 4
+    assert (plain - nested) / one_input == pytest.approx(saved, abs=0.05)
+
+
+def only_blocks_train(model):
+    """Gradients of embeddings would hide the blocks."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):  # their gradients would hide the blocks
+        if isinstance(module, torch.nn.Embedding):
             module.requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)
-    plan = budget_of(model, **sizes)
-    plan = split_budget(plan, model, **sizes, micro_batches=micro_batches)
-    sizes["batch_size"] //= micro_batches
-    plan = plan.change(loss=loss_bytes(model, batch_size=sizes["batch_size"], seq_len=1))
-    if tile_size:
-        plan = estimate_tiled_mlp(plan, model, **sizes, tile_size=tile_size)
-        apply_tiled_mlp(model, tile_size=tile_size)
-    if group:
-        plan = estimate_nested_checkpointing(plan, model, **sizes, group=group)
-        apply_nested_checkpointing(model, group=group)
-    else:
-        plan = estimate_activation_checkpointing(plan, model, **sizes)
-        apply_activation_checkpointing(model)
-    ids = torch.zeros(sizes["batch_size"], seq_len, dtype=torch.long, device=model.device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    return model
+
+
+def measured_peak(model, shape):
+    """Peak of the second AdamW step, with a loss on the last token alone."""
+    ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, fused=True)
 
     def step():
-        for _ in range(micro_batches):
-            model(
-                input_ids=ids, use_cache=False, logits_to_keep=1
-            ).logits.float().square().sum().backward()
+        for _ in range(shape.micro_batches):
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+            logits.float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()  # creates the states
     with PeakMemory() as memory:
         step()
-    return memory.peak, plan.peak
+    return memory.peak
 
 
-@pytest.mark.parametrize("group", [3, 8])
-def test_inputs_that_it_saves(group):
-    """Against plain checkpointing, of eight inputs four stay: of three groups, and one in the last group, of two.
-
-    In one group of eight they are all there when backward enters it. Only norms train: gradients hide nothing.
-    """
-    peaks = []
-    for apply in (
-        apply_activation_checkpointing,
-        lambda model: apply_nested_checkpointing(model, group=group),
-    ):
-        model = apply(model_of_shape("tiny-llama", layers=8, device="cpu"))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" in name)
-        with PeakMemory() as memory:
-            ids = torch.zeros(4, 256, dtype=torch.long)
-            model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().backward()
-        peaks.append(memory.peak)
-    saved = 4 if group == 3 else 0
-    assert (peaks[0] - peaks[1]) / (1024 * 64 * 4) == pytest.approx(saved, abs=0.05)
+def plan_of_a_small_loss(model, shape):
+    plan = budget_of(model, shape)
+    if shape.micro_batches > 1:
+        plan = estimate_gradient_accumulation(plan, model, shape)
+    return plan.change(loss=loss_bytes(model, shape.rows, head_trains=False))
 
 
-@pytest.mark.parametrize("shape", FAMILIES)
-def test_peak_falls_as_estimated(shape):
-    # Gemma 2 has eager attention: in short rows its [S, S] tensors do not hide the rest.
-    size, peaks = (64, 16) if shape == "tiny-gemma2" else (4, 256), []
-    for group in (0, 3):
-        measured, planned = measured_and_planned(
-            model_of_shape(shape, layers=8, device="cpu"), *size, group=group
-        )
-        assert planned == pytest.approx(measured, rel=0.015), group
-        peaks.append(measured)
-    assert peaks[1] < peaks[0]
+def measured_and_planned(model, shape, *, group):
+    plan = plan_of_a_small_loss(only_blocks_train(model), shape)
+    plan = estimate_nested_checkpointing(plan, model, shape, group=group)
+    apply_nested_checkpointing(model, group=group)
+    return measured_peak(model, shape), plan.peak
 
 
-@pytest.mark.parametrize(
-    ("layers", "seq_len", "group", "tile_size"), [(6, 512, 2, None), (8, 1024, 3, 128)]
-)
-def test_peak_of_a_public_shape_as_estimated(layers, seq_len, group, tile_size):
-    with dry_run():
-        model = model_of_shape("smollm2-135m", layers=layers, device="cpu")
-        measured, planned = measured_and_planned(
-            model, 1, seq_len, group=group, tile_size=tile_size
-        )
-    assert planned == pytest.approx(measured, rel=0.03)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peak_as_estimated(family):
+    shape = Shape(batch=4, seq=256)
+    if family == "tiny-gemma2":  # eager attention: in short rows its [S, S] do not hide the rest
+        shape = Shape(batch=64, seq=16)
+    model = model_of_shape(family, layers=6, device="cpu")
+    measured, planned = measured_and_planned(model, shape, group=2)
+    assert planned == pytest.approx(measured, rel=0.015)
 
 
-@pytest.mark.parametrize(
-    ("options", "dtype"), [({"micro_batches": 2}, torch.float32), ({}, torch.bfloat16)]
-)
-def test_peak_with_micro_batches_and_in_bf16_as_estimated(options, dtype):
-    model = model_of_shape("tiny-llama", layers=6, dtype=dtype, device="cpu")
-    measured, planned = measured_and_planned(model, 4, 256, group=2, **options)
+def test_peak_falls_below_that_of_plain_checkpoints():
+    shape = Shape(batch=4, seq=256)
+    model = only_blocks_train(model_of_shape("tiny-llama", layers=8, device="cpu"))
+    plan = plan_of_a_small_loss(model, shape)
+    plan = estimate_activation_checkpointing(plan, model, shape)
+    plain = measured_peak(apply_activation_checkpointing(model), shape)
+    assert plan.peak == pytest.approx(plain, rel=0.015)
+    nested, planned = measured_and_planned(remove_activation_checkpointing(model), shape, group=3)
+    assert planned == pytest.approx(nested, rel=0.015)
+    assert nested < plain
+
+
+def test_peak_with_micro_batches_as_estimated():
+    """Gradients of the first micro-batch are carried through the second."""
+    model = model_of_shape("tiny-llama", layers=6, device="cpu")
+    measured, planned = measured_and_planned(model, Shape(4, 256, micro_batches=2), group=2)
     assert planned == pytest.approx(measured, rel=0.02)
+
+
+def test_peak_in_bf16_as_estimated():
+    """An RMSNorm saves its input in fp32: the block's own input is there beside that."""
+    model = model_of_shape("tiny-llama", layers=6, dtype=torch.bfloat16, device="cpu")
+    measured, planned = measured_and_planned(model, Shape(4, 256), group=2)
+    assert planned == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(("layers", "group", "tile_size"), [(4, 2, None), (5, 2, 128)])
+def test_peak_of_a_public_shape_as_estimated(layers, group, tile_size):
+    shape = Shape(batch=1, seq=512)
+    with dry_run():
+        model = only_blocks_train(model_of_shape("smollm2-135m", layers=layers, device="cpu"))
+        plan = plan_of_a_small_loss(model, shape).change(states=0)
+        if tile_size is not None:
+            plan = estimate_tiled_mlp(plan, model, shape, tile_size=tile_size)
+            apply_tiled_mlp(model, tile_size=tile_size)
+        plan = estimate_nested_checkpointing(plan, model, shape, group=group)
+        apply_nested_checkpointing(model, group=group)
+        measured = peak_of_a_small_loss(model, (shape.rows, shape.seq))
+    assert plan.peak == pytest.approx(measured, rel=0.03)
+
+
+def test_adapters_that_are_not_there_yet(llama):
+    """The base says that whole blocks train: their gradients would be a wrong number."""
+    shape = Shape(batch=1, seq=8)
+    plan = budget_of(llama, shape).change(base_frozen=True)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has none"):
+        estimate_nested_checkpointing(plan, llama, shape, group=2)
 
 
 @pytest.mark.gpu
