@@ -120,12 +120,11 @@ def test_the_same_seed_gives_the_same_order():
     assert pack_sequences(rows, length=22, seed=3) != pack_sequences(rows, length=22, seed=4)
 
 
-def kept_by(forward):
+def kept_by(forward, memory):
     """Bytes that a forward leaves for backward, logits included."""
-    with PeakMemory() as memory:
-        before = memory.current
-        output = forward()
-        kept = memory.current - before
+    before = memory.current
+    output = forward()
+    kept = memory.current - before
     del output
     return kept
 
@@ -146,12 +145,13 @@ def test_predicted_speedup_is_the_ratio_of_processed_tokens_and_of_saved_activat
 
     def saved(batch):
         # Without positions, and so without the mask: the next test counts that.
-        return kept_by(lambda: model(batch["input_ids"], use_cache=False).logits)
+        return kept_by(lambda: model(batch["input_ids"], use_cache=False).logits, memory)
 
     padded = 0
-    for start in range(0, 64, 8):
-        padded += saved(collate(rows[start : start + 8], pad_token_id=0))
-    one_by_one = sum(saved(collate_packed([pack], pad_token_id=0)) for pack in packs)
+    with PeakMemory() as memory:
+        for start in range(0, 64, 8):
+            padded += saved(collate(rows[start : start + 8], pad_token_id=0))
+        one_by_one = sum(saved(collate_packed([pack], pad_token_id=0)) for pack in packs)
     predicted = predicted_speedup(lengths, length=320, batch_size=8)
     assert padded / one_by_one == pytest.approx(predicted, rel=0.1)
 
@@ -164,8 +164,9 @@ def test_the_mask_costs_what_is_estimated():
     shape = Shape(batch=2, seq=80)
     ids = batch["input_ids"]
     positions = batch["position_ids"]
-    plain = kept_by(lambda: model(ids, use_cache=False).logits)
-    packed = kept_by(lambda: model(ids, position_ids=positions, use_cache=False).logits)
+    with PeakMemory() as memory:
+        plain = kept_by(lambda: model(ids, use_cache=False).logits, memory)
+        packed = kept_by(lambda: model(ids, position_ids=positions, use_cache=False).logits, memory)
 
     budget = budget_of(model, shape)
     estimated = estimate_sequence_packing(budget, model, shape)
