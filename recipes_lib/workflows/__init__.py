@@ -1,7 +1,9 @@
 """Techniques put together, with their estimates: what a user runs as one thing.
 
-longest                 the longest sequence that fits in memory: predicted, then searched
-out_of_memory_doctor    what to try against an out-of-memory error, in which order
-finetune                adapt a pretrained model, from pairs to an adapter that is proven
-bench                   measure one technique beside the plain step
+longest                        the longest sequence that fits in memory: predicted, then searched
+out_of_memory_doctor           what to try against an out-of-memory error, in which order
+out_of_memory_doctor_message   its reading of the error: which number means what
+out_of_memory_doctor_remedies  its arithmetic: the recipes, one on top of the other
+finetune                       adapt a pretrained model, from pairs to an adapter that is proven
+bench                          measure one technique beside the plain step
 """
