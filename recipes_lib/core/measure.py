@@ -187,6 +187,7 @@ class PeakMemory:
         return None if self._recorder is None else self._recorder.timeline()
 
     def __enter__(self) -> PeakMemory:
+        gc.collect()  # a dead reference cycle would count as alive
         if self._account is not None:
             self._account.__enter__()
         if self._on_cuda:
