@@ -21,6 +21,7 @@ tensor that ends as `.grad` was a gradient from the start.
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ def record_timeline(
     On a CPU, on a GPU and in a dry run (on a model that was made in it) alike: the account is of
     tensors, not of what an allocator rounds up or keeps.
     """
+    gc.collect()  # a dead reference cycle would count as alive
     recorder = TimelineRecorder(model, optimizer)
     with recorder:
         step()
