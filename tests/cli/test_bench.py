@@ -1,0 +1,24 @@
+import json
+
+
+def test_bench_prints_keeps_and_draws_both_rows(command, runs):
+    picture = runs / "memory.png"
+    options = ["--model", "tiny-llama", "--batch-size", "4", "--seq-len", "32", "--layers", "3"]
+    technique = "gradient_accumulation"
+    status, out, err = command("bench", technique, *options, "--timeline", str(picture))
+    assert status == 0, err
+    assert f"measuring baseline\nmeasuring {technique}\n" in out
+
+    kept = runs / f"bench_{technique}.json"
+    assert f"rows: {kept}" in out
+    rows = json.loads(kept.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["baseline", technique]
+
+    assert f"timeline: {picture}" in out
+    assert picture.exists()
+
+
+def test_an_unknown_technique_gets_the_names_that_there_are(command, runs):
+    status, _, err = command("bench", "magic", "--model", "tiny-llama")
+    assert status == 1
+    assert "error: technique='magic': choose one of activation_checkpointing" in err

@@ -1,0 +1,105 @@
+"""How options become settings; what the command then does is tested with the workflow."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.core.machine import machine
+from recipes_lib.workflows.finetune import command as workflow
+from recipes_lib.workflows.finetune.settings import CHOICES, PRECISIONS, Settings
+
+NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
+
+
+@pytest.fixture
+def settings_of(command, monkeypatch):
+    """The settings, and the other arguments, that the workflow gets for a command line."""
+    given = []
+    monkeypatch.setattr(workflow, "finetune", lambda run, **others: given.append((run, others)))
+
+    def run(*arguments):
+        status, _, err = command("finetune", *arguments)
+        assert status == 0, err
+        return given.pop()
+
+    return run
+
+
+def test_the_defaults(settings_of):
+    run, others = settings_of("--output", "out")
+    assert run == Settings(
+        base_model="smollm2",
+        data_file="",
+        output_dir="out",
+        learning_rate=1e-3,
+        steps=50,
+        warmup_steps=5,
+        rows_per_step=8,
+        micro_batch_size=1,
+        seq_len=256,
+        packing=True,
+        precision=NAMES[machine().compute_dtype],
+        save_steps=10,
+        report_to="tensorboard",
+    )
+    assert others == {"held_out_file": None, "limit": None, "resume": False}
+
+
+ALL_OPTIONS = """
+--model a/b --data pairs.jsonl --held-out held.jsonl --limit 9 --output out --resume --method qlora
+--rank 4 --alpha 8 --dropout 0.1 --learning-rate 0.5 --optimizer adamw_8bit --max-grad-norm 2
+--steps 7 --warmup-steps 3 --rows-per-step 6 --micro-batch-size 2 --seq-len 64 --no-packing
+--precision bf16 --gradient-checkpointing --seed 5 --save-steps 4 --report-to none
+"""
+
+
+def test_every_option_reaches_its_setting(settings_of):
+    """An option whose parameter is not named as the field would be lost in silence."""
+    run, others = settings_of(*ALL_OPTIONS.split())
+    assert run == Settings(
+        base_model="a/b",
+        data_file="pairs.jsonl",
+        output_dir="out",
+        method="qlora",
+        rank=4,
+        alpha=8,
+        dropout=0.1,
+        learning_rate=0.5,
+        optimizer="adamw_8bit",
+        max_grad_norm=2,
+        steps=7,
+        warmup_steps=3,
+        rows_per_step=6,
+        micro_batch_size=2,
+        seq_len=64,
+        packing=False,
+        precision="bf16",
+        gradient_checkpointing=True,
+        seed=5,
+        save_steps=4,
+        report_to="none",
+    )
+    assert others == {"held_out_file": "held.jsonl", "limit": 9, "resume": True}
+
+
+def test_what_is_not_given_follows_the_rest(settings_of):
+    run, _ = settings_of("--output=~/runs", "--method", "full", "--steps", "5")
+    assert run.output_dir == str(Path.home() / "runs")
+    assert run.learning_rate == 1e-4
+    assert run.warmup_steps == 0  # 5 steps would be nothing but warm-up
+
+
+@pytest.mark.parametrize("field", ["method", "precision", "report_to"])
+def test_every_choice_of_a_setting_is_offered(settings_of, field):
+    for choice in CHOICES[field]:
+        run, _ = settings_of("--output", "out", f"--{field.replace('_', '-')}", choice)
+        assert getattr(run, field) == choice
+
+
+def test_a_setting_that_cannot_be_is_one_line(command):
+    status, _, err = command("finetune", "--output", "out", "--learning-rate", "0")
+    assert status == 1
+    assert "error: learning_rate=0" in err
+    status, _, err = command("finetune")
+    assert status == 2
+    assert "--output" in err
