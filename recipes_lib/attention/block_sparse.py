@@ -100,26 +100,21 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
 
     Right padding is exact. Rows with `position_ids` that restart (no attention mask,
     `use_cache=False`) are documents. `model.set_attn_implementation("sdpa")` takes it back.
-    Raises ValueError for a pattern that does not exist and for capped scores; the model's forward
-    raises one for whatever else does not go with the pattern.
+    Raises ValueError for a pattern that does not exist, for capped scores, and for a model whose
+    attention cannot be exchanged; the model's forward raises one for whatever else does not go with
+    the pattern.
     """
     # Here, because it imports this file.
     from recipes_lib.attention.block_sparse_hf import register
 
     require_causal_lm(model)
     checked = _checked_pattern(block_size=block_size, **pattern)
-    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if cap:
-        raise ValueError(
-            f"block-sparse attention has no kernel for capped scores "
-            f"(attn_logit_softcapping={cap}): keep 'eager'"
-        )
+    _refuse_model(model)
     name = register(checked)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise ValueError(
-            f"{type(model).__name__} does not look its attention up by name: "
-            f"block-sparse attention cannot reach it"
+            f"transformers cannot set the attention of {type(model).__name__}: keep its own"
         )
     return model
 
@@ -210,6 +205,22 @@ def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
     if checked.stride is not None:
         check_whole(stride=checked.stride)
     return checked
+
+
+def _refuse_model(model: Any) -> None:
+    """Raise ValueError for what this attention cannot reach, or cannot compute."""
+    has_attention = any(hasattr(module, "is_causal") for module in model.modules())
+    if not has_attention or not model._supports_attention_backend:
+        raise ValueError(
+            f"{type(model).__name__} has no attention that is looked up by its name: "
+            f"block-sparse attention cannot reach it"
+        )
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if cap:
+        raise ValueError(
+            f"block-sparse attention has no kernel for capped scores "
+            f"(attn_logit_softcapping={cap}): keep 'eager'"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:

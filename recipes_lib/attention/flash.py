@@ -179,6 +179,8 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
     """What keeps `kernel` from computing this model here; None if nothing does."""
     able = KERNELS[kernel]
     config = model.config.get_text_config()
+    if not hasattr(config, "num_attention_heads"):
+        return "finds no attention in this model"
     query_width, _, _ = projection_widths(config)
     cap = getattr(config, "attn_logit_softcapping", None)
     drops = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)

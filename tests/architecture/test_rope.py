@@ -6,73 +6,83 @@ import torch
 from recipes_lib.architecture.rope import (
     apply_rope_scaling,
     check_length,
-    estimate_rope_scaling,
     position_losses,
+    predicted_length,
     rope_frequencies,
     rotate,
 )
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
 
-SHORT, LONG = torch.arange(1, 33)[None], torch.arange(1, 113)[None]  # the trained length is 64
+TRAINED = 64
+SHORT = torch.arange(1, 33)[None]
+LONG = torch.arange(1, 113)[None]
 
 
-def small(shape):
-    model = model_of_shape(shape, device="cpu")
-    model.config.max_position_embeddings = 64
-    config = copy.deepcopy(model.config)
-    fresh = type(model)(config)  # the rotary embedding remembers the length that it was made with
+def small(name):
+    """A model that was "trained" on 64 positions."""
+    model = model_of_shape(name, device="cpu")
+    model.config.max_position_embeddings = TRAINED
+    # A new model, because the rotary embedding remembers the length that it was made with.
+    fresh = type(model)(copy.deepcopy(model.config))
     fresh.load_state_dict(model.state_dict())
     return fresh.eval()
 
 
-def inverse_frequencies(kind, factor, head_dim=16, base=10000.0, length=64, seq_len=64):
+def inverse_frequencies(kind, factor, *, base, seq_len, head_dim=16):
     """The papers' formulas, in fp64."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64)
     plain = base ** -(pairs / head_dim)
     if kind == "linear":
         return plain / factor
     if kind == "dynamic":
-        ntk = base * (factor * max(seq_len, length) / length - (factor - 1)) ** (
-            head_dim / (head_dim - 2)
-        )
+        stretch = factor * max(seq_len, TRAINED) / TRAINED - (factor - 1)
+        ntk = base * stretch ** (head_dim / (head_dim - 2))
         return ntk ** -(pairs / head_dim)
 
     def dimension(turns):  # in which pair of dimensions the trained length makes that many turns
-        return (
-            head_dim
-            * torch.log(torch.tensor(length / (turns * 2 * torch.pi)))
-            / (2 * torch.log(torch.tensor(base)))
-        )
+        log = torch.log(torch.tensor(TRAINED / (turns * 2 * torch.pi)))
+        return head_dim * log / (2 * torch.log(torch.tensor(base)))
 
-    low, high = max(0, int(dimension(32).floor())), min(head_dim - 1, int(dimension(1).ceil()))
+    low = max(0, int(dimension(32).floor()))
+    high = min(head_dim - 1, int(dimension(1).ceil()))
     ramp = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp)
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"])
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+FAMILIES = [
+    ("tiny-llama", "linear"),
+    ("tiny-llama", "dynamic"),
+    ("tiny-llama", "yarn"),
+    ("tiny-qwen2", "linear"),
+    ("tiny-qwen3", "dynamic"),
+    ("tiny-mistral", "yarn"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FAMILIES)
 @torch.no_grad()
-def test_frequencies_follow_the_formula_and_the_model_uses_them(shape, kind):
-    plain = small(shape)
+def test_frequencies_follow_the_formula_and_the_model_uses_them(name, kind):
+    plain = small(name)
     scaled = apply_rope_scaling(copy.deepcopy(plain), kind=kind, factor=4.0)
-    scaled(LONG)
-    seq_len = LONG.shape[1] if kind == "dynamic" else 64
-    expected = inverse_frequencies(
-        kind, 4.0, base=plain.config.rope_parameters["rope_theta"], seq_len=seq_len
-    )
-    torch.testing.assert_close(
-        scaled.model.rotary_emb.inv_freq.double(), expected, rtol=1e-5, atol=1e-7
-    )
+    long_logits = scaled(LONG).logits  # dynamic has recomputed its frequencies now
     base = plain.config.rope_parameters["rope_theta"]
-    ours, sharpen = rope_frequencies(
-        16, base=base, kind=kind, factor=4.0, trained=64, seq_len=seq_len
+    seq_len = LONG.shape[1]
+    expected = inverse_frequencies(kind, 4.0, base=base, seq_len=seq_len)
+    of_the_model = scaled.model.rotary_emb.inv_freq.double()
+    torch.testing.assert_close(of_the_model, expected, rtol=1e-5, atol=1e-7)
+    ours, sharpening = rope_frequencies(
+        16, base=base, kind=kind, factor=4.0, trained=TRAINED, seq_len=seq_len
     )
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-7)
-    assert sharpen == pytest.approx(scaled.model.rotary_emb.attention_scaling)
-    assert (scaled(LONG).logits - plain(LONG).logits).abs().max() > 1e-3
-    short = (scaled(SHORT).logits - plain(SHORT).logits).abs().max()
-    assert short == 0 if kind == "dynamic" else short > 1e-3, "dynamic leaves short texts alone"
+    assert sharpening == pytest.approx(scaled.model.rotary_emb.attention_scaling)
+
+    assert (long_logits - plain(LONG).logits).abs().max() > 1e-3
+    change_of_short = (scaled(SHORT).logits - plain(SHORT).logits).abs().max()
+    if kind == "dynamic":
+        assert change_of_short == 0
+    else:
+        assert change_of_short > 1e-3
 
 
 @torch.no_grad()
@@ -84,25 +94,23 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(again(LONG).logits, scaled(LONG).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (1, 2), (2, 10)])
-def test_rotation_equals_that_of_transformers(heads, head_dim, dtype):
+def test_rotation_equals_that_of_transformers(heads, head_dim, dtype, tolerance):
     from transformers.models.llama.modeling_llama import (
         LlamaConfig,
         LlamaRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
-    sizes = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "head_dim": head_dim}
+    config = LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads, head_dim=head_dim)
     q, k = torch.randn(2, 2, heads, 37, head_dim, dtype=dtype)
     positions = torch.stack([torch.arange(37), torch.arange(5000, 5037)])
-    cos, sin = LlamaRotaryEmbedding(LlamaConfig(**sizes))(q, positions)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions)
     frequencies, _ = rope_frequencies(head_dim, base=10000.0)
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    )
     for ours, theirs in zip((q, k), apply_rotary_pos_emb(q, k, cos, sin)):
-        torch.testing.assert_close(rotate(ours, positions, frequencies), theirs, **tolerance)
+        turned = rotate(ours, positions, frequencies)
+        torch.testing.assert_close(turned, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_only_distances_matter():
@@ -112,25 +120,25 @@ def test_only_distances_matter():
     for start in (0, 900):
         positions = torch.arange(start, start + 6)
         scores.append(rotate(q, positions, frequencies) @ rotate(k, positions, frequencies).mT)
-    torch.testing.assert_close(
-        *scores, rtol=1e-3, atol=1e-3
-    )  # angles are fp32: 900 radians to 6e-5
+    # Angles are fp32: 900 radians to 6e-5.
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3)
     assert (scores[0] - q @ k.mT).abs().max() > 0.1
 
 
+@torch.no_grad()
 def test_losses_along_a_text():
     model = small("tiny-llama")
     losses = position_losses(model, SHORT, window=10)
     assert len(losses) == 4  # 31 predictions
-    with torch.no_grad():
-        logits = model(SHORT).logits[0, :-1]
-    expected = torch.nn.functional.cross_entropy(logits, SHORT[0, 1:], reduction="none")
-    torch.testing.assert_close(
-        torch.tensor(losses), torch.stack([p.mean() for p in expected.split(10)])
-    )
-    for row, window in ((SHORT, 0), (SHORT[0], 5), (SHORT[:, :1], 5), (SHORT.repeat(2, 1), 5)):
+    logits = model(SHORT).logits[0, :-1]
+    each = torch.nn.functional.cross_entropy(logits, SHORT[0, 1:], reduction="none")
+    expected = torch.stack([part.mean() for part in each.split(10)])
+    torch.testing.assert_close(torch.tensor(losses), expected)
+    with pytest.raises(ValueError, match="window=0"):
+        position_losses(model, SHORT, window=0)
+    for row in (SHORT[0], SHORT[:, :1], SHORT.repeat(2, 1)):
         with pytest.raises(ValueError, match="one row"):
-            position_losses(model, row, window=window)
+            position_losses(model, row, window=5)
 
 
 def test_losses_of_a_model_that_caps_its_logits_or_has_adapters():
@@ -148,25 +156,24 @@ def test_losses_of_a_model_that_caps_its_logits_or_has_adapters():
         position_losses(model, SHORT, window=31)
 
 
-def test_estimate():
-    assert estimate_rope_scaling(small("tiny-qwen3"), factor=4.0) == 256
-
-
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
 def test_lengths_that_are_not_meant_are_refused(kind):
+    """dynamic keeps the trained length in its configuration, the others multiply it."""
     model = small("tiny-qwen3")
+    assert predicted_length(model, factor=4.0) == 256
     assert check_length(model, 64) == 64
-    with pytest.raises(
-        ValueError, match=r"end at 64; remedy: apply_rope_scaling\(model, kind='yarn', factor=2\)"
-    ):
+    remedy = r"remedy: apply_rope_scaling\(model, kind='yarn', factor=2\)$"
+    with pytest.raises(ValueError, match=rf"end at 64; {remedy}"):
         check_length(model, 65)
     apply_rope_scaling(model, kind=kind, factor=4.0)
     assert check_length(model, 256) == 256
-    with pytest.raises(
-        ValueError, match=r"end at 256; .*factor=5\) on the model as it was before its scaling"
-    ):
+    remedy = r".*factor=5\) on the model as it was before its scaling"
+    with pytest.raises(ValueError, match=rf"end at 256; {remedy}"):
         check_length(model, 257)
-    with pytest.raises(ValueError, match="end at 1,024; remedy: none"):
+
+
+def test_a_table_of_positions_has_no_remedy():
+    with pytest.raises(ValueError, match=r"end at 1,024; remedy: none$"):
         check_length(model_of_shape("tiny-gpt2", device="cpu"), 1025)
 
 
@@ -174,14 +181,20 @@ def test_bad_input():
     model = small("tiny-llama")
     with pytest.raises(ValueError, match="choose one of linear, dynamic, yarn"):
         apply_rope_scaling(model, kind="magic", factor=4)
+    with pytest.raises(ValueError, match="factor=1: give a finite number above 1"):
+        apply_rope_scaling(model, kind="yarn", factor=1)
+    with pytest.raises(ValueError, match="choose one of default, linear"):
+        rope_frequencies(16, base=1e4, kind="magic")
     with pytest.raises(ValueError, match="give an even head_dim"):
         rope_frequencies(15, base=1e4)
-    with pytest.raises(ValueError, match="and for dynamic and yarn the trained length"):
+    with pytest.raises(ValueError, match="give the trained length"):
         rope_frequencies(16, base=1e4, kind="yarn", factor=2)
-    with pytest.raises(ValueError, match="a factor above 1"):
-        apply_rope_scaling(model, kind="yarn", factor=1)
+
+
+def test_models_that_cannot_be_stretched_are_refused():
     with pytest.raises(ValueError, match="no single rotary embedding"):
         apply_rope_scaling(model_of_shape("tiny-gpt2", device="cpu"), kind="yarn", factor=4)
-    apply_rope_scaling(model, kind="yarn", factor=4)
+    model = apply_rope_scaling(small("tiny-llama"), kind="yarn", factor=4)
     with pytest.raises(ValueError, match="scaled already"):
         apply_rope_scaling(model, kind="yarn", factor=4)
+    assert model.config.max_position_embeddings == 4 * TRAINED

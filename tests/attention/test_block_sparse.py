@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -9,12 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recipes_lib.attention import block_sparse
 from recipes_lib.attention.block_sparse import (
+    Pattern,
     apply_block_sparse,
     block_pattern,
     block_sparse_attention,
     block_sparse_mask,
-    estimate_block_sparse,
+    plain_block_sparse_attention,
+    predicted_share_of_pairs,
 )
+from recipes_lib.attention.block_sparse_cpu import kernel_calls
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from tests.conftest import assert_same_gradients, gradients, make_batch
@@ -37,10 +41,11 @@ def model(request):
 
 def make_qkv(seq_len, *, batch=2, heads=6, kv_heads=2, width=8, dtype=torch.float32, device="cpu"):
     """In the layout of transformers: [B, S, H, E] seen as [B, H, S, E]."""
-    shapes = [(batch, seq_len, h, width) for h in (heads, kv_heads, kv_heads)]
-    return [
-        torch.randn(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shapes
-    ]
+    qkv = []
+    for count in (heads, kv_heads, kv_heads):
+        tensor = torch.randn(batch, seq_len, count, width, dtype=dtype, device=device)
+        qkv.append(tensor.transpose(1, 2).requires_grad_())
+    return qkv
 
 
 def make_documents(kind, seq_len, batch=2):
@@ -56,7 +61,9 @@ def dense(q, k, v, *, documents=None, scale=None, **pattern):
     mask = block_sparse_mask(seq_len=q.shape[2], **pattern).to(q.device)
     if documents is not None:
         mask = (mask & (documents[:, :, None] == documents[:, None]))[:, None]
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    groups = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
@@ -67,29 +74,49 @@ def run(attention, qkv, **options):
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), qkv)]
 
 
+def assert_close(got, expected, tolerance):
+    for value, reference in zip(got, expected):
+        assert value.dtype is reference.dtype
+        torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
+
+
+# --- the numbers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_equal_to_the_plain_one(pattern):
+    qkv = make_qkv(37, dtype=torch.float64)
+    expected = run(plain_block_sparse_attention, qkv, **pattern)
+    assert_close(run(block_sparse_attention, qkv, **pattern), expected, 1e-13)
+
+
 @pytest.mark.parametrize("documents", [None, "sorted", "any"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equal_to_dense_attention(dtype, pattern, documents):
-    # bf16: the sums are taken in other portions, each rounded to 8 bits.
-    tolerance = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-2}[dtype]
+def test_equal_to_dense_attention(pattern, documents):
+    """With documents, a scale of its own, and a row of one token."""
     for seq_len in (1, 37):
         options = pattern | {"documents": make_documents(documents, seq_len), "scale": 0.4}
-        qkv = make_qkv(seq_len, dtype=dtype)
-        for got, expected in zip(
-            run(block_sparse_attention, qkv, **options), run(dense, qkv, **options)
-        ):
-            assert got.dtype is dtype
-            torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+        qkv = make_qkv(seq_len, dtype=torch.float64)
+        expected = run(dense, qkv, **options)
+        assert_close(run(block_sparse_attention, qkv, **options), expected, 1e-13)
+
+
+# bf16: the sums are taken in other portions, each rounded to 8 bits.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("documents", [None, "sorted"])
+def test_equal_to_dense_attention_in_other_dtypes(dtype, tolerance, documents):
+    """The log of the sums is fp32 for both, and the gradients have the dtype of their tensors."""
+    options = PATTERN | {"documents": make_documents(documents, 37)}
+    qkv = make_qkv(37, dtype=dtype)
+    expected = run(dense, qkv, **options)
+    assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 6])
 def test_one_group_and_no_groups(kv_heads):
     qkv = make_qkv(29, kv_heads=kv_heads)
-    for got, expected in zip(
-        run(block_sparse_attention, qkv, **PATTERN), run(dense, qkv, **PATTERN)
-    ):
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+    expected = run(dense, qkv, **PATTERN)
+    assert_close(run(block_sparse_attention, qkv, **PATTERN), expected, 2e-6)
 
 
 def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
@@ -97,25 +124,25 @@ def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
     qkv = make_qkv(512, batch=1, dtype=torch.bfloat16)
     pattern = {"block_size": 8, "local": 1}
     exact = run(dense, [x.detach().double().requires_grad_() for x in qkv], **pattern)
+    ours = run(block_sparse_attention, qkv, **pattern)
+    reference = run(dense, qkv, **pattern)
     for which in (2, 3):
-        errors = [
-            (run(f, qkv, **pattern)[which] - exact[which]).norm()
-            for f in (block_sparse_attention, dense)
-        ]
-        assert errors[0] < 1.1 * errors[1]
+        error = (ours[which] - exact[which]).norm()
+        assert error < 1.1 * (reference[which] - exact[which]).norm()
+
+
+# --- the pattern -----------------------------------------------------------------------------
+
+
+def picture(**pattern):
+    """Six blocks of one token, as the docstring draws them."""
+    mask = block_sparse_mask(seq_len=6, block_size=1, **pattern)
+    reads = block_pattern(seq_len=6, block_size=1, **pattern)
+    assert [row.nonzero().flatten().tolist() for row in mask] == reads
+    return ["".join(".■"[read] for read in row) for row in mask.int().tolist()]
 
 
 def test_the_pattern_is_the_one_in_the_picture():
-    def picture(**pattern):
-        rows = [
-            [j in keys for j in range(6)]
-            for keys in block_pattern(seq_len=6, block_size=1, **pattern)
-        ]
-        assert torch.equal(
-            torch.tensor(rows), block_sparse_mask(seq_len=6, block_size=1, **pattern)
-        )
-        return ["".join(".■"[read] for read in row) for row in rows]
-
     assert picture(local=2, global_blocks=1) == [
         "■.....",
         "■■....",
@@ -143,19 +170,19 @@ def test_the_pattern_is_the_one_in_the_picture():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_estimate_counts_the_mask(pattern):
+def test_the_prediction_counts_the_mask(pattern):
     for seq_len in (1, 8, 50, 129):
-        share = (
-            block_sparse_mask(seq_len=seq_len, **pattern).sum()
-            / torch.ones(seq_len, seq_len).tril().sum()
-        )
-        assert estimate_block_sparse(seq_len=seq_len, **pattern) == pytest.approx(
-            share.item(), rel=1e-6
-        )
+        causal = torch.ones(seq_len, seq_len).tril().sum()
+        share = block_sparse_mask(seq_len=seq_len, **pattern).sum() / causal
+        predicted = predicted_share_of_pairs(seq_len=seq_len, **pattern)
+        assert predicted == pytest.approx(share.item(), rel=1e-6)
+
+
+# --- the work --------------------------------------------------------------------------------
 
 
 def pairs(attention, *qkv, **options):
-    """Pairs of query and key that the kernel multiplies in forward and backward; all kernels count the same way."""
+    """Pairs that the kernel multiplies in forward and backward; all kernels count the same way."""
     count = 0
 
     def forward(q, k, *args, **kwargs):
@@ -163,12 +190,13 @@ def pairs(attention, *qkv, **options):
         count += q[0] * q[1] * q[2] * k[2]
         return 0
 
+    def backward(gradient, *args, **kwargs):
+        return forward(*args, **kwargs)
+
     kernels = torch.ops.aten
     custom = {
         kernels._scaled_dot_product_flash_attention_for_cpu: forward,
-        kernels._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, *a, **b: (
-            forward(*a, **b)
-        ),
+        kernels._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
     with FlopCounterMode(custom_mapping=custom, display=False):
         attention(*qkv, **options).sum().backward()
@@ -176,67 +204,77 @@ def pairs(attention, *qkv, **options):
 
 
 @pytest.mark.parametrize(
-    "pattern", [{"block_size": 32}, {"block_size": 64, "local": 2, "stride": 8}]
+    "pattern", [{"block_size": 16}, {"block_size": 32, "local": 2, "stride": 8}]
 )
-def test_arithmetic_is_the_estimate(pattern):
-    """The kernel multiplies the whole of each own block, of which the estimate counts the causal half."""
-    S, b = 1000, pattern["block_size"]
+def test_arithmetic_is_what_was_predicted(pattern):
+    """The kernel multiplies the whole of each own block, of which the prediction has half."""
+    S = 500
+    block = pattern["block_size"]
     read = pairs(block_sparse_attention, *make_qkv(S, batch=1), **pattern) / (2 * 6)
     share = read / (S * (S + 1) / 2)
-    estimate = estimate_block_sparse(seq_len=S, **pattern)
-    assert estimate < share <= estimate + (b - 1) / (S + 1) + 1e-9
-    assert estimate < 0.4
-    # Linear in S without a stride, not with one.
-    ratio = [estimate_block_sparse(seq_len=n, block_size=32) * (n + 1) for n in (4096, 8192)]
-    assert ratio[1] == pytest.approx(ratio[0], rel=0.02)
+    predicted = predicted_share_of_pairs(seq_len=S, **pattern)
+    assert predicted < share <= predicted + (block - 1) / (S + 1) + 1e-9
+    assert predicted < 0.4
+
+
+def test_without_a_stride_the_pairs_grow_with_the_length():
+    short = predicted_share_of_pairs(seq_len=4096, block_size=32) * 4097
+    long = predicted_share_of_pairs(seq_len=8192, block_size=32) * 8193
+    assert long == pytest.approx(short, rel=0.02)
 
 
 def test_one_call_serves_many_blocks():
-    """Each call costs some 0.1 ms, and the kernel's backward has one thread per block and key head."""
+    """Each call costs some 0.1 ms, and the kernel's backward has one thread per block and head."""
     q, k, _ = make_qkv(2048, batch=1)
-    calls = list(block_sparse._calls(q, k, None, block_size=16))
+    reads = block_pattern(seq_len=2048, block_size=16)
+    calls = list(kernel_calls(q, k, None, 16, reads))
     assert len(calls) < 2048 / 16 / 6
-    assert sorted(torch.cat([query.flatten() for _, query, _, _ in calls]).tolist()) == list(
-        range(2048)
-    )
-    assert max(key.numel() for _, _, key, _ in calls) <= 2048  # what is gathered at a time
+    computed = torch.cat([call.queries.flatten() for call in calls])
+    assert sorted(computed.tolist()) == list(range(2048))
+    assert max(call.keys.numel() for call in calls) <= 2048  # what is gathered at a time
 
 
 def test_other_documents_are_not_multiplied():
-    S, documents = 256, torch.arange(256)[None] // 64
+    S = 256
+    documents = torch.arange(S)[None] // 64
     everything = {"block_size": 16, "stride": 1}
     qkv = make_qkv(S, batch=1)
-    alone, together = (
-        pairs(block_sparse_attention, *qkv, documents=d, **everything) for d in (documents, None)
-    )
-    assert alone == 4 * pairs(block_sparse_attention, *make_qkv(64, batch=1), **everything)
-    assert alone < together / 3
+    apart = pairs(block_sparse_attention, *qkv, documents=documents, **everything)
+    together = pairs(block_sparse_attention, *qkv, documents=None, **everything)
+    one = pairs(block_sparse_attention, *make_qkv(64, batch=1), **everything)
+    assert apart == 4 * one
+    assert apart < together / 3
     out = block_sparse_attention(*qkv, documents=documents, **everything)
     for gradient in torch.autograd.grad(out[:, :, 128:192].sum(), qkv[1:]):
-        assert (
-            gradient[:, :, 128:192].any()
-            and not gradient[:, :, :128].any()
-            and not gradient[:, :, 192:].any()
-        )
+        assert gradient[:, :, 128:192].any()
+        assert not gradient[:, :, :128].any()
+        assert not gradient[:, :, 192:].any()
+
+
+def saved_and_peak(attention, S, **options):
+    qkv = make_qkv(S, batch=1, heads=6, kv_heads=2, width=16)
+    with PeakMemory() as memory:
+        before = memory.current
+        out = attention(*qkv, **options)
+        saved = memory.current - before
+        out.sum().backward()
+    return saved, memory.peak - before
 
 
 def test_memory_grows_with_the_sequence_and_not_with_its_square():
-    def saved_and_peak(attention, S, **options):
-        qkv = make_qkv(S, batch=1, heads=6, kv_heads=2, width=16)
-        with PeakMemory() as memory:
-            before = memory.current
-            out = attention(*qkv, **options)
-            saved = memory.current - before
-            out.sum().backward()
-        return saved, memory.peak - before
-
     pattern = {"block_size": 64, "local": 2}
-    short, long = (saved_and_peak(block_sparse_attention, S, **pattern) for S in (512, 2048))
+    short, short_peak = saved_and_peak(block_sparse_attention, 512, **pattern)
+    long, long_peak = saved_and_peak(block_sparse_attention, 2048, **pattern)
     # The output and, in fp32 too, one number per query and head.
-    assert short[0] == 4 * 512 * 6 * (16 + 1)
-    assert long[0] == 4 * short[0] and long[1] < 4.2 * short[1]
-    assert long[1] < 4 * 2048 * 2048 / 3  # a third of one [S, S] in fp32
-    assert saved_and_peak(dense, 2048, **pattern)[1] > 4 * 2048 * 2048  # the control
+    assert short == 4 * 512 * 6 * (16 + 1)
+    assert long == 4 * short
+    assert long_peak < 4.2 * short_peak
+    assert long_peak < 4 * 2048 * 2048 / 3  # a third of one [S, S] in fp32
+    _, dense_peak = saved_and_peak(dense, 1024, **pattern)
+    assert dense_peak > 4 * 1024 * 1024  # the control
+
+
+# --- in a model ------------------------------------------------------------------------------
 
 
 class LargestTensor(TorchDispatchMode):
@@ -244,12 +282,9 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.bytes = max(
-            [
-                self.bytes,
-                *(x.untyped_storage().nbytes() for x in tree_leaves(out) if torch.is_tensor(x)),
-            ]
-        )
+        for leaf in tree_leaves(out):
+            if torch.is_tensor(leaf):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
         return out
 
 
@@ -273,9 +308,7 @@ def test_model_equals_its_dense_self(model):
     """Odd lengths, right padding: what the padded queries read does not reach the loss."""
     batch = make_batch()
     for module in model.modules():
-        if hasattr(
-            module, "scaling"
-        ):  # of the scores: each family sets it, and may set it otherwise
+        if hasattr(module, "scaling"):  # of the scores: each family may set another
             module.scaling *= 1.5
     expected, expected_gradients = loss_and_gradients(model, full_mask(batch, **PATTERN))
     unlike, _ = loss_and_gradients(model, batch)
@@ -291,8 +324,8 @@ def test_model_equals_its_dense_self(model):
 
 def test_packed_rows_are_documents(model):
     ids = torch.randint(1, 128, (2, 30))
-    lengths = [[11, 4, 15], [30]]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    rows = [torch.cat([torch.arange(11), torch.arange(4), torch.arange(15)]), torch.arange(30)]
+    positions = torch.stack(rows)
     documents = (positions == 0).cumsum(1)
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
     expected, expected_gradients = loss_and_gradients(model, full_mask(batch, documents, **PATTERN))
@@ -300,24 +333,22 @@ def test_packed_rows_are_documents(model):
     got, got_gradients = loss_and_gradients(model, batch)
     assert got == pytest.approx(expected, rel=1e-6)
     assert_same_gradients(got_gradients, expected_gradients, atol=1e-6, rtol=1e-4)
-    for leak in (
-        {"use_cache": True},
-        {"attention_mask": torch.ones_like(ids)},
-    ):  # transformers sees one document
+    # Beside a cache or a mask transformers sees one document, and they would leak.
+    for leak in ({"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
         with pytest.raises(ValueError, match=r"positions restart|window"):
             model(**batch | leak)
 
 
-def test_no_square_tensor_is_made_for_the_mask(model):
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral"])  # whose mask is that of a window
+def test_no_square_tensor_is_made_for_the_mask(name):
     """Not by transformers either."""
+    model = model_of_shape(name, device="cpu")
     ids = torch.randint(1, 128, (1, 512))
-    positions = torch.arange(512)[None] % 300
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(512)[None] % 300}
 
     def largest():
         with LargestTensor() as seen:
-            model(
-                input_ids=ids, labels=ids, position_ids=positions, use_cache=False
-            ).loss.backward()
+            model(**batch, use_cache=False).loss.backward()
         return seen.bytes
 
     assert largest() >= 4 * 512 * 512  # the control: a mask in fp32
@@ -325,61 +356,87 @@ def test_no_square_tensor_is_made_for_the_mask(model):
     assert largest() <= 4 * 512 * 256  # the activations of the MLP
 
 
-def test_adapters_checkpointing_autocast_and_deep_copies(model):
-    from peft import LoraConfig, get_peft_model
+@pytest.fixture
+def qwen3():
+    """Its norms leave q and k in fp32 under autocast, beside a v in bf16."""
+    return model_of_shape("tiny-qwen3", device="cpu")
 
+
+def test_autocast(qwen3):
     batch = make_batch()
-    plain = copy.deepcopy(model)
-    apply_block_sparse(model, **PATTERN)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = loss_and_gradients(plain, full_mask(batch, **PATTERN))[0]
-        assert loss_and_gradients(model, batch)[0] == pytest.approx(expected, rel=5e-3)
+        expected, _ = loss_and_gradients(qwen3, full_mask(batch, **PATTERN))
+        got, _ = loss_and_gradients(apply_block_sparse(qwen3, **PATTERN), batch)
+    assert got == pytest.approx(expected, rel=5e-3)
 
-    twin = copy.deepcopy(model)
-    apply_block_sparse(
-        twin, block_size=3, local=1
-    )  # another pattern, and the first model keeps its own
-    other = loss_and_gradients(twin, batch)[0]
-    assert other == pytest.approx(
-        loss_and_gradients(plain, full_mask(batch, block_size=3, local=1))[0], rel=1e-6
-    )
-    expected, expected_gradients = loss_and_gradients(model, batch)
-    assert expected == pytest.approx(
-        loss_and_gradients(plain, full_mask(batch, **PATTERN))[0], rel=1e-6
-    )
-    assert loss_and_gradients(copy.deepcopy(model), batch)[0] == expected
 
-    model.gradient_checkpointing_enable()
-    again, again_gradients = loss_and_gradients(model, batch)
+def test_copies_have_patterns_of_their_own(llama):
+    batch = make_batch()
+    expected, _ = loss_and_gradients(llama, full_mask(batch, **PATTERN))
+    unlike, _ = loss_and_gradients(llama, full_mask(batch, block_size=3, local=1))
+    apply_block_sparse(llama, **PATTERN)
+    twin = copy.deepcopy(llama)
+    assert loss_and_gradients(twin, batch)[0] == pytest.approx(expected, rel=1e-6)
+    apply_block_sparse(twin, block_size=3, local=1)
+    assert loss_and_gradients(twin, batch)[0] == pytest.approx(unlike, rel=1e-6)
+    assert loss_and_gradients(llama, batch)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_checkpointing_makes_the_same_numbers(llama):
+    batch = make_batch()
+    apply_block_sparse(llama, **PATTERN)
+    expected, expected_gradients = loss_and_gradients(llama, batch)
+    llama.gradient_checkpointing_enable()
+    again, again_gradients = loss_and_gradients(llama, batch)
     assert again == expected
     assert_same_gradients(again_gradients, expected_gradients)
 
+
+def test_adapters(llama):
+    from peft import LoraConfig, get_peft_model
+
+    batch = make_batch()
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    adapted = apply_block_sparse(get_peft_model(plain, config), **PATTERN)
+    adapted = apply_block_sparse(get_peft_model(llama, config), **PATTERN)
     got, adapters = loss_and_gradients(adapted, batch)
     adapted.set_attn_implementation("sdpa")
     expected, expected_gradients = loss_and_gradients(adapted, full_mask(batch, **PATTERN))
     assert got == pytest.approx(expected, rel=1e-6)
-    assert adapters and all("lora" in name for name in adapters)
+    assert adapters
+    assert all("lora" in name for name in adapters)
     assert_same_gradients(adapters, expected_gradients, atol=1e-6, rtol=1e-4)
 
 
 def test_a_saved_model_forgets_the_pattern(llama, tmp_path):
     """The trap of the docstring: if transformers learns to save it, the line can go."""
-    from transformers import AutoModelForCausalLM
-
     apply_block_sparse(llama, **PATTERN).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config._attn_implementation == "sdpa"
     batch = make_batch()
     assert apply_block_sparse(loaded, **PATTERN)(**batch).loss == llama(**batch).loss
 
 
-def test_what_a_model_cannot_do_is_refused(llama):
+# --- what is refused -------------------------------------------------------------------------
+
+
+def test_models_that_cannot_have_it_are_refused(llama):
+    gemma = model_of_shape("tiny-gemma2", device="cpu")
+    before = gemma.config._attn_implementation
     with pytest.raises(ValueError, match="capped scores"):
-        apply_block_sparse(model_of_shape("tiny-gemma2", device="cpu"), block_size=4)
-    with pytest.raises(ValueError, match="'local': 0"):
+        apply_block_sparse(gemma, block_size=4)
+    assert gemma.config._attn_implementation == before
+    with pytest.raises(ValueError, match="local=0"):
         apply_block_sparse(llama, block_size=4, local=0)
+    assert llama.config._attn_implementation == "sdpa"
+    # Mamba has no attention, MPT does not look its own up: both would silently run as before.
+    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=128)
+    mpt = transformers.MptConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=128)
+    for config in (mamba, mpt):
+        with pytest.raises(ValueError, match="no attention that is looked up by its name"):
+            apply_block_sparse(transformers.AutoModelForCausalLM.from_config(config), block_size=4)
+
+
+def test_batches_that_it_cannot_take_are_refused(llama):
     ids = torch.randint(1, 128, (2, 9))
     apply_block_sparse(llama, block_size=4)
     left = torch.ones_like(ids)
@@ -388,13 +445,15 @@ def test_what_a_model_cannot_do_is_refused(llama):
         llama(ids, attention_mask=left)
     with pytest.raises(ValueError, match=r"of \[B, S\]"):
         llama(ids, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     with pytest.raises(ValueError, match="filled KV cache"):
-        llama.eval().generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-    without = llama.generate(
-        ids, max_new_tokens=2, do_sample=False, pad_token_id=0, use_cache=False
-    )
-    assert without.shape == (2, 11)
+        llama.eval().generate(ids, **options)
+    assert llama.generate(ids, use_cache=False, **options).shape == (2, 11)
 
+
+def test_what_a_model_does_beside_the_pattern_is_refused(llama):
+    ids = torch.randint(1, 128, (2, 9))
+    apply_block_sparse(llama, block_size=4)
     llama.model.layers[0].self_attn.is_causal = False
     with pytest.raises(ValueError, match="only causal"):
         llama(ids)
@@ -404,11 +463,11 @@ def test_what_a_model_cannot_do_is_refused(llama):
 
     mistral = model_of_shape("tiny-mistral", device="cpu")
     mistral.config.sliding_window = 8
-    apply_block_sparse(mistral, block_size=4)(
-        ids[:, :8]
-    )  # the window is as long as the row: no contradiction
+    apply_block_sparse(mistral, block_size=4)
+    mistral(ids[:, :8])  # the window is as long as the row: no contradiction
     with pytest.raises(ValueError, match="window of 8"):
         mistral(ids)
+
     gpt2 = model_of_shape("tiny-gpt2", device="cpu")
     for block in gpt2.transformer.h:
         block.attn.attn_dropout.p = 0.1
@@ -420,53 +479,57 @@ def test_what_a_model_cannot_do_is_refused(llama):
 
 def test_bad_input():
     q, k, v = make_qkv(8)
-    for wrong in (
-        {"block_size": 0},
-        {"block_size": 4, "stride": 0},
-        {"block_size": 4, "global_blocks": -1},
-    ):
-        for function in (
-            block_sparse_attention,
-            lambda *qkv, **options: estimate_block_sparse(seq_len=8, **options),
-        ):
-            with pytest.raises(ValueError, match=r"'block_size': .*give 1 or more"):
-                function(q, k, v, **wrong)
-    with pytest.raises(ValueError, match=r"twice \[B, K, S, E\]"):
-        block_sparse_attention(q, k[:, :, :7], v[:, :, :7], block_size=4)
-    with pytest.raises(ValueError, match=r"twice \[B, K, S, E\]"):
-        block_sparse_attention(q[:, :5], k, v, block_size=4)
+    for wrong, message in [
+        ({"block_size": 0}, "block_size=0: give a whole number of 1 or more"),
+        ({"block_size": 4.0}, "block_size=4.0: give a whole number"),
+        ({"block_size": 4, "stride": 0}, "stride=0"),
+        ({"block_size": 4, "global_blocks": -1}, "global_blocks=-1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            block_sparse_attention(q, k, v, **wrong)
+        with pytest.raises(ValueError, match=message):
+            predicted_share_of_pairs(seq_len=8, **wrong)
+    for wrong in [(q, k[:, :, :7], v[:, :, :7]), (q[:, :5], k, v), (q[0], k[0], v[0])]:
+        with pytest.raises(ValueError, match=r"k and v \[B, K, S, E\]"):
+            block_sparse_attention(*wrong, block_size=4)
     with pytest.raises(ValueError, match="one id of a document per token"):
         block_sparse_attention(q, k, v, block_size=4, documents=torch.zeros(2, 7))
     with pytest.raises(ValueError, match="device meta"):
         block_sparse_attention(q.to("meta"), k.to("meta"), v.to("meta"), block_size=4)
 
 
-@pytest.mark.parametrize("documents", [None, "sorted"])
+# --- the kernel for CUDA ---------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    "pattern", [{"block_size": 4}, {"block_size": 96, "local": 1, "stride": 2}]
+    ("pattern", "documents"),
+    [({"block_size": 4}, "sorted"), ({"block_size": 96, "local": 1, "stride": 2}, None)],
 )
 def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
-    """FlexAttention runs on a CPU, forward and not compiled: its values, and the tiles that its mask leaves out."""
-    compiled = torch.compile  # which FlexAttention calls itself, with options
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, **options: compiled(function, **options) if options else function,
-    )
-    create, masks = block_sparse.create_block_mask, []
-    monkeypatch.setattr(
-        block_sparse,
-        "create_block_mask",
-        lambda *a, **b: masks.append(create(*a, **b)) or masks[-1],
-    )
+    """FlexAttention runs on a CPU, forward and not compiled: its values, and the tiles it skips."""
+    compiled = torch.compile
+    create = block_sparse.create_block_mask
+    masks = []
+
+    def not_compiled(function, **options):
+        if options:  # FlexAttention compiles something itself, with options
+            return compiled(function, **options)
+        return function
+
+    def create_and_keep(*args, **options):
+        masks.append(create(*args, **options))
+        return masks[-1]
+
+    monkeypatch.setattr(torch, "compile", not_compiled)
+    monkeypatch.setattr(block_sparse, "create_block_mask", create_and_keep)
     q, k, v = (x.detach() for x in make_qkv(300))
     ids = make_documents(documents, 300)
-    got = block_sparse._flex(q, k, v, ids, 0.4, pattern)
-    torch.testing.assert_close(
-        got, dense(q, k, v, documents=ids, scale=0.4, **pattern), atol=2e-6, rtol=2e-6
-    )
+    got = block_sparse._flex(q, k, v, ids, 0.4, Pattern(**pattern))
+    expected = dense(q, k, v, documents=ids, scale=0.4, **pattern)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
     allowed = block_sparse_mask(seq_len=300, **pattern)[None]
-    allowed = allowed if ids is None else allowed & (ids[:, :, None] == ids[:, None])
+    if ids is not None:
+        allowed = allowed & (ids[:, :, None] == ids[:, None])
     tiles = torch.nn.functional.max_pool2d(allowed[:, None].float(), 128, ceil_mode=True)
     assert torch.equal(masks[0].to_dense().float(), tiles)
 
@@ -480,8 +543,8 @@ def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
 def test_on_a_gpu(dtype, tolerance, pattern, documents):
     qkv = make_qkv(1100, width=64, dtype=dtype, device="cuda")
     ids = make_documents(documents, 1100)
-    options = pattern | {"documents": None if ids is None else ids.cuda()}
-    for got, expected in zip(
-        run(block_sparse_attention, qkv, **options), run(dense, qkv, **options)
-    ):
-        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    if ids is not None:
+        ids = ids.cuda()
+    options = pattern | {"documents": ids}
+    expected = run(dense, qkv, **options)
+    assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
