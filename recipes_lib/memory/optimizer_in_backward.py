@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.marks import (
@@ -48,8 +49,11 @@ from recipes_lib.core.plain_step import free_gradients
 
 def one_optimizer_per_parameter(
     model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
-) -> None:
-    """From now on `loss.backward()` updates the weights, and no gradient is left after it."""
+) -> list[RemovableHandle]:
+    """From now on `loss.backward()` updates the weights, and no gradient is left after it.
+
+    Call `remove()` on what it returns: otherwise the hooks keep the model alive for ever.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizers = {parameter: optimizer_class([parameter], **options) for parameter in parameters}
 
@@ -57,8 +61,7 @@ def one_optimizer_per_parameter(
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()  # frees the gradient
 
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(update)
+    return [parameter.register_post_accumulate_grad_hook(update) for parameter in parameters]
 
 
 # --- the technique --------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class StepInBackward(torch.optim.Optimizer):
             mark(parameter, STEPS_IN_BACKWARD)  # gradient accumulation reads this one and refuses
             mark(parameter, GRADIENT_TAKER, self)
 
-    def _hook_into_backward(self) -> list[Any]:
+    def _hook_into_backward(self) -> list[RemovableHandle]:
         # The garbage collector cannot see these hooks: one that holds its parameter's optimizer
         # would keep model and states alive for ever. So hooks are weak, and parameters hold us.
         update = weakref.WeakMethod(self._update)

@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
@@ -134,7 +135,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             mark(parameter, STEPS_IN_BACKWARD, self._last == 1)
             mark(parameter, GRADIENT_TAKER, self)
 
-    def _hook_into_backward(self) -> list[Any]:
+    def _hook_into_backward(self) -> list[RemovableHandle]:
         # The garbage collector cannot see these hooks: one that holds its parameter's optimizer
         # would keep model and states alive for ever. So hooks are weak, and parameters hold us.
         receive = weakref.WeakMethod(self._receive)
