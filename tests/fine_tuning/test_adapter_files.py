@@ -1,6 +1,9 @@
+"""Saved adapters give the same logits on their own base, and are refused by every other."""
+
 import copy
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,12 @@ from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
     check_merged,
-    estimate_adapter_bytes,
     load_adapter,
+    load_trained_tensors,
+    predicted_adapter_bytes,
     save_adapter,
     save_merged,
+    save_trained_tensors,
 )
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
@@ -26,11 +31,12 @@ def base(shape="tiny-llama", seed=0):
     return model_of_shape(shape, device="cpu")
 
 
-def adapted(model, adapt=apply_lora):
-    model = adapt(model, rank=4)
+def adapted(model, apply=apply_lora):
+    """With adapters as after training: the second matrix of each starts at zero."""
+    model = apply(model, rank=4)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # as after training: it starts at zero
+        if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -40,9 +46,10 @@ def logits(model):
     return model.eval()(input_ids=IDS, use_cache=False).logits.float()
 
 
-@pytest.mark.parametrize(
-    "shape", ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
-)
+# --- saved and loaded ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt2"])  # linear layers, and Conv1D
 def test_saved_adapters_on_a_fresh_base_give_the_same_logits(shape, tmp_path):
     fingerprint = base_fingerprint(base(shape))
     model = adapted(base(shape))
@@ -50,42 +57,43 @@ def test_saved_adapters_on_a_fresh_base_give_the_same_logits(shape, tmp_path):
     again = load_adapter(base(shape), tmp_path / "a")
     assert torch.equal(logits(again), logits(model))
     assert (logits(model) - logits(base(shape))).abs().max() > 1e-2
-    assert 0 <= size - estimate_adapter_bytes(model) < 20_000
+    assert 0 <= size - predicted_adapter_bytes(model) < 20_000
 
 
-@pytest.mark.parametrize("adapt", [apply_lora, apply_qlora])
-def test_merged_into_16_bits_and_loaded_in_a_fresh_process(adapt, tmp_path):
-    model = adapted(base(), adapt)
-    if adapt is apply_qlora:
-        for layer in model.modules():
-            if hasattr(layer, "compute_dtype"):
-                layer.compute_dtype = torch.float32
-    expected = logits(model)
-    merged = (merge_qlora if adapt is apply_qlora else merge_lora)(model)
-    assert (
-        logits(merged) - expected
-    ).abs().max() < 1e-4  # the merge itself is exact up to rounding
-    full, folder = copy.deepcopy(merged), tmp_path / "merged"
-    save_merged(merged, folder, tokenizer=load_tokenizer())
-    assert 0 < check_merged(folder, full, IDS) < 0.03  # bf16 keeps two to three digits
-    again = load_model(str(folder), device="cpu", dtype=torch.bfloat16)
-    if adapt is apply_lora:  # every look is a process
-        assert check_merged(folder, base(seed=3), IDS) > 0.5 and again.training
-    assert torch.equal(logits(merged), logits(again)), "the rotary frequencies keep fp32"
-    with pytest.raises(ValueError, match="is there already"):
-        save_merged(merged, folder, tokenizer=load_tokenizer())
+def test_a_dictionary_of_the_trained_tensors_is_the_same_adapter(tmp_path):
+    """The idea by hand and the folder give the same model; no weight of the base is saved."""
+    model = adapted(base())
+    save_adapter(model, tmp_path / "a", base=base_fingerprint(base()))
+    save_trained_tensors(model, tmp_path / "trained.pt")
+    by_hand = apply_lora(base(), rank=4)
+    load_trained_tensors(by_hand, tmp_path / "trained.pt")
+    assert torch.equal(logits(by_hand), logits(load_adapter(base(), tmp_path / "a")))
+    names = torch.load(tmp_path / "trained.pt")
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_training_goes_on_from_a_loaded_adapter(tmp_path):
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    frozen = load_adapter(base(), tmp_path / "a")
+    assert not [name for name, p in frozen.named_parameters() if p.requires_grad]
+    model = load_adapter(base(), tmp_path / "a", trainable=True)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+# --- the base -----------------------------------------------------------------------------------
 
 
 def test_fingerprint_is_of_the_model_not_of_its_dtype():
     assert base_fingerprint(base()) == base_fingerprint(base().to(torch.bfloat16))
-    others = {
-        base_fingerprint(m)
-        for m in (base(), base(seed=1), base("tiny-mistral"), base("tiny-qwen3"))
-    }
-    assert len(others) == 4
-    for hidden in (adapted(base()), adapted(base(), apply_qlora)):
+    others = [base(), base(seed=1), base("tiny-mistral"), base("tiny-qwen3")]
+    assert len({base_fingerprint(model) for model in others}) == 4
+    for apply in (apply_lora, apply_qlora):
         with pytest.raises(ValueError, match="hide the base"):
-            base_fingerprint(hidden)
+            base_fingerprint(adapted(base(), apply))
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path):
@@ -94,58 +102,128 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
     before = logits(other)
     with pytest.raises(ValueError, match="trained on another base"):
         load_adapter(other, tmp_path / "a")
-    assert torch.equal(logits(other), before) and not hasattr(other, "peft_config")
-    (tmp_path / "a" / "base_model.json").unlink()  # written by someone else: shapes decide
-    for wrong in (model_of_shape("smollm2-135m", layers=1, device="cpu"), base("tiny-gpt2")):
+    assert torch.equal(logits(other), before)
+    assert not hasattr(other, "peft_config")
+
+
+def test_an_adapter_without_a_fingerprint_is_compared_by_its_shapes(tmp_path):
+    """Written by someone else. peft itself would stop halfway, with adapters on the model."""
+    save_adapter(adapted(base()), tmp_path / "a", base="unknown")
+    (tmp_path / "a" / "base_model.json").unlink()
+    wider = model_of_shape("smollm2-135m", layers=1, device="cpu")
+    for wrong in (wider, base("tiny-gpt2")):
         with pytest.raises(ValueError, match="trained on another base: its"):
             load_adapter(wrong, tmp_path / "a")
         assert not hasattr(wrong, "peft_config")
-    load_adapter(other, tmp_path / "a")
+    load_adapter(base(seed=1), tmp_path / "a")
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
+def fingerprint_in(folder):
+    return json.loads((folder / "base_model.json").read_text())["fingerprint"]
 
 
 def test_nothing_is_overwritten_unless_asked(tmp_path):
-    fingerprint = base_fingerprint(base())
-    save_adapter(adapted(base()), tmp_path / "a", base=fingerprint)
+    model = adapted(base())
+    save_adapter(model, tmp_path / "a", base="old")
     (tmp_path / "a" / "note.txt").write_text("mine")
     with pytest.raises(ValueError, match="is there already"):
-        save_adapter(adapted(base()), tmp_path / "a", base=fingerprint)
+        save_adapter(model, tmp_path / "a", base="new")
     assert (tmp_path / "a" / "note.txt").exists()
-    save_adapter(adapted(base()), tmp_path / "a", base=fingerprint, overwrite=True)
-    assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {
-        "fingerprint": fingerprint
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    save_adapter(model, tmp_path / "a", base="new", overwrite=True)
+    assert not (tmp_path / "a" / "note.txt").exists()
+    assert fingerprint_in(tmp_path / "a") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "nothing is left beside it"
 
 
 def test_a_replacement_that_fails_leaves_the_old_adapter(tmp_path, monkeypatch):
-    save_adapter(adapted(base()), tmp_path / "a", base="old")
+    model = adapted(base())
+    save_adapter(model, tmp_path / "a", base="old")
     replace = os.replace
 
     def failing(source, target):
-        if Path(source).name.startswith(".a-") and not Path(source).name.endswith("-replaced"):
+        name = Path(source).name
+        if name.startswith(".a-") and not name.endswith("-replaced"):
             raise OSError("the disk went away")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="went away"):
-        save_adapter(adapted(base()), tmp_path / "a", base="new", overwrite=True)
-    assert json.loads((tmp_path / "a" / "base_model.json").read_text()) == {"fingerprint": "old"}
+        save_adapter(model, tmp_path / "a", base="new", overwrite=True)
+    assert fingerprint_in(tmp_path / "a") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_training_goes_on_from_a_loaded_adapter(tmp_path):
-    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
-    frozen = load_adapter(base(), tmp_path / "a")
-    assert not [n for n, p in frozen.named_parameters() if p.requires_grad]
-    model = load_adapter(base(), tmp_path / "a", trainable=True)
-    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-    assert all("lora_" in n for n, p in model.named_parameters() if p.grad is not None)
-    assert [n for n, p in model.named_parameters() if p.grad is not None]
+# --- merged -------------------------------------------------------------------------------------
 
 
-def test_bad_input(tmp_path):
-    with pytest.raises(ValueError, match="does not load in a fresh process"):
+@pytest.fixture(scope="module")
+def merged_lora(tmp_path_factory):
+    """A folder with a merged model in 16 bits, the model before the cast, and after it."""
+    folder = tmp_path_factory.mktemp("merged") / "model"
+    full = merge_lora(adapted(base()))
+    cast = copy.deepcopy(full)
+    save_merged(cast, folder, tokenizer=load_tokenizer())
+    return folder, full, cast
+
+
+def test_merged_into_16_bits_and_loaded_in_a_fresh_process(merged_lora):
+    folder, full, cast = merged_lora
+    assert (logits(full) - logits(adapted(base()))).abs().max() < 1e-4
+    full.train()
+    assert 0 < check_merged(folder, full, IDS) < 0.03  # bf16 keeps two to three digits
+    assert full.training
+    again = load_model(str(folder), device="cpu", dtype=torch.bfloat16)
+    assert torch.equal(logits(cast), logits(again)), "the rotary frequencies keep fp32"
+    assert (folder / "tokenizer.json").exists()
+
+
+def fresh_process_that(monkeypatch, tmp_path, body):
+    """A program in the place of Python; it has folder, rows and file as "$3" to "$5"."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def test_another_model_in_the_folder_is_far_away(monkeypatch, tmp_path):
+    torch.save(logits(base(seed=3)), tmp_path / "logits")
+    fresh_process_that(monkeypatch, tmp_path, f'cp "{tmp_path}/logits" "$5"')
+    assert check_merged(tmp_path, base(), IDS) > 0.5
+    assert check_merged(tmp_path, base(seed=3), IDS) == 0
+
+
+def test_merged_from_4_bits(tmp_path):
+    model = adapted(base(), apply_qlora)
+    for layer in model.modules():
+        if hasattr(layer, "compute_dtype"):
+            layer.compute_dtype = torch.float32
+    expected = logits(model)
+    merged = merge_qlora(model)
+    assert (logits(merged) - expected).abs().max() < 1e-4
+    save_merged(merged, tmp_path / "merged", tokenizer=load_tokenizer())
+    again = load_model(str(tmp_path / "merged"), device="cpu", dtype=torch.bfloat16)
+    assert torch.equal(logits(again), logits(merged)), "a plain model, without a quantized layer"
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def test_a_folder_that_does_not_load(tmp_path, monkeypatch):
+    fresh_process_that(monkeypatch, tmp_path, "echo Traceback >&2\necho no weights >&2\nexit 1")
+    with pytest.raises(ValueError, match="does not load in a fresh process: no weights"):
         check_merged(tmp_path, base(), IDS)
+    fresh_process_that(monkeypatch, tmp_path, "exit 9")
+    with pytest.raises(ValueError, match="it ended with 9"):
+        check_merged(tmp_path, base(), IDS)
+
+
+def test_bad_input(tmp_path, merged_lora):
+    folder, _, cast = merged_lora
+    with pytest.raises(ValueError, match="is there already"):
+        save_merged(cast, folder, tokenizer=None)
     with pytest.raises(ValueError, match="still has adapters"):
         save_merged(adapted(base()), tmp_path / "m", tokenizer=None)
     with pytest.raises(ValueError, match="holds no adapter"):

@@ -1,4 +1,4 @@
-"""A short run on a small model, and rows of unequal lengths: what the tests of this folder share."""
+"""A short run on a small model, and rows of unequal lengths, for the tests of this folder."""
 
 import dataclasses
 

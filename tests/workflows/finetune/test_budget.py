@@ -1,4 +1,4 @@
-"""The predicted peak of a fine-tuning step is the measured one, in every combination of settings."""
+"""The predicted peak of a fine-tuning step is the measured one, whatever the settings."""
 
 import pytest
 import torch

@@ -1,21 +1,32 @@
-"""The command of notebook 05 in processes of its own: killed, resumed, and given bad data."""
+"""The command of notebook 05: killed and resumed in processes of its own, and what it refuses."""
 
-from __future__ import annotations
-
-import dataclasses
+import contextlib
+import io
 import json
-import re
+import stat
+import sys
 
 import pytest
+import torch
 
 from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
-from recipes_lib.workflows.finetune.command import check_output, check_packing, run_command
-from recipes_lib.workflows.finetune.data import load_data
-from recipes_lib.workflows.finetune.libraries import write_production
-from tests.test_finetune import RUN
+from recipes_lib.workflows.finetune.command import (
+    STEP_LINE,
+    check_output,
+    check_packing,
+    finetune,
+    run_command,
+)
+from recipes_lib.workflows.finetune.export import WRITTEN
+from recipes_lib.workflows.finetune.loop import CHECKPOINT
+from recipes_lib.workflows.finetune.settings import Settings
+from tests.workflows.finetune.shared import RUN
+
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +36,9 @@ def small_model(tmp_path_factory):
     seed_everything(0)
     model = model_of_shape("smollm2-135m", layers=1, device="cpu")
     small = model.config
-    small.hidden_size, small.intermediate_size, small.head_dim = 36, 64, 4
+    small.hidden_size = 36
+    small.intermediate_size = 64
+    small.head_dim = 4
     type(model)(small).save_pretrained(folder)
     load_tokenizer().save_pretrained(folder)
     return folder
@@ -42,119 +55,199 @@ def pairs(tmp_path_factory):
     return path
 
 
-def command(small_model, pairs, output, *more, steps=8):
-    return ["--model", str(small_model), "--data", str(pairs), "--output", str(output), "--steps", str(steps),
-            "--save-steps", "2", "--rows-per-step", "2", "--seq-len", "64", "--precision", "fp32",
-            "--dropout", "0.1", *more]  # fmt: skip
+def settings(small_model, pairs, output, **values):
+    given = {
+        "base_model": str(small_model),
+        "data_file": str(pairs),
+        "output_dir": str(output),
+        "dropout": 0.1,  # its random states have to come back
+        "learning_rate": 1e-3,
+        "steps": STEPS,
+        "warmup_steps": 5,
+        "rows_per_step": 2,
+        "micro_batch_size": 1,
+        "seq_len": 64,
+        "packing": True,
+        "precision": "fp32",
+        "save_steps": 2,
+        "report_to": "tensorboard",
+    }
+    return Settings(**given | values)
 
 
-def test_command_is_killed_and_resumed_with_the_identical_losses(small_model, pairs, tmp_path):
-    """SIGKILL between two steps; the log shows each step once; the folder holds all that was promised."""
-    expected = run_command(*command(small_model, pairs, tmp_path / "whole"))
-    assert sorted(expected) == list(range(8))
-    killed = tmp_path / "killed"
-    before = run_command(*command(small_model, pairs, killed), kill_at=4)
-    assert 4 in before and 7 not in before
-    after = run_command(*command(small_model, pairs, killed, "--resume"))
-    assert before | after == expected and min(after) >= 4
-    assert all(before[step] == after[step] for step in before.keys() & after.keys())
-
-    log = read_back(killed / "log", backend="tensorboard")
-    assert [step for step, _ in log["loss"]] == list(range(8))
-    assert [loss for _, loss in log["loss"]] == pytest.approx(
-        [float(expected[s]) for s in range(8)], abs=1e-5
-    )
-    assert {
-        "loss",
-        "tokens_per_second",
-        "peak_bytes",
-        "gradient_norm",
-        "learning_rate",
-    } <= log.keys()
-    files = {path.name for path in killed.iterdir()}
-    assert {
-        "adapter",
-        "axolotl.yml",
-        "accelerate.yml",
-        "train.jsonl",
-        "checkpoint.pt",
-        "log",
-    } <= files
-    same = [
-        (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
-        for name in ("whole", "killed")
+def as_options(run):
+    """The same run on the command line; the options that are left out have the values above."""
+    return [
+        f"--model={run.base_model}",
+        f"--data={run.data_file}",
+        f"--output={run.output_dir}",
+        f"--steps={run.steps}",
+        f"--save-steps={run.save_steps}",
+        f"--rows-per-step={run.rows_per_step}",
+        f"--seq-len={run.seq_len}",
+        f"--precision={run.precision}",
+        f"--dropout={run.dropout}",
     ]
-    assert same[0] == same[1]
-
-    with pytest.raises(RuntimeError, match="is there already, a finished run"):
-        run_command(*command(small_model, pairs, killed))
-    assert run_command(*command(small_model, pairs, tmp_path / "new", "--resume", steps=2)), (
-        "nothing there: it begins"
-    )
 
 
-@pytest.mark.parametrize(
-    ("lines", "error"),
-    [
-        ([], "(no rows)"),
-        (
-            [{"prompt": f"{i}", "completion": "b " * 200} for i in range(30)],
-            "longer than seq_len=64",
-        ),
-        ([{"text": "a"}], "`prompt` and `completion` are needed"),
-        ([{"prompt": f"{i}", "completion": "b"} for i in range(5)], "held-out rows"),
-        (
-            [{"prompt": "a", "completion": "b"}] * 30,
-            "the data set is empty",
-        ),  # all of it is held out
-    ],
-)
-def test_command_refuses_bad_data(small_model, tmp_path, lines, error):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(RuntimeError, match=f"error: .*{re.escape(error)}"):
-        run_command(*command(small_model, path, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+def finetune_here(run, **options):
+    """`finetune` in this process: step -> loss, as it printed them, and all that it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        finetune(run, **options)
+    lines = printed.getvalue().splitlines()
+    matches = filter(None, map(STEP_LINE.match, lines))
+    return {int(match[1]): match[2] for match in matches}, printed.getvalue()
 
 
-def test_a_run_that_is_killed_before_its_first_checkpoint_begins_again(
-    small_model, pairs, tmp_path
+@pytest.fixture(scope="module")
+def whole(small_model, pairs, tmp_path_factory):
+    """A run that nobody disturbs: its folder, its losses, what it printed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    losses, printed = finetune_here(settings(small_model, pairs, folder))
+    return folder, losses, printed
+
+
+# --- killed and resumed -------------------------------------------------------------------------
+
+
+def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
+    whole, small_model, pairs, tmp_path, monkeypatch
 ):
-    line = command(small_model, pairs, tmp_path / "run", "--save-steps", "4", steps=4)
-    before = run_command(*line, kill_at=1)
-    with pytest.raises(RuntimeError, match="log would be overwritten: resume"):
-        run_command(*line)
-    after = run_command(*line, "--resume")
-    assert sorted(after) == [0, 1, 2, 3] and {step: after[step] for step in before} == before
-    log = read_back(tmp_path / "run" / "log", backend="tensorboard")
-    assert [step for step, _ in log["loss"]] == [0, 1, 2, 3]
+    """SIGKILL before the first checkpoint: it begins again. After one: it goes on from there."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other threads sum in another order
+    whole_folder, expected, _ = whole
+    run = settings(small_model, pairs, tmp_path / "killed")
+    folder = tmp_path / "killed"
+
+    # With --resume, and nothing there: it begins.
+    first = run_command(*as_options(run), "--resume", kill_at=0)
+    assert 0 in first
+    assert not (folder / CHECKPOINT).exists()
+    with pytest.raises(ValueError, match="log would be overwritten: resume"):
+        finetune_here(run)
+
+    second = run_command(*as_options(run), "--resume", kill_at=3)
+    assert sorted(second)[:4] == [0, 1, 2, 3]
+    assert STEPS - 1 not in second
+    with pytest.raises(ValueError, match="would be overwritten: resume"):
+        finetune_here(run)
+
+    third, _ = finetune_here(run, resume=True)
+    assert min(third) >= 2, "it goes on from a checkpoint"
+    for part in (first, second, third):
+        assert part == {step: expected[step] for step in part}
+    assert sorted(second | third) == list(range(STEPS))
+
+    # The log shows each step once, and the weights are those of the run that nobody disturbed.
+    log = read_back(folder / "log", backend="tensorboard")
+    assert [step for step, _ in log["loss"]] == list(range(STEPS))
+    logged = [loss for _, loss in log["loss"]]
+    assert logged == pytest.approx([float(expected[s]) for s in range(STEPS)], abs=1e-5)
+    names = {"tokens_per_second", "peak_bytes", "gradient_norm", "learning_rate"}
+    assert names <= log.keys()
+    weights = "adapter/adapter_model.safetensors"
+    assert (folder / weights).read_bytes() == (whole_folder / weights).read_bytes()
+
+
+def test_the_folder_holds_all_that_was_promised(whole, small_model):
+    folder, losses, printed = whole
+    assert sorted(losses) == list(range(STEPS))
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"adapter", "log", CHECKPOINT, *WRITTEN}
+    assert "held-out loss: " in printed
+    assert "too few to rely on" in printed  # of 4 rows
+    assert "36 rows to train on, 4 held out" in printed
+    assert f"path: {folder}/train.jsonl" in (folder / "axolotl.yml").read_text()
+
+
+def test_a_finished_run_is_not_begun_again(whole, small_model, pairs):
+    folder, _, _ = whole
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="is there already, a finished run"):
+            finetune_here(settings(small_model, pairs, folder), resume=resume)
+
+
+def test_a_full_model_and_a_4_bit_one_are_saved(small_model, pairs, tmp_path):
+    """What is saved loads again: the whole model with its tokenizer, or adapters on their base."""
+    from transformers import AutoModelForCausalLM
+
+    short = {"steps": 1, "warmup_steps": 0, "report_to": "none"}
+    base = AutoModelForCausalLM.from_pretrained(small_model)
+
+    full = settings(small_model, pairs, tmp_path / "full", method="full", **short)
+    finetune_here(full)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "full" / "model")
+    assert base_fingerprint(saved) != base_fingerprint(base)
+    assert (tmp_path / "full" / "model" / "tokenizer.json").exists()
+    assert not (tmp_path / "full" / "log").exists()
+
+    adapted = settings(small_model, pairs, tmp_path / "qlora", method="qlora", **short)
+    finetune_here(adapted)
+    assert load_adapter(base, tmp_path / "qlora" / "adapter").peft_config
+
+
+# --- a process of its own -----------------------------------------------------------------------
+
+
+def stand_in(tmp_path, monkeypatch, body):
+    """A program in the place of Python."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def test_a_command_that_fails_raises_its_last_line(tmp_path, monkeypatch):
+    stand_in(
+        tmp_path, monkeypatch, "echo 'step 0: loss 1.5, 3'\necho first >&2\necho last >&2\nexit 1"
+    )
+    with pytest.raises(RuntimeError, match=r"^last; the command ended with 1"):
+        run_command()
+    stand_in(tmp_path, monkeypatch, "exit 3")
+    with pytest.raises(RuntimeError, match=r"no error message.*ended with 3"):
+        run_command()
+
+
+def test_a_command_that_ends_before_it_is_killed_has_failed(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, "echo 'step 0: loss 1.5, 3 tokens/s'")
+    assert run_command() == {0: "1.5"}
+    with pytest.raises(RuntimeError, match="ended with 0"):
+        run_command(kill_at=7)
+
+
+def test_what_is_said_beside_the_steps_is_shown_if_asked(tmp_path, monkeypatch, capsys):
+    stand_in(tmp_path, monkeypatch, "echo hello\necho 'step 0: loss 1.5, 3 tokens/s'")
+    run_command()
+    assert capsys.readouterr().out == ""
+    run_command(echo=True)
+    assert capsys.readouterr().out == "hello\n"
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_bad_data_is_refused_before_the_folder_is_made(small_model, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("")
+    with pytest.raises(ValueError, match="no rows"):
+        finetune_here(settings(small_model, path, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
     result = tmp_path / "adapter"
     for name in ("train.jsonl", "axolotl.yml"):
-        (tmp_path / name).write_text(pairs.read_text())
+        path = tmp_path / name
+        path.write_text("mine")
         with pytest.raises(ValueError, match=f"{name} would be overwritten"):
             check_output(tmp_path, result, inputs=["", None], resume=False)
+        # Resuming may replace what an earlier attempt wrote, but not what is read.
+        check_output(tmp_path, result, inputs=["", None], resume=True)
         with pytest.raises(ValueError, match=f"{name} would be overwritten"):
-            check_output(tmp_path, result, inputs=[str(tmp_path / name), None], resume=True)
-        (tmp_path / name).unlink()
+            check_output(tmp_path, result, inputs=[str(path), None], resume=True)
+        path.unlink()
     check_output(tmp_path, result, inputs=[str(pairs), None], resume=False)
-
-
-def test_what_is_held_out_is_not_trained_on(pairs, tmp_path, capsys):
-    tokenizer, run = load_tokenizer(), dataclasses.replace(RUN, seq_len=64, data_file=str(pairs))
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("\n".join(pairs.read_text().splitlines()[:5]))
-    trained, rows, _ = load_data(tokenizer, run=run, held_out_file=str(held_out))
-    assert len(trained) == len(rows) == 35 and "held out too: 5 pairs" in capsys.readouterr().out
-    assert len(load_data(tokenizer, run=run, limit=20)[0]) == 18
-    with pytest.raises(ValueError, match="give the file of pairs to train on"):
-        load_data(
-            tokenizer, run=dataclasses.replace(run, data_file=""), held_out_file=str(held_out)
-        )
-    with pytest.raises(ValueError, match="limit=0"):
-        load_data(tokenizer, run=run, limit=0)
 
 
 def test_packing_is_refused_where_documents_are_not_kept_apart():
@@ -165,20 +258,5 @@ def test_packing_is_refused_where_documents_are_not_kept_apart():
     model.forward = lambda position_ids, **inputs: forward(**inputs)
     with pytest.raises(ValueError, match=r"a document sees its neighbour.*--no-packing"):
         check_packing(model, rows, run=RUN, pad_token_id=0)
-
-
-PAIR = {"prompt": "a", "completion": "b"}
-CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-
-
-@pytest.mark.parametrize("rows", [[PAIR, PAIR], [PAIR, CHAT], [CHAT, PAIR], [CHAT, CHAT]])
-def test_production_files_name_the_rows_that_were_trained_on(tmp_path, rows):
-    write_production(
-        dataclasses.replace(RUN, output_dir=str(tmp_path), data_file="mine.jsonl", method="lora"),
-        rows,
-    )
-    assert f"path: {tmp_path}/train.jsonl" in (tmp_path / "axolotl.yml").read_text()
-    written = [
-        json.loads(line)["messages"] for line in (tmp_path / "train.jsonl").read_text().splitlines()
-    ]
-    assert written == [CHAT["messages"]] * 2
+    with torch.no_grad():  # one document per row has no neighbour
+        check_packing(model, pack_sequences(rows[:1], length=8), run=RUN, pad_token_id=0)

@@ -1,4 +1,7 @@
+"""The settings of a run as the Trainer, TRL, Axolotl and accelerate read them, by their own code."""
+
 import copy
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -14,17 +17,20 @@ import torch
 import yaml
 from filelock import FileLock
 
-from recipes_lib.core.data import batches, collate, load_instructions, tokenize_pair
-from recipes_lib.core.model import cache_dir, load_tokenizer, resolve
+from recipes_lib.core.chat import tokenize_pair
+from recipes_lib.core.data import batches, collate, load_instructions
+from recipes_lib.core.default_model import cache_dir, resolve
+from recipes_lib.core.model import load_tokenizer
 from recipes_lib.workflows.finetune.export import (
-    CHOICES,
     accelerate_config,
     axolotl_config,
     sft_arguments,
     trainer_arguments,
     write_messages,
+    write_production,
     write_yaml,
 )
+from recipes_lib.workflows.finetune.settings import CHOICES, Settings
 
 AXOLOTL = "axolotl==0.19.0"
 PAIRS = [
@@ -32,45 +38,54 @@ PAIRS = [
     {"prompt": "Añade\n1 + 1", "completion": '{"sum": 2}\n\nwith a "quote"'},
 ]
 
+# Not one number is a default of the libraries: a setting that gets lost shows.
+RUN = Settings(
+    base_model="smollm2",
+    data_file="train.jsonl",
+    output_dir="out",
+    rank=4,
+    alpha=12,
+    learning_rate=3e-4,
+    betas=(0.8, 0.95),
+    eps=1e-3,
+    weight_decay=0.1,
+    max_grad_norm=0.5,
+    steps=6,
+    warmup_steps=2,
+    rows_per_step=6,
+    micro_batch_size=2,
+    seq_len=64,
+    precision="fp32",
+    seed=7,
+)
 
-def run(**changes):
-    """Settings of one run; not one number is a default of the libraries."""
-    settings = {
-        "base_model": "smollm2",
-        "data_file": "train.jsonl",
-        "output_dir": "out",
-        "method": "lora",
-    }
-    settings |= {"rank": 4, "alpha": 12, "learning_rate": 3e-4, "optimizer": "adamw_torch_fused"}
-    settings |= {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
-    settings |= {
-        "steps": 6,
-        "warmup_steps": 2,
-        "rows_per_step": 6,
-        "micro_batch_size": 2,
-        "seq_len": 64,
-    }
-    settings |= {"packing": False, "precision": "fp32", "gradient_checkpointing": False, "seed": 7}
-    return settings | changes
+
+def change(**values):
+    return dataclasses.replace(RUN, **values)
 
 
 CASES = {
-    f"{method}{'-packed' if packing else ''}": run(method=method, packing=packing)
-    for method in CHOICES["method"]
-    for packing in (False, True)
+    "lora": RUN,
+    "lora-packed": change(packing=True),
+    "qlora": change(method="qlora"),
+    "full-packed": change(method="full", packing=True),
+    "bf16": change(precision="bf16"),
+    "fp16": change(precision="fp16"),
+    "layers": change(target_modules=("q_proj", "v_proj")),
+    "dropout": change(dropout=0.1),
+    "checkpointing": change(gradient_checkpointing=True, save_steps=2),
+    "processes": change(processes=3, rows_per_step=12),
+    "no-clipping-no-warmup": change(max_grad_norm=0, warmup_steps=0, alpha=12.0),
 }
-CASES |= {precision: run(precision=precision) for precision in ("bf16", "fp16")}
-CASES |= {f"optimizer-{name}": run(optimizer=name) for name in CHOICES["optimizer"][1:]}
-CASES |= {f"report-{name}": run(report_to=name) for name in CHOICES["report_to"][1:]}
-CASES |= {
-    "layers": run(target_modules=("q_proj", "v_proj")),
-    "dropout": run(dropout=0.1),
-    "checkpointing": run(gradient_checkpointing=True, save_steps=2),
-    "processes": run(processes=3, rows_per_step=12),
-    "no-clipping-no-warmup": run(max_grad_norm=0, warmup_steps=0, alpha=12.0),
-}
+CASES |= {f"optimizer-{name}": change(optimizer=name) for name in CHOICES["optimizer"][1:]}
+CASES |= {f"report-{name}": change(report_to=name) for name in CHOICES["report_to"][1:]}
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 for_each_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
 
 
 # --- Axolotl: its own code, in a process of its own ----------------------------------------------
@@ -78,7 +93,10 @@ for_each_case = pytest.mark.parametrize("case", CASES)
 
 @pytest.fixture(scope="module")
 def axolotl():
-    """A folder to put on the path. With its dependencies Axolotl would replace half of what is installed here."""
+    """A folder to put on the path.
+
+    With its dependencies Axolotl would replace half of what is installed here.
+    """
     name, version = AXOLOTL.split("==")
     try:
         if importlib.metadata.version(name) == version:
@@ -89,26 +107,21 @@ def axolotl():
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            scratch = Path(tempfile.mkdtemp(prefix="axolotl-", dir=folder.parent))
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--retries",
-                "1",
-                "--no-deps",
-            ]
-            command += ["--target", str(scratch), AXOLOTL, "addict", "colorama"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
-                scratch.replace(folder)
-            shutil.rmtree(scratch, ignore_errors=True)
-            assert done.returncode == 0, (
-                f"pip could not fetch {AXOLOTL}, whose schema is asked here: {done.stderr}"
-            )
+            install_axolotl(folder)
     return str(folder)
+
+
+def install_axolotl(folder):
+    scratch = Path(tempfile.mkdtemp(prefix="axolotl-", dir=folder.parent))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--no-deps"]
+    command = [*pip, "--target", str(scratch), AXOLOTL, "addict", "colorama"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        scratch.replace(folder)
+    shutil.rmtree(scratch, ignore_errors=True)
+    assert done.returncode == 0, (
+        f"pip could not fetch {AXOLOTL}, whose schema is asked here: {done.stderr}"
+    )
 
 
 READ_BY_AXOLOTL = """
@@ -116,8 +129,9 @@ import json, sys
 from unittest.mock import MagicMock
 
 # What needs Triton or packages that are not installed, none of which is used here.
-absent = ["core.builders.causal", "core.builders.rl", "monkeypatch.trainer", "monkeypatch.trainer.lr"]
-absent += ["telemetry.callbacks", "telemetry.manager", "utils.callbacks", "utils.callbacks.profiler"]
+absent = ["core.builders.causal", "core.builders.rl", "telemetry.callbacks", "telemetry.manager"]
+absent += ["monkeypatch.trainer", "monkeypatch.trainer.lr"]
+absent += ["utils.callbacks", "utils.callbacks.profiler"]
 sys.modules.update({f"axolotl.{name}": MagicMock() for name in absent})
 
 import yaml
@@ -140,13 +154,15 @@ class Builder(TrainerBuilderBase):
 def read(path):
     config = yaml.safe_load(open(path, encoding="utf-8"))
     unknown = [key for key in config if key not in AxolotlInputConfig.model_fields]
-    unknown += [key for data in config["datasets"] for key in data if key not in SFTDataset.model_fields]
+    for data in config["datasets"]:
+        unknown += [key for key in data if key not in SFTDataset.model_fields]
     try:
         AxolotlInputConfig(**config)
         valid = validate_config(DictDefault(config), GPU, {"torch_version": "2.11.0"})
     except ValueError as error:
         return {"unknown": unknown, "error": str(error)}
-    answer = {"unknown": unknown, "valid": valid.to_dict(), "arguments": Builder(valid, None, None).build(999)}
+    arguments = Builder(valid, None, None).build(999)
+    answer = {"unknown": unknown, "valid": valid.to_dict(), "arguments": arguments}
     resolve_dtype(valid)
     return answer | {"dtype": str(valid.torch_dtype)}
 
@@ -155,35 +171,38 @@ request = json.load(sys.stdin)
 answer = {name: read(path) for name, path in request["files"].items()}
 config = DictDefault(yaml.safe_load(open(request["files"]["lora"], encoding="utf-8")))
 strategy = load(AutoTokenizer.from_pretrained(request["tokenizer"]), config, config.datasets[0])
-answer["rows"] = [strategy.tokenize_prompt(json.loads(line)) for line in open(request["data"], encoding="utf-8")]
+lines = open(request["data"], encoding="utf-8")
+answer["rows"] = [strategy.tokenize_prompt(json.loads(line)) for line in lines]
 print(json.dumps(answer, default=str))
 """
 
 
 @pytest.fixture(scope="module")
 def read_by_axolotl(axolotl, tmp_path_factory):
-    """What Axolotl makes of every case and of three bad configurations, in one process: the import takes seconds."""
+    """What Axolotl makes of every case and of three bad configurations.
+
+    It is one process: the import takes seconds.
+    """
     folder = tmp_path_factory.mktemp("axolotl")
-    configs = {name: axolotl_config(**settings) for name, settings in CASES.items()}
-    configs["bad-qlora"] = {
-        key: value for key, value in configs["qlora"].items() if key != "load_in_4bit"
-    }
+    configs = {name: axolotl_config(run) for name, run in CASES.items()}
+    configs["bad-qlora"] = dict(configs["qlora"])
+    del configs["bad-qlora"]["load_in_4bit"]
     configs["bad-key"] = configs["lora"] | {"lora_rank": 8}
     configs["bad-warmup"] = configs["lora"] | {"warmup_steps": 1}
-    files = {
-        name: str(write_yaml(config, folder / f"{name}.yml")) for name, config in configs.items()
-    }
+    files = {}
+    for name, config in configs.items():
+        files[name] = str(write_yaml(config, folder / f"{name}.yml"))
     write_messages(PAIRS, folder / "train.jsonl")
+
     request = {"files": files, "tokenizer": resolve(), "data": str(folder / "train.jsonl")}
     path = os.pathsep.join(filter(None, [axolotl, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "HF_HUB_OFFLINE": "1",
-        "AXOLOTL_DO_NOT_TRACK": "1",
-    }
-    command = [sys.executable, "-c", READ_BY_AXOLOTL]
+    offline = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
     done = subprocess.run(
-        command, input=json.dumps(request), env=environment, capture_output=True, text=True
+        [sys.executable, "-c", READ_BY_AXOLOTL],
+        input=json.dumps(request),
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -192,14 +211,15 @@ def read_by_axolotl(axolotl, tmp_path_factory):
 @for_each_case
 def test_axolotl_takes_the_configuration_and_knows_every_key(case, read_by_axolotl):
     answer = read_by_axolotl[case]
-    assert answer["unknown"] == [] and "error" not in answer, answer
-    config = axolotl_config(**CASES[case])
+    assert answer["unknown"] == []
+    assert "error" not in answer
+    config = axolotl_config(CASES[case])
     data = config.pop("datasets")[0]
-    assert {key: answer["valid"][key] for key in config} == config, "the schema changed a value"
-    assert {key: answer["valid"]["datasets"][0][key] for key in data} == data
-    assert (
-        answer["dtype"] == DTYPES[CASES[case]["precision"]] and answer["arguments"]["tf32"] is False
-    )
+    valid = answer["valid"]
+    assert {key: valid[key] for key in config} == config, "the schema changed a value"
+    assert {key: valid["datasets"][0][key] for key in data} == data
+    assert answer["dtype"] == DTYPES[CASES[case].precision]
+    assert answer["arguments"]["tf32"] is False
 
 
 def test_the_axolotl_check_can_fail(read_by_axolotl):
@@ -207,18 +227,20 @@ def test_the_axolotl_check_can_fail(read_by_axolotl):
     assert read_by_axolotl["bad-key"]["unknown"] == ["lora_rank"]  # the schema itself takes it
 
 
+def renamed(arguments):
+    """Newer versions of transformers call checkpointing otherwise."""
+    pairs = arguments.items()
+    return {
+        key.replace("gradient_checkpointing", "activation_checkpointing"): value
+        for key, value in pairs
+    }
+
+
 @for_each_case
 def test_axolotl_hands_the_trainer_what_we_hand_it(case, read_by_axolotl):
-    theirs, ours = read_by_axolotl[case]["arguments"], trainer_arguments(**CASES[case])
-    theirs = {
-        key.replace("gradient_checkpointing", "activation_checkpointing"): v
-        for key, v in theirs.items()
-    }
+    theirs = renamed(read_by_axolotl[case]["arguments"])
     theirs["report_to"] = (theirs["report_to"] or ["none"])[0]
-    ours = {
-        key.replace("gradient_checkpointing", "activation_checkpointing"): v
-        for key, v in ours.items()
-    }
+    ours = renamed(trainer_arguments(CASES[case]))
     assert {key: theirs.get(key) for key in ours} == ours
 
 
@@ -226,58 +248,57 @@ def test_axolotl_makes_one_warmup_step_two(read_by_axolotl):
     """The reason for our refusal."""
     assert read_by_axolotl["bad-warmup"]["arguments"]["warmup_steps"] == 2
     with pytest.raises(ValueError, match="would take 2"):
-        axolotl_config(**run(warmup_steps=1))
-    assert trainer_arguments(**run(warmup_steps=1))["warmup_steps"] == 1
+        axolotl_config(change(warmup_steps=1))
+    assert trainer_arguments(change(warmup_steps=1))["warmup_steps"] == 1
 
 
-def test_axolotl_trains_on_the_same_tokens(read_by_axolotl):
+def test_axolotl_trains_on_the_same_tokens(read_by_axolotl, tokenizer):
     for pair, row in zip(PAIRS, read_by_axolotl["rows"], strict=True):
-        ours = tokenize_pair(load_tokenizer(), **pair)
-        behind = len(row["input_ids"]) - len(
-            ours["input_ids"]
-        )  # the template's line break after the end mark
+        ours = tokenize_pair(tokenizer, **pair)
+        size = len(ours["input_ids"])
+        # The template's line break after the end mark is there, and not learnt.
+        behind = len(row["input_ids"]) - size
         assert 0 <= behind <= 1
-        assert row["input_ids"][: -behind or None] == ours["input_ids"]
+        assert row["input_ids"][:size] == ours["input_ids"]
         assert row["labels"] == ours["labels"] + [-100] * behind
 
 
 def test_what_axolotl_would_choose_otherwise():
-    config = axolotl_config(**run(dropout=0.1))
+    config = axolotl_config(change(dropout=0.1))
     wanted = {
         "excess_length_strategy": "drop",
         "train_on_inputs": False,
         "lora_target_linear": True,
         "attn_implementation": "sdpa",
+        "lora_mlp_kernel": False,
+        "lora_qkv_kernel": False,
+        "lora_o_kernel": False,
     }
-    wanted |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     assert {key: config[key] for key in wanted} == wanted
-    assert (
-        config["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    )  # "smollm2" is a name of ours
-    assert axolotl_config(**run(base_model="org/model"))["base_model"] == "org/model"
-    layers = axolotl_config(**run(target_modules=("q_proj", "v_proj")))
-    assert (
-        layers["lora_target_modules"] == ["q_proj", "v_proj"] and "lora_target_linear" not in layers
-    )
+    # "smollm2" is a name of ours.
+    assert config["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert axolotl_config(change(base_model="org/model"))["base_model"] == "org/model"
+
+
+def test_axolotl_gets_the_keys_of_its_case_only():
+    layers = axolotl_config(CASES["layers"])
+    assert layers["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert "lora_target_linear" not in layers
     assert "lora_mlp_kernel" not in layers  # without dropout the fused kernels compute the same
-    assert not [
-        key
-        for key in axolotl_config(**run(method="full"))
-        if key.startswith(("lora", "adapter", "load_in"))
-    ]
+    of_adapters = ("lora", "adapter", "load_in")
+    full = axolotl_config(CASES["full-packed"])
+    assert not [key for key in full if key.startswith(of_adapters)]
 
 
 def test_round_trip(tmp_path):
-    settings = run(processes=3, rows_per_step=12)
-    config = axolotl_config(**settings)
+    run = CASES["processes"]
+    config = axolotl_config(run)
     again = yaml.safe_load(write_yaml(config, tmp_path / "a.yml").read_text())
     assert again == config
-    rows = again["gradient_accumulation_steps"] * again["micro_batch_size"] * settings["processes"]
-    assert rows == settings["rows_per_step"]
-    assert (again["learning_rate"], again["adam_epsilon"]) == (
-        settings["learning_rate"],
-        settings["eps"],
-    )
+    rows = again["gradient_accumulation_steps"] * again["micro_batch_size"] * run.processes
+    assert rows == run.rows_per_step
+    assert again["learning_rate"] == run.learning_rate
+    assert again["adam_epsilon"] == run.eps  # YAML may read 1e-3 as text
 
 
 # --- the Trainer and TRL --------------------------------------------------------------------------
@@ -300,58 +321,53 @@ def fresh_accelerate():
 def test_training_arguments_take_every_key(case, tmp_path, fresh_accelerate):
     from transformers import TrainingArguments
 
-    given = trainer_arguments(**CASES[case] | {"output_dir": tmp_path})
+    run = CASES[case]
+    given = trainer_arguments(dataclasses.replace(run, output_dir=tmp_path))
     arguments = TrainingArguments(**given, use_cpu=True)
-    assert arguments.lr_scheduler_type == "cosine" and arguments.optim == CASES[case]["optimizer"]
-    assert arguments.mixed_precision == {"fp32": "no"}.get(
-        CASES[case]["precision"], CASES[case]["precision"]
-    )
-    assert arguments.activation_checkpointing is CASES[case]["gradient_checkpointing"]
-    assert arguments.report_to == ([] if given["report_to"] == "none" else [given["report_to"]])
-    assert arguments.get_warmup_steps(arguments.max_steps) == CASES[case]["warmup_steps"]
+    assert arguments.lr_scheduler_type == "cosine"
+    assert arguments.optim == run.optimizer
+    assert arguments.mixed_precision == run.precision.replace("fp32", "no")
+    assert arguments.activation_checkpointing is run.gradient_checkpointing
+    assert arguments.report_to == [name for name in [run.report_to] if name != "none"]
+    assert arguments.get_warmup_steps(arguments.max_steps) == run.warmup_steps
 
 
-@for_each_case
+# What TRL adds depends on these only; its own defaults are bf16, checkpointing and 1,024 tokens.
+@pytest.mark.parametrize("case", ["lora", "lora-packed", "bf16", "fp16", "checkpointing"])
 def test_sft_config_takes_every_key(case, tmp_path, fresh_accelerate):
     trl = pytest.importorskip("trl")
-    config = trl.SFTConfig(**sft_arguments(**CASES[case] | {"output_dir": tmp_path}), use_cpu=True)
-    # TRL's own defaults are bf16, checkpointing and 1,024 tokens.
-    assert (config.bf16, config.fp16) == (
-        CASES[case]["precision"] == "bf16",
-        CASES[case]["precision"] == "fp16",
-    )
-    assert (
-        config.activation_checkpointing
-        is config.gradient_checkpointing
-        is CASES[case]["gradient_checkpointing"]
-    )
-    assert (config.max_length, config.packing) == (64, CASES[case]["packing"])
-    assert config.completion_only_loss is True and config.assistant_only_loss is False
+    run = CASES[case]
+    given = sft_arguments(dataclasses.replace(run, output_dir=tmp_path))
+    config = trl.SFTConfig(**given, use_cpu=True)
+    assert config.bf16 == (run.precision == "bf16")
+    assert config.fp16 == (run.precision == "fp16")
+    assert config.activation_checkpointing is run.gradient_checkpointing
+    assert config.gradient_checkpointing is run.gradient_checkpointing
+    assert (config.max_length, config.packing) == (64, run.packing)
+    assert config.completion_only_loss is True
+    assert config.assistant_only_loss is False
 
 
-def plain_loop(model, rows, settings):
+def plain_loop(model, rows, run):
     """The run written out: whole batches, AdamW, clipping, a linear warm-up and a cosine."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    groups = [
-        {"params": decayed},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    options = {name: settings[name] for name in ("betas", "eps", "weight_decay")}
-    optimizer = torch.optim.AdamW(groups, **options)
-    warmup, steps = settings["warmup_steps"], settings["steps"]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        groups, betas=run.betas, eps=run.eps, weight_decay=run.weight_decay
+    )
     losses = []
-    for step, batch in zip(
-        range(steps), batches(rows, batch_size=settings["rows_per_step"], pad_token_id=0)
-    ):
-        rise, fall = (
-            step / warmup,
-            0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))),
-        )
+    data = batches(rows, batch_size=run.rows_per_step, pad_token_id=0)
+    for step, batch in zip(range(run.steps), data):
+        share = step / run.warmup_steps
+        if step >= run.warmup_steps:
+            done = (step - run.warmup_steps) / (run.steps - run.warmup_steps)
+            share = 0.5 * (1 + math.cos(math.pi * done))
         for group in optimizer.param_groups:
-            group["lr"] = settings["learning_rate"] * (rise if step < warmup else fall)
+            group["lr"] = run.learning_rate * share
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -366,190 +382,192 @@ def random_rows(count=12):
     return rows
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("trainer", ["transformers", "trl"])
-def test_the_trainers_run_is_the_plain_run(
-    trainer, checkpointing, llama, tmp_path, fresh_accelerate
-):
-    """Two passes in micro-batches of unequal token counts: the same losses and, in the end, the same weights."""
+def trainer_of(kind, model, rows, run, tokenizer):
     from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
 
-    settings = run(
-        method="full", learning_rate=1e-2, gradient_checkpointing=checkpointing, output_dir=tmp_path
-    )
-    rows, reference = random_rows(), copy.deepcopy(llama)
-    expected = plain_loop(reference, rows, settings)
     options = {"use_cpu": True, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
-    if trainer == "trl":
-        trl = pytest.importorskip("trl")
-        tokenizer = load_tokenizer()
-        tokenizer.pad_token_id = 2
-        made = trl.SFTTrainer(
-            llama,
-            trl.SFTConfig(**sft_arguments(**settings), **options),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
-    else:
-        from transformers import Trainer, TrainingArguments
-
-        arguments = TrainingArguments(**trainer_arguments(**settings), **options)
-        made = Trainer(
-            llama,
+    if kind == "transformers":
+        arguments = TrainingArguments(**trainer_arguments(run), **options)
+        return Trainer(
+            model,
             arguments,
             train_dataset=rows,
-            data_collator=lambda rows: collate(rows, pad_token_id=0),
+            data_collator=lambda part: collate(part, pad_token_id=0),
         )
-    made.train()
-    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    trl = pytest.importorskip("trl")
+    arguments = trl.SFTConfig(**sft_arguments(run), **options)
+    data = Dataset.from_list(rows)
+    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "checkpointing"), [("transformers", True), ("trl", False)])
+def test_the_trainers_run_is_the_plain_run(kind, checkpointing, llama, tmp_path, fresh_accelerate):
+    """Two passes in micro-batches of unequal token counts: the same losses and weights."""
+    run = change(
+        method="full",
+        learning_rate=1e-2,
+        gradient_checkpointing=checkpointing,
+        output_dir=tmp_path,
+    )
+    tokenizer = load_tokenizer()
+    tokenizer.pad_token_id = 2
+    rows = random_rows()
+    reference = copy.deepcopy(llama)
+    expected = plain_loop(reference, rows, run)
+    trainer = trainer_of(kind, llama, rows, run, tokenizer)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses == pytest.approx(expected, abs=1e-5)
-    for got, want in zip(llama.parameters(), reference.parameters()):
+    for got, want in zip(llama.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     assert expected[-1] < expected[0] - 0.1
     assert (tmp_path / "checkpoint-6").is_dir()  # the last step is saved
 
 
 @pytest.fixture
-def sft(tmp_path, llama, fresh_accelerate):
+def rows_of_trl(tmp_path, llama, tokenizer, fresh_accelerate):
+    """What TRL makes of a data set, or of a file."""
     trl = pytest.importorskip("trl")
     from datasets import load_dataset
 
-    def make(file, **changes):
-        arguments = trl.SFTConfig(
-            **sft_arguments(**run(output_dir=tmp_path, **changes)), use_cpu=True
-        )
-        rows = load_dataset(
-            "json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache")
-        )
-        return trl.SFTTrainer(
-            llama, arguments, train_dataset=rows, processing_class=load_tokenizer()
-        ).train_dataset
+    def rows_of(data, **changes):
+        run = change(output_dir=tmp_path, **changes)
+        arguments = trl.SFTConfig(**sft_arguments(run), use_cpu=True)
+        if isinstance(data, Path):
+            cache = str(tmp_path / "cache")
+            data = load_dataset("json", data_files=str(data), split="train", cache_dir=cache)
+        trainer = trl.SFTTrainer(llama, arguments, train_dataset=data, processing_class=tokenizer)
+        return trainer.train_dataset
 
-    return make
+    return rows_of
 
 
-def test_trl_trains_on_the_answers(sft, tmp_path):
+def test_trl_trains_on_the_answers(rows_of_trl, tokenizer, tmp_path):
     write_messages(PAIRS, tmp_path / "train.jsonl")
-    for pair, row in zip(PAIRS, sft(tmp_path / "train.jsonl"), strict=True):
-        ours = tokenize_pair(load_tokenizer(), **pair)
+    lengths = []
+    for pair, row in zip(PAIRS, rows_of_trl(tmp_path / "train.jsonl"), strict=True):
+        ours = tokenize_pair(tokenizer, **pair)
         size = len(ours["input_ids"])
         behind = row["input_ids"][size:]
-        assert (
-            row["input_ids"][:size] == ours["input_ids"]
-            and row["labels"] == ours["labels"] + behind
-        )
-        assert load_tokenizer().decode(behind).strip() == ""
-    (packed,) = sft(tmp_path / "train.jsonl", packing=True, seq_len=128)
-    assert sorted(packed["seq_lengths"]) == sorted(
-        len(tokenize_pair(load_tokenizer(), **p)["input_ids"]) + 1 for p in PAIRS
-    )
+        assert row["input_ids"][:size] == ours["input_ids"]
+        assert row["labels"] == ours["labels"] + behind
+        assert tokenizer.decode(behind).strip() == ""
+        lengths.append(len(row["input_ids"]))
+    (packed,) = rows_of_trl(tmp_path / "train.jsonl", packing=True, seq_len=128)
+    assert sorted(packed["seq_lengths"]) == sorted(lengths)
 
 
-def test_trl_would_train_on_the_questions_of_messages(sft, tmp_path):
-    """The reason for the columns `prompt` and `completion`: `completion_only_loss` does nothing here, in silence."""
+def test_trl_would_train_on_the_questions_of_messages(rows_of_trl, tmp_path):
+    """The reason for the columns `prompt` and `completion`.
+
+    `completion_only_loss` does nothing here, in silence.
+    """
     chat = [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    (row,) = sft(tmp_path / "train.jsonl")
+    (row,) = rows_of_trl(tmp_path / "train.jsonl")
     assert row["labels"] == row["input_ids"]
 
 
-def test_trl_takes_our_rows_as_they_are(llama, tmp_path, fresh_accelerate):
-    trl = pytest.importorskip("trl")
-    rows = load_instructions(load_tokenizer(), dataset=PAIRS)
-    arguments = trl.SFTConfig(**sft_arguments(**run(output_dir=tmp_path)), use_cpu=True)
-    taken = trl.SFTTrainer(
-        llama, arguments, train_dataset=rows, processing_class=load_tokenizer()
-    ).train_dataset
-    assert [dict(row) for row in taken] == [dict(row) for row in rows]
+def test_trl_takes_our_rows_as_they_are(rows_of_trl, tokenizer):
+    rows = load_instructions(tokenizer, dataset=PAIRS)
+    assert [dict(row) for row in rows_of_trl(rows)] == [dict(row) for row in rows]
 
 
 # --- accelerate -----------------------------------------------------------------------------------
 
 LAUNCHES = {
-    "one-gpu": {"precision": "fp16"},
-    "ddp": {"precision": "bf16", "processes": 4},
-    "fsdp": {"precision": "bf16", "processes": 2, "fsdp": True},
-    "cpu": {"precision": "fp32", "cpu": True},
+    "NO": {"precision": "fp16"},
+    "MULTI_GPU": {"precision": "bf16", "processes": 4},
+    "FSDP": {"precision": "bf16", "processes": 2, "fsdp": True},
 }
 
 
-@pytest.mark.parametrize("case", LAUNCHES)
-def test_accelerate_reads_its_configuration(case, tmp_path, monkeypatch, fresh_accelerate):
-    from accelerate.commands.config.config_args import load_config_from_file
+def launch_arguments(path):
+    """What `accelerate launch --config_file` reads."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    arguments, *_ = _validate_launch_command(arguments)
+    return arguments
+
+
+@pytest.mark.parametrize("kind", LAUNCHES)
+def test_accelerate_reads_its_configuration(kind, tmp_path, monkeypatch, fresh_accelerate):
+    from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    wanted = LAUNCHES[case]
-    path = str(write_yaml(accelerate_config(**wanted), tmp_path / "accelerate.yml"))
-    read = load_config_from_file(path)  # raises for an unknown key
-    kind = "FSDP" if wanted.get("fsdp") else "MULTI_GPU" if wanted.get("processes", 1) > 1 else "NO"
-    assert (read.distributed_type.value, read.num_processes) == (kind, wanted.get("processes", 1))
-    arguments = launch_command_parser().parse_args(["--config_file", path, "train.py"])
-    arguments, *_ = _validate_launch_command(arguments)
-    assert (arguments.multi_gpu, arguments.use_fsdp, arguments.use_cpu) == (
-        kind == "MULTI_GPU",
-        kind == "FSDP",
-        case == "cpu",
-    )
+    wanted = LAUNCHES[kind]
+    processes = wanted.get("processes", 1)
+    path = write_yaml(accelerate_config(**wanted), tmp_path / "accelerate.yml")
+    read = load_config_from_file(str(path))  # raises for an unknown key
+    assert read.distributed_type.value == kind
+    assert read.num_processes == processes
+    arguments = launch_arguments(path)
+    assert arguments.multi_gpu == (kind == "MULTI_GPU")
+    assert arguments.use_fsdp == (kind == "FSDP")
+    assert arguments.use_cpu is False
     if kind == "NO":
         return
+
     environment = prepare_multi_gpu_env(arguments)
-    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16" and arguments.nproc_per_node == str(
-        wanted["processes"]
-    )
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert arguments.nproc_per_node == str(processes)
     if kind == "FSDP":
         for name, value in environment.items():
             if name.startswith(("FSDP_", "ACCELERATE_")):
                 monkeypatch.setenv(name, value)
         plugin = FullyShardedDataParallelPlugin()
-        assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
-        assert plugin.cpu_ram_efficient_loading is False and "transformer" in str(
-            plugin.auto_wrap_policy
-        )
+        assert plugin.fsdp_version == 2
+        assert plugin.reshard_after_forward is True
+        assert plugin.cpu_ram_efficient_loading is False
+        assert "transformer" in str(plugin.auto_wrap_policy)
+
+
+def test_a_script_that_accelerate_launches_computes_on_the_cpu_in_bf16(
+    tmp_path, monkeypatch, fresh_accelerate
+):
+    """In the environment that the launcher gives the script."""
+    from accelerate import Accelerator
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    config = accelerate_config(precision="bf16", cpu=True)
+    arguments = launch_arguments(write_yaml(config, tmp_path / "accelerate.yml"))
+    assert arguments.use_cpu is True
+    _, environment = prepare_simple_launcher_cmd_env(arguments)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    accelerator = Accelerator()
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.device.type == "cpu"
+    assert accelerator.num_processes == 1
 
 
 def test_accelerate_rejects_an_unknown_key(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    path = write_yaml(
-        accelerate_config(precision="bf16") | {"processes": 2}, tmp_path / "accelerate.yml"
-    )
+    config = accelerate_config(precision="bf16") | {"processes": 2}
+    path = write_yaml(config, tmp_path / "accelerate.yml")
     with pytest.raises(ValueError, match="processes"):
         load_config_from_file(str(path))
 
 
-def test_accelerate_launches_with_it(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import accelerate\na = accelerate.Accelerator()\nprint(a.mixed_precision, a.device, a.num_processes)"
-    )
-    path = write_yaml(accelerate_config(precision="bf16", cpu=True), tmp_path / "accelerate.yml")
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(path),
-        str(script),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["bf16", "cpu", "1"]
-
-
-# --- files and bad input --------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_file_is_not_overwritten_by_accident(tmp_path):
-    config, path = axolotl_config(**run()), tmp_path / "a.yml"
+    config = axolotl_config(RUN)
+    path = tmp_path / "a.yml"
     first = write_yaml(config, path).read_text()
-    assert first.splitlines()[0] == f"# Written by recipes_lib/export.py. Run: axolotl train {path}"
+    head = "# Written by recipes_lib/workflows/finetune/export.py."
+    assert first.splitlines()[0] == f"{head} Run: axolotl train {path}"
     with pytest.raises(ValueError, match=r"a\.yml exists.*overwrite=True"):
         write_yaml(config, path)
     assert write_yaml(config, path, overwrite=True).read_text() == first
-    accelerate = write_yaml(accelerate_config(precision="bf16"), tmp_path / "b.yml").read_text()
-    assert f"accelerate launch --config_file {tmp_path / 'b.yml'}" in accelerate.splitlines()[0]
+    other = tmp_path / "b.yml"
+    launch = write_yaml(accelerate_config(precision="bf16"), other).read_text()
+    assert f"accelerate launch --config_file {other}" in launch.splitlines()[0]
     with pytest.raises(ValueError, match=r"a\.yml exists"):
         write_messages(PAIRS, path)
 
@@ -566,45 +584,55 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
         patch.setattr(Path, "write_text", fail)
         write_yaml(accelerate_config(precision="fp16"), path, overwrite=True)
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_messages(tmp_path):
     assert write_messages(iter(PAIRS), tmp_path / "train.jsonl") == 2
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    for pair, row in zip(PAIRS, rows, strict=True):
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    for pair, row in zip(PAIRS, map(json.loads, lines), strict=True):
         user = {"role": "user", "content": pair["prompt"]}
         assistant = {"role": "assistant", "content": pair["completion"]}
         assert row == {"messages": [user, assistant], "prompt": [user], "completion": [assistant]}
+
+
+def test_messages_without_an_answer_are_refused(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    question = {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(ValueError, match="no pair"):
-        write_messages([], tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match="pair 1: the completion is empty"):
-        write_messages([PAIRS[0], {"prompt": "x", "completion": " "}], tmp_path / "empty.jsonl")
-    assert not (tmp_path / "empty.jsonl").exists()
+        write_messages([], path)
+    for empty in ({"prompt": "x", "completion": " "}, question):
+        with pytest.raises(ValueError, match="pair 1: the completion is empty"):
+            write_messages([PAIRS[0], empty], path)
+    assert not path.exists()
 
 
-@pytest.mark.parametrize("make", [axolotl_config, trainer_arguments, sft_arguments])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "dora"}, "method='dora': choose one of"),
-        ({"optimizer": "adam"}, "optimizer='adam'"),
-        ({"precision": "fp8"}, "precision='fp8'"),
-        ({"report_to": "all"}, "report_to='all'"),
-        ({"rank": 0}, "rank=0"),
-        ({"alpha": 0}, "alpha=0"),
-        ({"dropout": 1.0}, "dropout=1.0"),
-        ({"max_grad_norm": -1}, "0 for no clipping"),
-        ({"warmup_steps": 6}, "give 0 to 5"),
-        ({"micro_batch_size": 4}, "multiple of micro_batch_size x processes = 4"),
-        ({"processes": 2}, "multiple of micro_batch_size x processes = 4"),
-        ({"target_modules": "q_proj"}, "give a list"),
-        ({"target_modules": []}, "give a list"),
-    ],
-)
-def test_bad_settings(make, changes, message):
-    with pytest.raises(ValueError, match=message):
-        make(**run(**changes))
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+PAIR = {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize("rows", [[PAIR, CHAT], [CHAT, PAIR]])  # the first decides nothing
+def test_production_files_name_the_rows_that_were_trained_on(tmp_path, rows):
+    write_production(change(output_dir=str(tmp_path), data_file="mine.jsonl"), rows)
+    config = yaml.safe_load((tmp_path / "axolotl.yml").read_text())
+    assert config["datasets"][0]["path"] == f"{tmp_path}/train.jsonl"
+    assert config["output_dir"] == f"{tmp_path}/axolotl"
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    assert [json.loads(line)["messages"] for line in lines] == [CHAT["messages"]] * 2
+
+
+def test_production_files_that_cannot_be_are_left_out_and_named(tmp_path, capsys):
+    """A run that is done must not fail for it."""
+    run = change(output_dir=str(tmp_path), warmup_steps=1, processes=3, rows_per_step=6)
+    write_production(run, [PAIR])
+    said = capsys.readouterr().out
+    assert "no axolotl.yml, which cannot say this run: warmup_steps=1" in said
+    assert "no accelerate.yml, which cannot say this run: cpu=True, processes=3" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -613,8 +641,8 @@ def test_bad_settings(make, changes, message):
 )
 def test_what_axolotl_cannot_do(changes, message):
     with pytest.raises(ValueError, match=message):
-        axolotl_config(**run(**changes))
-    trainer_arguments(**run(**changes))
+        axolotl_config(change(**changes))
+    trainer_arguments(change(**changes))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,6 @@ def test_derived_numbers():
 
 
 def test_they_do_not_change():
-    """A run's settings are compared with those of its checkpoint: they must be those it ran with."""
+    """They are compared with those of a checkpoint: they must be those that the run had."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         RUN.rank = 2
