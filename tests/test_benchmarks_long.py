@@ -1,39 +1,114 @@
 """The measurements of notebook 04 in small sizes, and their numbers in the texts."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import long_sequences, record, render
+from benchmarks import long_sequences, long_steps, record, render, tables
+from benchmarks.sizes import FAST
 from recipes_lib.core.machine import provenance
-from recipes_lib.workflows.bench.losses import compare_losses
-
-ROOT = Path(__file__).resolve().parents[1]
+from recipes_lib.core.model import model_of_shape
 
 
-def test_gpu_parts_on_cpu_sizes(tmp_path):
-    parts = ["attention", "loss", "rope", "ablation", "longest", "context"]
-    command = [sys.executable, "-m", "benchmarks.gpu", "--tier", "cpu", "--fast", "--parts", *parts]
-    environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = (tmp_path / "results").glob("*.json")
-    found = json.loads(file.read_text())["parts"]
-    assert set(found) == set(parts)
-    assert [row["tokens"] for row in found["attention"]["rows"]] == [64, 64, 128, 128]
-    assert all(way["error"] < 1e-4 for way in found["loss"]["ways"].values())
-    assert {len(curve) for curve in found["rope"]["curves"].values()} == {3} and len(
-        found["rope"]["curves"]
-    ) == 4
-    tokens = [row["tokens"] for row in found["ablation"]["rows"].values()]
-    assert len(tokens) == 4 and tokens[-1] > 1.2 * tokens[0]
-    assert found["longest"]["tokens"] == 512 and found["longest"]["peak_gib"] > 0
-    assert found["context"]["tokens"] >= 64
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    monkeypatch.setenv("RECIPES_FAST", "1")
+
+
+def last_of(contents):
+    """What a part has measured when it is through."""
+    *_, last = contents
+    return json.loads(json.dumps(last))  # it will be kept as JSON
+
+
+# --- attention, loss, positions -----------------------------------------------------------------
+
+
+def test_attention_at_growing_length():
+    found = last_of(long_sequences.compare_attention(**FAST["attention"]))
+    rows = [(row["tokens"], row["kernel"]) for row in found["rows"]]
+    assert rows == [(64, "eager"), (64, "fused"), (128, "eager"), (128, "fused")]
+    assert all(row["forward_seconds"] > 0 and row["peak_bytes"] > 0 for row in found["rows"])
+
+
+def test_scores_that_do_not_fit_cost_their_row_only(monkeypatch):
+    real = long_sequences.measure_attention
+    tried = []
+
+    def measured(model, *, seq_len, eager):
+        tried.append((seq_len, eager))
+        if eager and seq_len > 32:
+            raise torch.OutOfMemoryError("full")
+        return real(model, seq_len=seq_len, eager=eager, rounds=1)
+
+    monkeypatch.setattr(long_sequences, "measure_attention", measured)
+    sizes = {"shape": "tiny-llama", "lengths": [32, 64, 96], "eager_to": 64}
+    found = last_of(long_sequences.compare_attention(**sizes))
+    rows = [(row["tokens"], row["kernel"]) for row in found["rows"]]
+    assert rows == [(32, "eager"), (32, "fused"), (64, "fused"), (96, "fused")]
+    assert (96, True) not in tried, "beyond `eager_to`, eager attention is not even tried"
+
+
+def test_losses_beside_the_libraries():
+    found = last_of(long_sequences.compare_losses(**FAST["loss"]))
+    assert {"plain", "ours"} <= found["ways"].keys()
+    assert all(way["error"] < 1e-4 and way["seconds"] > 0 for way in found["ways"].values())
+
+
+def test_positions_are_measured_plain_and_with_each_scaling(monkeypatch):
+    """With a small model: what the real one says about real texts is a result, and no test."""
+    monkeypatch.setattr(long_sequences, "load_model", lambda: model_of_shape("tiny-llama"))
+    rows = torch.arange(300).view(1, 1, 300) % 128
+    monkeypatch.setattr(long_sequences, "_long_rows", lambda seq_len, texts: rows)
+    found = last_of(long_sequences.stretched(**FAST["rope"]))
+    assert list(found["curves"]) == ["none", *long_sequences.KINDS]
+    assert {len(curve) for curve in found["curves"].values()} == {3}
+
+
+def test_rows_of_real_text():
+    rows = long_sequences._long_rows(300, texts=2)
+    assert rows.shape == (2, 1, 300)
+    assert not torch.equal(rows[0], rows[1]), "two texts, not twice the same"
+
+
+# --- whole steps --------------------------------------------------------------------------------
+
+
+def test_the_ladder_of_the_record():
+    """Each row at its own length, under its cap; the last fits more than the first."""
+    found = last_of(long_steps.ablation(**FAST["ablation"]))
+    assert list(found["rows"]) == list(long_steps.WAYS)
+    rows = list(found["rows"].values())
+    assert rows[-1]["tokens"] > 1.2 * rows[0]["tokens"]
+    for row in rows:
+        assert row["tokens"] == row["predicted_tokens"], "it ran out of memory"
+        # The emulated cap counts all that is alive, and so do the steps.
+        assert row["peak_gib"] <= 1.05 * found["cap_gib"]
+    moved = [row["host_gib"] > 0 for row in rows]
+    assert moved == [way.offload for way in long_steps.WAYS.values()]
+
+
+def test_the_recipes_of_the_ablation_do_not_change_the_maths(monkeypatch):
+    """At one length for all: the loss is that of the same weights."""
+    monkeypatch.setattr(long_steps, "predicted_longest", lambda plan, limit_bytes: 300)
+    found = last_of(long_steps.ablation(shape="tiny-llama", layers=4, cap=2**30))
+    losses = [row["loss"] for row in found["rows"].values()]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-4)
+
+
+def test_the_longest_step():
+    asked, found = long_steps.longest_step(**FAST["longest"])
+    assert asked == {"shape": "tiny-llama", "layers": 4, "asked": 512}
+    assert found["tokens"] == 512
+    assert found["peak_gib"] > 0
+
+
+def test_the_longest_context_of_qlora():
+    found = last_of(long_steps.qlora_context(**FAST["context"]))
+    assert 64 <= found["tokens"] <= FAST["context"]["most"]
+    assert found["peak_gib"] <= found["cap_gib"]
+    assert str(found["tokens"]) in found["tried"]
 
 
 def test_out_of_memory_shortens_the_row():
@@ -42,103 +117,77 @@ def test_out_of_memory_shortens_the_row():
             raise torch.OutOfMemoryError("full")
         return {"tokens": tokens}
 
-    assert long_sequences._until_it_fits(step, 1000) == {"tokens": 765}
-    assert (
-        long_sequences._until_it_fits(step, 5000)["failed"] == "out of memory, 3349 tokens and more"
-    )
+    assert long_steps.until_it_fits(step, 1000) == {"tokens": 765}
+    failed = long_steps.until_it_fits(step, 5000)
+    assert failed == {"failed": "out of memory, 3349 tokens and more"}
 
 
-def test_scores_that_do_not_fit_cost_their_row_only(monkeypatch):
-    real = long_sequences.measure_attention
-
-    def measured(model, *, seq_len, eager):
-        if eager and seq_len > 32:
-            raise torch.OutOfMemoryError("full")
-        return real(model, seq_len=seq_len, eager=eager, rounds=1)
-
-    monkeypatch.setattr(long_sequences, "measure_attention", measured)
-    *_, found = long_sequences.compare_attention("tiny-llama", [32, 64, 96], 64)
-    rows = [(row["tokens"], row["kernel"]) for row in found["rows"]]
-    assert rows == [(32, "eager"), (32, "fused"), (64, "fused"), (96, "fused")]
-
-
-def test_the_recipes_of_the_ablation_do_not_change_the_maths(monkeypatch):
-    """At one length for all: the loss is that of the same weights."""
-    monkeypatch.setattr(long_sequences, "predicted_longest", lambda plan, limit_bytes: 300)
-    *_, found = long_sequences.ablation("tiny-llama", 4, 2**30)
-    losses = [row["loss"] for row in found["rows"].values()]
-    assert losses == pytest.approx([losses[0]] * 4, abs=1e-4)
-
-
-def test_losses_side_by_side():
-    costs = compare_losses(tokens=300, hidden=32, vocab=5000, rounds=1)
-    assert {"plain", "ours"} <= costs.keys()
-    assert all(cost.error < 1e-5 and cost.seconds > 0 for cost in costs.values())
+# --- into the texts -----------------------------------------------------------------------------
 
 
 def test_notebook_04_in_numbers(tmp_path):
-    rows = [
-        {
-            "name": "baseline",
-            "predicted_tokens": 110,
-            "tokens": 99,
-            "crossing": 100,
-            "peak_bytes": 1,
-            "seconds": 2.0,
-            "loss": 2.5,
-        }
-    ]
-    rows.append(
-        rows[0]
-        | {
-            "name": "everything combined",
-            "predicted_tokens": 3000,
-            "tokens": 2970,
-            "crossing": 3000,
-            "seconds": 5.0,
-        }
-    )
-    facts = {"model": "tiny", "limit_bytes": 4 * 2**30, "timed_at": 64, "loss_error": 2e-6}
-    facts |= {"slopes": {"baseline": 1.5, "flash attention": 1.0}}
-    facts |= {
+    first = {
+        "name": "baseline",
+        "predicted_tokens": 110,
+        "tokens": 99,
+        "crossing": 100,
+        "peak_bytes": 1,
+        "seconds": 2.0,
+        "loss": 2.5,
+    }
+    last = first | {
+        "name": "everything combined",
+        "predicted_tokens": 3000,
+        "tokens": 2970,
+        "crossing": 3000,
+        "seconds": 5.0,
+    }
+    facts = {
+        "model": "tiny",
+        "limit_bytes": 4 * 2**30,
+        "timed_at": 64,
+        "loss_error": 2e-6,
+        "slopes": {"baseline": 1.5, "flash attention": 1.0},
         "local": {
             "tokens": 16384,
             "speedup": {"sliding window": 5.25},
             "ideal": {"sliding window": 6.5},
-        }
-    }
-    facts |= {"curriculum": {"fixed length": [2.5, 2.75], "curriculum": [2.25, 2.5]}}
-    facts["loss"] = {
-        "ours": {"seconds": 1.0, "peak_bytes": 5},
-        "torch": {"seconds": 4.0},
-        "plain": {"seconds": 2.0, "peak_bytes": 10},
+        },
+        "curriculum": {"fixed length": [2.5, 2.75], "curriculum": [2.25, 2.5]},
+        "loss": {
+            "ours": {"seconds": 1.0, "peak_bytes": 5},
+            "torch": {"seconds": 4.0},
+            "torch, 256 rows": {"seconds": 2.0},
+            "plain": {"seconds": 2.0, "peak_bytes": 10},
+        },
     }
     machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
-    record.keep(
-        render.LADDERS["04"], {"rows": rows, "facts": facts}, facts=machine, folder=tmp_path
-    )
+    content = {"rows": [first, last], "facts": facts}
+    record.keep(record.LADDERS["04"], content, facts=machine, folder=tmp_path)
     curves = {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}
     record.keep("rope", {"tokens": 12288, "curves": curves}, facts=machine, folder=tmp_path)
+
     headline = render.block("headline-04", folder=tmp_path)
-    assert "**99 → 2,970 tokens:**" in headline and "**30 times as long**" in headline
-    assert (
-        "within 4 GiB" in headline
-        and "with the same loss to 2e-06" in headline
-        and "by 10.0% at most" in headline
-    )
+    for sentence in (
+        "**99 → 2,970 tokens:**",
+        "**30 times as long**",
+        "within 4 GiB",
+        "with the same loss to 2e-06",
+        "by 10.0% at most",
+    ):
+        assert sentence in headline
     table = render.block("table-04", folder=tmp_path)
-    assert (
-        "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table
-        and "at 64 tokens" in table
-    )
+    assert "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table
+    assert "at 64 tokens" in table
     cells = {
         "everything combined": "CPU: 30.0× the baseline's length, 2.50× its time per token",
         "flash": "CPU: the memory grows with the power 1.00 of the length, eager 1.50",
         "loss": "CPU: 0.50× the memory and 0.50× the time of all logits; "
-        "of `F.linear_cross_entropy` 0.25× the time with its default",
+        "of `F.linear_cross_entropy` 0.25× the time with its default, "
+        "0.50× the time with 256 rows",
         "sliding window": "CPU: 5.2× faster at 16,384 tokens, 6.5× fewer pairs",
         "curriculum": "CPU: loss on long rows 2.375, fixed length 2.625, at equal compute",
         "rope": "CPU: loss at 12,288 tokens 5.00, with YaRN 1.20",
     }
     assert {name: render.cell("04", name, folder=tmp_path) for name in cells} == cells
-    assert render.block("gpu-04", folder=tmp_path) == render.NONE_YET
+    assert render.block("gpu-04", folder=tmp_path) == tables.NONE_YET
