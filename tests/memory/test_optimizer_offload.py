@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, marked
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
@@ -14,15 +16,16 @@ from recipes_lib.memory.optimizer_offload import (
     estimate_optimizer_offload,
     host_bytes,
     offload_optimizer,
+    step_on_the_host,
 )
-from recipes_lib.training.gradient_accumulation import split_budget
+from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 from tests.conftest import make_batch
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def train(model, optimizer, batches, *, micro_batches=1, max_grad_norm=None):
-    """One step per group of `micro_batches` batches, the learning rate warming up. Clips where given a norm."""
+    """One step per `micro_batches` batches, the learning rate warming up; clips where given a norm."""
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
     for start in range(0, len(batches), micro_batches):
         for batch in batches[start : start + micro_batches]:
@@ -36,9 +39,10 @@ def train(model, optimizer, batches, *, micro_batches=1, max_grad_norm=None):
 
 def assert_same_parameters(model, expected, **tolerance):
     for (name, got), want in zip(model.named_parameters(), expected.parameters()):
-        torch.testing.assert_close(
-            got, want, **tolerance or {"rtol": 0, "atol": 0}, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        if tolerance:
+            torch.testing.assert_close(got, want, **tolerance)
+        else:
+            assert torch.equal(got, want), name
 
 
 def plain_copy(model):
@@ -46,8 +50,31 @@ def plain_copy(model):
     return model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
 
-def test_twenty_steps_equal_plain_adamw_exactly(tiny):
-    batches = [make_batch() for _ in range(20)]
+# --- the idea -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_hand_equals_the_real_one(llama, dtype):
+    llama.to(dtype)
+    by_hand = copy.deepcopy(llama)
+    parameters = list(by_hand.parameters())
+    masters = [parameter.detach().float().clone() for parameter in parameters]
+    adamw = torch.optim.AdamW(masters, fused=True, **ADAMW)
+    optimizer = offload_optimizer(llama, allow_cpu=True, **ADAMW)
+    for batch in [make_batch() for _ in range(3)]:
+        by_hand(**batch, use_cache=False).loss.backward()
+        step_on_the_host(parameters, masters, adamw)
+        llama(**batch, use_cache=False).loss.backward()
+        optimizer.step()
+    assert_same_parameters(llama, by_hand)
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+def test_steps_equal_plain_adamw_exactly(tiny):
+    """Also for a tied embedding, whose gradient comes in two halves and must not step after one."""
+    batches = [make_batch() for _ in range(8)]
     plain, adamw = plain_copy(tiny)
     train(plain, adamw, batches)
     train(tiny, offload_optimizer(tiny, allow_cpu=True, **ADAMW), batches)
@@ -98,12 +125,15 @@ def test_frozen_and_unused_parameters(llama, batch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resumes(batch, dtype):
-    model, other = (model_of_shape("tiny-llama", dtype=dtype, device="cpu") for _ in range(2))
-    train(model, optimizer := offload_optimizer(model, allow_cpu=True, **ADAMW), [batch] * 3)
+    """Masters are part of the state: bf16 weights alone would have lost their small updates."""
+    model = model_of_shape("tiny-llama", dtype=dtype, device="cpu")
+    optimizer = offload_optimizer(model, allow_cpu=True, **ADAMW)
+    train(model, optimizer, [batch] * 3)
+    other = model_of_shape("tiny-llama", dtype=dtype, device="cpu")
     resumed = offload_optimizer(other, allow_cpu=True, lr=1.0)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for m, o in ((model, optimizer), (other, resumed)):
-        train(m, o, [batch] * 3)
+    train(model, optimizer, [batch] * 3)
+    train(other, resumed, [batch] * 3)
     assert_same_parameters(other, model)
 
 
@@ -112,33 +142,14 @@ def test_resumes_from_plain_adamw_and_follows_loaded_weights(llama, batch):
     optimizer = offload_optimizer(llama, allow_cpu=True, **ADAMW)
     train(plain, adamw, [batch] * 3)
     optimizer.load_state_dict(copy.deepcopy(adamw.state_dict()))
-    llama.load_state_dict(
-        plain.state_dict()
-    )  # the master of before must not win over these weights
+    # The masters of before must not win over these weights.
+    llama.load_state_dict(plain.state_dict())
     train(plain, adamw, [batch] * 3)
     train(llama, optimizer, [batch] * 3)
     assert_same_parameters(llama, plain)
 
 
-def on_the_host(model):
-    """`host_bytes` without the rounding of pinned memory: fp32 master, gradient, two averages, a copy."""
-    return sum(16 * p.numel() + tensor_bytes(p) for p in model.parameters())
-
-
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mistral"])  # tied and separate embeddings
-@pytest.mark.parametrize("seq_len", [1, 64])
-def test_device_memory_as_estimated(shape, seq_len):
-    """Here host and device are one memory: the device's part is what stays without the host's tensors."""
-    model = model_of_shape(shape, layers=4, device="cpu")
-    ids = torch.randint(0, 128, (2, seq_len))
-    optimizer = offload_optimizer(model, lr=1e-3, allow_cpu=True)
-    for _ in range(2):  # the first step creates the states
-        with PeakMemory() as memory:
-            train(model, optimizer, [{"input_ids": ids, "labels": ids}])
-    budget = budget_of(model, batch_size=2, seq_len=seq_len)
-    plan = estimate_optimizer_offload(budget, model)
-    assert plan.peak == pytest.approx(memory.peak - on_the_host(model), rel=0.05)
-    assert plan.peak <= budget.peak - budget.states
+# --- what is refused, and what an error leaves ----------------------------------------------------
 
 
 def test_a_second_backward_must_be_announced(llama, batch):
@@ -174,12 +185,29 @@ def test_an_error_in_the_worker_is_raised(llama, batch, monkeypatch):
         optimizer.step()
 
 
-def test_remove_and_garbage_collection(llama, batch):
+def test_remove_gives_plain_training_back(llama, batch):
     offload_optimizer(llama, allow_cpu=True, lr=1e-3).remove()
     llama(**batch, use_cache=False).loss.backward()
-    assert all(p.grad is not None for p in llama.parameters())
+    assert all(parameter.grad is not None for parameter in llama.parameters())
+    assert not any(vars(parameter) for parameter in llama.parameters())  # no mark is left
+
+
+@pytest.mark.parametrize(
+    ("options", "in_backward"),
+    [({}, True), ({"micro_batches": 2}, False), ({"max_grad_norm": 1.0}, False)],
+)
+def test_marks_say_what_the_first_backward_does(llama, options, in_backward):
+    """Gradient accumulation refuses the first, and the search for micro-batches all of them."""
+    offload_optimizer(llama, allow_cpu=True, lr=1e-3, **options)
+    for parameter in llama.parameters():
+        assert marked(parameter, STEPS_IN_BACKWARD) == in_backward
+        assert marked(parameter, GRADIENT_TAKER)
+
+
+def test_model_and_masters_are_collected(batch):
     model = model_of_shape("tiny-llama", device="cpu")
-    train(model, optimizer := offload_optimizer(model, allow_cpu=True, lr=1e-3), [batch])
+    optimizer = offload_optimizer(model, allow_cpu=True, lr=1e-3)
+    train(model, optimizer, [batch])
     master = weakref.ref(optimizer.state_dict()["masters"][0])
     del model, optimizer
     gc.collect()
@@ -189,10 +217,13 @@ def test_remove_and_garbage_collection(llama, batch):
 def test_bad_input(llama):
     with pytest.raises(ValueError, match="eight_bit_adam"):
         offload_optimizer(llama, lr=1e-3)
-    for numbers in ({"micro_batches": 0}, {"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}):
-        with pytest.raises(ValueError, match="positive"):
-            offload_optimizer(llama, lr=1e-3, allow_cpu=True, **numbers)
-    offload_optimizer(llama, lr=1e-3, allow_cpu=True)
+    with pytest.raises(ValueError, match="micro_batches=0: give a whole number of 1"):
+        offload_optimizer(llama, lr=1e-3, allow_cpu=True, micro_batches=0)
+    for norm in (0.0, -1.0):
+        with pytest.raises(ValueError, match="finite number above 0"):
+            offload_optimizer(llama, lr=1e-3, allow_cpu=True, max_grad_norm=norm)
+    # The mark STEPS_IN_BACKWARD would miss this one, whose first backward updates nothing.
+    offload_optimizer(llama, lr=1e-3, allow_cpu=True, micro_batches=2)
     with pytest.raises(ValueError, match="remove"):
         offload_optimizer(llama, lr=1e-3, allow_cpu=True)
     with pytest.raises(ValueError, match="fp16"):
@@ -201,26 +232,64 @@ def test_bad_input(llama):
         offload_optimizer(copy.deepcopy(llama).requires_grad_(False), lr=1e-3, allow_cpu=True)
 
 
+def test_too_little_host_memory(monkeypatch, llama):
+    memory = type("Memory", (), {"available": host_bytes(llama)})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    with pytest.raises(ValueError, match="bytes of host memory are needed"):
+        offload_optimizer(llama, lr=1e-3, allow_cpu=True)
+
+
+# --- what it saves --------------------------------------------------------------------------------
+
+
+def measured_on_the_device(model, shape):
+    """Peak of the second step. Here host and device are one memory.
+
+    The device's part is what stays without the host's tensors: fp32 master, gradient, two averages,
+    and a copy. That is `host_bytes` without the rounding of pinned memory.
+    """
+    ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+    batches = [{"input_ids": ids, "labels": ids}] * shape.micro_batches
+    micro_batches = shape.micro_batches
+    optimizer = offload_optimizer(model, lr=1e-3, micro_batches=micro_batches, allow_cpu=True)
+    train(model, optimizer, batches, micro_batches=micro_batches)  # creates the states
+    with PeakMemory() as memory:
+        train(model, optimizer, batches, micro_batches=micro_batches)
+    of_the_host = sum(16 * p.numel() + tensor_bytes(p) for p in model.parameters())
+    return memory.peak - of_the_host
+
+
+@pytest.mark.parametrize(
+    ("family", "seq"),
+    [
+        ("tiny-llama", 1),  # tied embeddings, and hardly any activations
+        ("tiny-llama", 64),
+        ("tiny-mistral", 1),  # separate embeddings
+    ],
+)
+def test_device_memory_as_estimated(family, seq):
+    shape = Shape(batch=2, seq=seq)
+    model = model_of_shape(family, layers=4, device="cpu")
+    budget = budget_of(model, shape)
+    plan = estimate_optimizer_offload(budget, model, shape)
+    assert plan.peak == pytest.approx(measured_on_the_device(model, shape), rel=0.05)
+    assert plan.peak <= budget.peak - budget.states
+
+
 def test_device_memory_with_accumulation_as_estimated():
-    model, size = (
-        model_of_shape("tiny-llama", layers=4, device="cpu"),
-        {"batch_size": 8, "seq_len": 64},
-    )
-    ids = torch.randint(0, 128, (8, 64))
-    optimizer = offload_optimizer(model, lr=1e-3, micro_batches=4, allow_cpu=True)
-    batches = [{"input_ids": part, "labels": part} for part in ids.chunk(4)]
-    for _ in range(2):  # the first step creates the states
-        with PeakMemory() as memory:
-            train(model, optimizer, batches, micro_batches=4)
-    plan = split_budget(budget_of(model, **size), model, **size, micro_batches=4)
-    plan = estimate_optimizer_offload(plan, model)
-    assert plan.peak == pytest.approx(memory.peak - on_the_host(model), rel=0.05)
+    """No gradient is carried from one micro-batch to the next on the device."""
+    shape = Shape(batch=8, seq=64, micro_batches=4)
+    model = model_of_shape("tiny-llama", layers=4, device="cpu")
+    plan = estimate_gradient_accumulation(budget_of(model, shape), model, shape)
+    plan = estimate_optimizer_offload(plan, model, shape)
+    assert plan.peak == pytest.approx(measured_on_the_device(model, shape), rel=0.05)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"max_grad_norm": 0.1}])
 def test_equals_plain_adamw_on_gpu_and_frees_its_memory(options):
-    k, norm = options.get("micro_batches", 1), options.get("max_grad_norm")
+    k = options.get("micro_batches", 1)
+    norm = options.get("max_grad_norm")
 
     def trained(make, norm):
         """The same start for both: parameters after four batches, and the peak of four more."""
@@ -245,11 +314,4 @@ def test_equals_plain_adamw_on_gpu_and_frees_its_memory(options):
     pairs = zip(model.parameters(), plain.parameters())
     differing = sum((~torch.isclose(got, want, rtol=1e-3, atol=1e-3)).sum() for got, want in pairs)
     assert differing < 1e-3 * sum(p.numel() for p in model.parameters())
-    assert plain_peak - peak > 0.9 * budget_of(plain, batch_size=2, seq_len=16).states
-
-
-def test_too_little_host_memory(monkeypatch, llama):
-    memory = type("Memory", (), {"available": host_bytes(llama)})
-    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    with pytest.raises(ValueError, match="bytes of host memory are needed"):
-        offload_optimizer(llama, lr=1e-3, allow_cpu=True)
+    assert plain_peak - peak > 0.9 * budget_of(plain, Shape(batch=2, seq=16)).states
