@@ -304,6 +304,23 @@ def test_rows_of_a_chunk():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "native", "products"),
+    [
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.bfloat16, False, torch.float32),
+        (torch.float16, True, torch.float32),  # for fp16 no CPU here has units
+    ],
+)
+def test_a_cpu_without_units_multiplies_in_fp32(monkeypatch, dtype, native, products):
+    """It emulates 16-bit products, tens of times slower."""
+    machine = SimpleNamespace(native_bf16=native)
+    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    weight = torch.zeros(4, 4, dtype=dtype)
+    plan = chunked_cross_entropy_plan.plan_chunks(weight, weight, targets=1, chunk_size=None)
+    assert plan.products == products
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"chunk_size": 0}, "chunk_size=0: give a whole number"),
@@ -606,7 +623,10 @@ def measured_and_planned(
 
     All estimates are made on the base: its adapters do not exist yet.
     """
-    gc.collect()  # the models before this one are not part of the step
+    # The models before this one are not part of the step. And `PeakMemory` walks through all
+    # objects: those of the tests before need not be among them.
+    gc.collect()
+    gc.freeze()
     model = model_of_shape(name, device="cpu", **model_options)
     model.get_output_embeddings().requires_grad_(not frozen)
     plan = budget_of(model, shape)
