@@ -25,7 +25,7 @@ ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def train(model, optimizer, batches, *, micro_batches=1, max_grad_norm=None):
-    """A step per `micro_batches` batches, the learning rate warming up; clips where given a norm."""
+    """Steps of `micro_batches` batches, the learning rate warming up; clips where given a norm."""
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
     for start in range(0, len(batches), micro_batches):
         for batch in batches[start : start + micro_batches]:
