@@ -198,6 +198,9 @@ def _flex(
     return compiled_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
+# --- Hugging Face glue and guards ------------------------------------------------------------
+
+
 def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
     checked = Pattern(**pattern)
     check_whole(seq_len=seq_len, block_size=checked.block_size, local=checked.local)
@@ -250,8 +253,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) ->
 def predicted_share_of_pairs(*, seq_len: int, block_size: int, **pattern: int | None) -> float:
     """The share of the causal pairs of query and key that the pattern leaves.
 
-    It is also the share of attention's arithmetic, but for the upper half of each query's own
-    block, which the kernel computes and masks. Raises ValueError for a pattern that does not exist.
+    It is also the share of attention's arithmetic, but for the future half of each block's own
+    keys, which the kernel computes and hides. Raises ValueError for a pattern that does not exist.
     """
     reads = block_pattern(seq_len=seq_len, block_size=block_size, **pattern)
     pairs = 0

@@ -70,7 +70,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def running_softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, block_size: int) -> Tensor:
-    """The same result, and no tensor here is larger than [S, block_size]: the loop of a kernel.
+    """The same result from blocks of scores [S, block_size], one after the other: as a kernel does.
 
     Written like this it teaches and saves nothing: autograd keeps the scores of every block.
     """

@@ -146,17 +146,6 @@ def sliding_window_attention(
     return banded_attention(q, k, v, window, sinks, scale)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape
-    fits = fits and len(k) == len(q) and k.shape[2:] == q.shape[2:]
-    fits = fits and q.shape[1] % k.shape[1] == 0
-    if not fits:
-        raise ValueError(
-            f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: "
-            f"give [B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV"
-        )
-
-
 def _flex_is_fast(device: torch.device) -> bool:
     """Whether FlexAttention is compiled here, and has good kernels: from Ampere on."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
@@ -164,6 +153,8 @@ def _flex_is_fast(device: torch.device) -> bool:
     return find_spec("triton") is not None
 
 
+# Kept, because every layer and every step asks for the same mask. A dry run has one of its own,
+# without data.
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _flex(
@@ -182,6 +173,20 @@ def _flex(
     if on_cuda:
         attend = torch.compile(flex_attention)
     return functools.partial(attend, block_mask=mask)
+
+
+# --- Hugging Face glue and guards ------------------------------------------------------------
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape
+    fits = fits and len(k) == len(q) and k.shape[2:] == q.shape[2:]
+    fits = fits and q.shape[1] % k.shape[1] == 0
+    if not fits:
+        raise ValueError(
+            f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: "
+            f"give [B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV"
+        )
 
 
 # --- the arithmetic --------------------------------------------------------------------------
