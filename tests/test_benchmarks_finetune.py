@@ -1,26 +1,23 @@
-"""QLoRA beside the Trainer: the part runs on a CPU, every way trains the same, and a failure costs only its row."""
+"""QLoRA beside the Trainer: every way trains the same, and a failure costs only its row."""
 
-from __future__ import annotations
-
+import dataclasses
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import math
 
 import pytest
 import torch
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
-from benchmarks import finetune, gpu, record, render
+from benchmarks import finetune, gpu, parts, record, render
 from benchmarks.finetune import Sizes, Way, our_loop
-from recipes_lib.core.data import IGNORED
+from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.machine import provenance
-from recipes_lib.workflows.finetune.loop import micro_batches
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.bench.run import Bench
+from recipes_lib.workflows.finetune.loop import adapt, micro_batches
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = Sizes(
     "tiny-llama", 2, documents=3, max_tokens=60, packs=2, steps=2, gradient_checkpointing=False
 )
@@ -28,12 +25,13 @@ SIZES = Sizes(
 
 @pytest.fixture
 def short_pairs(monkeypatch):
-    """Made-up pairs of unequal length: parsing the standard library takes longer than these tests."""
+    """Made-up pairs of unequal length: the standard library takes longer than these tests."""
     generator = torch.Generator().manual_seed(1)
     rows = []
-    for n in torch.randint(8, 60, (24,), generator=generator).tolist():
-        ids = torch.randint(1, 128, (n,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "labels": [IGNORED] * (n // 2) + ids[n // 2 :]})
+    for length in torch.randint(8, 60, (24,), generator=generator).tolist():
+        ids = torch.randint(1, 128, (length,), generator=generator).tolist()
+        half = length // 2
+        rows.append({"input_ids": ids, "labels": [IGNORED] * half + ids[half:]})
     monkeypatch.setattr(finetune, "load_tokenizer", lambda: None)
     monkeypatch.setattr(finetune, "load_instructions", lambda *_, **__: rows)
 
@@ -45,22 +43,11 @@ def rows_of(monkeypatch, sizes=SIZES, **ways):
     return last["ways"]
 
 
-def test_the_part_on_cpu_sizes(tmp_path):
-    """The command that a GPU machine runs, with the same code on small shapes."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--tier",
-        "cpu",
-        "--fast",
-        "--parts",
-        "finetune",
-    ]
-    environment = os.environ | {"RECIPES_RUNS": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = (tmp_path / "results").glob("*.json")
+def test_the_part_in_small_sizes(short_pairs, monkeypatch, tmp_path):
+    """What a GPU machine runs, with the same code, and what it keeps."""
+    monkeypatch.setenv("RECIPES_RESULTS", str(tmp_path))
+    parts.finetune()
+    (file,) = tmp_path.glob("*.json")
     part = json.loads(file.read_text())["parts"]["finetune"]
     found = part["ways"]
     assert set(found) == {
@@ -70,21 +57,27 @@ def test_the_part_on_cpu_sizes(tmp_path):
         "Trainer + Liger",
         "Trainer + Liger, packed rows",
     }
-    assert found["ours"]["losses"] == pytest.approx(
-        found["Trainer, packed rows"]["losses"], abs=1e-4
-    )
-    for name, row in found.items():
-        if "Liger" not in name:
-            assert (
-                row["tokens_per_second"] > 0
-                and row["peak_bytes"] > 2**20
-                and row["before_bytes"] < 2**16
-            ), name
+    theirs = found["Trainer, packed rows"]
+    assert found["ours"]["losses"] == pytest.approx(theirs["losses"], abs=1e-4)
+    for name in ("Trainer", "ours", "Trainer, packed rows"):
+        row = found[name]
+        assert row["tokens_per_second"] > 0
+        assert row["peak_bytes"] > row["before_bytes"] + 2**19
+        assert row["before_bytes"] < found["Trainer"]["before_bytes"] + 2**16, name
     assert part["useful_share"]["padded"] < part["useful_share"]["packed"] <= 1
     states = {name: row["bytes_per_parameter"] for name, row in part["updates"].items()}
-    assert (
-        states["fp32, fused"] == pytest.approx(8, abs=0.01) and states["8 bits, bitsandbytes"] < 3
-    )
+    assert states["fp32, fused"] == pytest.approx(8, abs=0.01)
+    assert states["8 bits, bitsandbytes"] < 3
+
+
+def test_an_update_that_fails_costs_only_its_row(monkeypatch):
+    def fail(model, **_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(finetune, "eight_bit_adamw", fail)
+    *_, last = finetune.compare_updates(Bench("tiny-llama", 2, 16, micro_batches=2))
+    assert last["updates"]["8 bits, bitsandbytes"] == {"failed": "RuntimeError: out of luck"}
+    assert last["updates"]["fp32, fused"]["seconds"] > 0
 
 
 def test_every_call_takes_less_than_ten_minutes():
@@ -116,14 +109,12 @@ def test_a_way_that_fails_costs_only_its_row(short_pairs, monkeypatch):
         last=Way(watch, "packed"),
     )
     assert found["failing"] == {"failed": "RuntimeError: out of luck"}
-    installed = importlib.util.find_spec("liger_kernel")
-    assert installed or found["missing"]["failed"].startswith(
-        "ImportError: this recipe needs liger_kernel"
-    )
+    if importlib.util.find_spec("liger_kernel") is None:
+        reason = "ImportError: this recipe needs liger_kernel"
+        assert found["missing"]["failed"].startswith(reason)
     assert seen[0] is not Other, "the patched class stayed"
-    assert found["last"]["before_bytes"] <= found["first"]["before_bytes"] + 2**16, (
-        "the failing way's model stayed"
-    )
+    before = found["first"]["before_bytes"]
+    assert found["last"]["before_bytes"] <= before + 2**16, "the failing way's model stayed"
     assert found["last"]["losses"] == found["first"]["losses"]
 
 
@@ -135,21 +126,32 @@ def test_a_way_that_trains_something_else_is_refused(short_pairs, monkeypatch):
         monkeypatch,
         ours=Way(our_loop, "packed"),
         other=Way(our_loop, "packed", (disturb,)),
-        padded=Way(
-            our_loop, "padded", (disturb,)
-        ),  # the first of its layout has nothing to agree with
+        # The first of its layout has nothing to agree with.
+        padded=Way(our_loop, "padded", (disturb,)),
     )
     assert "does not train as others do" in found["other"]["failed"]
-    assert found["other"]["losses"] != found["ours"]["losses"], (
-        "its numbers are kept beside the reason"
-    )
-    assert "failed" not in found["ours"] and "failed" not in found["padded"]
+    # Its numbers are kept beside the reason.
+    assert found["other"]["losses"] != found["ours"]["losses"]
+    assert "failed" not in found["ours"]
+    assert "failed" not in found["padded"]
+
+
+def test_losses_that_are_no_numbers_agree_with_nothing(short_pairs, monkeypatch):
+    """A way that diverges must not become what the others are compared with."""
+
+    def diverge(model, rows, **options):
+        steps = our_loop(model, rows, **options)
+        return [dataclasses.replace(step, loss=math.nan) for step in steps]
+
+    found = rows_of(monkeypatch, first=Way(diverge, "packed"), ours=Way(our_loop, "packed"))
+    assert "does not train as others do" in found["first"]["failed"]
+    assert "failed" not in found["ours"]
 
 
 def test_flex_attention_keeps_documents_apart(short_pairs, monkeypatch):
     rows, run = finetune.layouts(SIZES)["one row"]
     batch = micro_batches(rows[:1], run=run, pad_token_id=0, device="cpu")[0]
-    model = finetune.adapt(finetune.model_of_shape("tiny-llama", device="cpu"), run=run)
+    model = adapt(model_of_shape("tiny-llama", device="cpu"), run=run)
     with torch.compiler.set_stance("force_eager"):  # the mask is the same, compiled or not
         finetune.flex_attention(model, batch)
         monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
@@ -160,15 +162,17 @@ def test_flex_attention_keeps_documents_apart(short_pairs, monkeypatch):
 @pytest.mark.slow
 def test_compiled_blocks_train_the_same_in_one_graph_each(short_pairs, monkeypatch):
     """`fullgraph` makes a graph break an error; tracing alone shows it."""
-    compile_module, options = torch.nn.Module.compile, {"backend": "eager", "fullgraph": True}
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **given: compile_module(self, **options, **given)
-    )
+    compile_module = torch.nn.Module.compile
+
+    def compile_whole(self, **options):
+        compile_module(self, backend="eager", fullgraph=True, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_whole)
     rows, run = finetune.layouts(SIZES)["packed"]
     losses = []
     for change in (lambda model, batch: None, finetune.compiled_blocks):
         finetune.seed_everything(0)
-        model = finetune.adapt(finetune.model_of_shape("tiny-llama", device="cpu"), run=run)
+        model = adapt(model_of_shape("tiny-llama", device="cpu"), run=run)
         change(model, None)
         losses.append([step.loss for step in our_loop(model, rows, run=run, pad_token_id=0)])
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
@@ -178,73 +182,62 @@ def test_compiled_blocks_train_the_same_in_one_graph_each(short_pairs, monkeypat
 def test_every_way_runs_on_a_gpu():
     *_, last = finetune.compare_ways(Sizes("llama-3.2-1b", 2, 4, 128, 3, 3, False))
     failed = {name: row["failed"] for name, row in last["ways"].items() if "failed" in row}
-    assert all(
-        "Liger" in name and error.startswith("ImportError") for name, error in failed.items()
-    ), failed
-    assert all(
-        row["before_bytes"] < 2**26 for name, row in last["ways"].items() if name not in failed
-    )
-    *_, last = finetune.compare_updates(gpu.Bench("llama-3.2-1b", 2, 64, micro_batches=2, layers=2))
+    for name, error in failed.items():
+        assert "Liger" in name
+        assert error.startswith("ImportError")
+    for name, row in last["ways"].items():
+        assert name in failed or row["before_bytes"] < 2**26, name
+    *_, last = finetune.compare_updates(Bench("llama-3.2-1b", 2, 64, micro_batches=2, layers=2))
     assert not [name for name, row in last["updates"].items() if "failed" in row], last
 
 
+# --- the table ----------------------------------------------------------------------------------
+
+ROW = {"tokens_per_second": 12_000.4, "peak_bytes": 40 * 2**30, "losses": [12.0], "before_bytes": 0}
+WAYS = {
+    "Trainer": ROW | {"tokens_per_second": 5_000.0},
+    "ours": ROW,
+    "Trainer + Liger": {"failed": "ImportError: this recipe needs liger_kernel"},
+    "ours, compiled blocks": {"failed": "OutOfMemoryError: too large"},
+}
+CONTENT = {
+    "shape": "llama-3.1-8b",
+    "layers": None,
+    "documents": 12,
+    "max_tokens": 512,
+    "packs": 8,
+    "steps": 8,
+    "gradient_checkpointing": False,
+    "useful_share": {"padded": 0.42},
+    "ways": WAYS,
+    "parameters": 10**9,
+}
+UPDATES = {"updates": {"fp32": {"seconds": 0.01, "bytes_per_parameter": 8.0}}}
+GPU = {"fast": False, "device": "cuda", "name": "Test GPU", "date": "2026-01-02"}
+
+
 def test_the_table_of_a_recorded_run(tmp_path):
-    row = {
-        "tokens_per_second": 12_000.4,
-        "peak_bytes": 40 * 2**30,
-        "losses": [12.0],
-        "before_bytes": 0,
-    }
-    ways = {
-        "Trainer": row | {"tokens_per_second": 5_000.0},
-        "ours": row,
-        "Trainer + Liger": {"failed": "ImportError: this recipe needs liger_kernel"},
-        "ours, compiled blocks": {"failed": "OutOfMemoryError: too large"},
-    }
-    sizes = {
-        "shape": "llama-3.1-8b",
-        "layers": None,
-        "documents": 12,
-        "max_tokens": 512,
-        "packs": 8,
-        "steps": 8,
-    }
-    content = sizes | {
-        "gradient_checkpointing": False,
-        "useful_share": {"padded": 0.42},
-        "ways": ways,
-    }
-    content |= {
-        "parameters": 10**9,
-        "updates": {"fp32": {"seconds": 0.01, "bytes_per_parameter": 8.0}},
-    }
-    facts = provenance() | {
-        "fast": False,
-        "device": "cuda",
-        "name": "Test GPU",
-        "date": "2026-01-02",
-    }
-    record.keep("finetune", content, facts=facts, folder=tmp_path)
+    record.keep("finetune", CONTENT | UPDATES, facts=provenance() | GPU, folder=tmp_path)
     text = render.render("<!-- numbers:finetune-gpu -->\nstale\n<!-- end -->", folder=tmp_path)
-    assert (
-        "| ours | 12,000 | 2.40× | 40.00 |" in text
-        and "| Trainer | 5,000 | 1.00× | 40.00 |" in text
-    )
-    assert (
-        "| Trainer + Liger | not installed | | |" in text
-        and "| ours, compiled blocks | failed | | |" in text
-    )
-    assert (
-        "Test GPU" in text
-        and "42% is text" in text
-        and "fp32 10.0 ms and 8.0 bytes per parameter" in text
-    )
+    assert "| ours | 12,000 | 2.40× | 40.00 |" in text
+    assert "| Trainer | 5,000 | 1.00× | 40.00 |" in text
+    assert "| Trainer + Liger | not installed | | |" in text
+    assert "| ours, compiled blocks | failed | | |" in text
+    assert "Test GPU" in text
+    assert "42% is text" in text
+    assert "fp32 10.0 ms and 8.0 bytes per parameter" in text
+
+
+def test_the_table_of_a_kind_of_machine_without_a_run(tmp_path):
+    record.keep("finetune", CONTENT | UPDATES, facts=provenance() | GPU, folder=tmp_path)
     none = render.render("<!-- numbers:finetune-cpu -->\n<!-- end -->", folder=tmp_path)
-    assert "No such run is recorded yet" in none and "--parts finetune" in none
-    del (
-        content["updates"],
-        ways["Trainer"]["tokens_per_second"],
-    )  # cut off by the time limit, and a failed Trainer
-    ways["Trainer"]["failed"] = "OutOfMemoryError: too large"
-    record.keep("finetune", content, facts=facts, folder=tmp_path)
+    assert "No such run is recorded yet" in none
+    assert "--parts finetune" in none
+
+
+def test_the_table_of_a_run_that_was_cut_off(tmp_path):
+    """By the time limit, before the updates, and with a Trainer that failed: no ratio to it."""
+    failed = {"Trainer": {"peak_bytes": 1, "failed": "OutOfMemoryError: too large"}}
+    content = CONTENT | {"ways": WAYS | failed}
+    record.keep("finetune", content, facts=provenance() | GPU, folder=tmp_path)
     assert "| ours | 12,000 |  | 40.00 |" in render.block("finetune-gpu", folder=tmp_path)

@@ -63,7 +63,7 @@ def test_with_adapters(llama, batch):
 
 
 def test_labels_shifted_twice_learn_another_task(llama, batch):
-    """The bug that check_labels refuses: it trains without an error, on the token after the next."""
+    """The bug that check_labels refuses: it trains, but on the token after the next."""
     labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     shifted = batch | {"labels": labels}
     optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-3)

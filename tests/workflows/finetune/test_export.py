@@ -1,4 +1,4 @@
-"""The settings of a run as the Trainer, TRL, Axolotl and accelerate read them, by their own code."""
+"""The settings of a run as the Trainer, TRL, Axolotl and accelerate read them: their own code."""
 
 import copy
 import dataclasses
