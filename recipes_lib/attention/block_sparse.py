@@ -212,8 +212,7 @@ def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
 
 def _refuse_model(model: Any) -> None:
     """Raise ValueError for what this attention cannot reach, or cannot compute."""
-    has_attention = any(hasattr(module, "is_causal") for module in model.modules())
-    if not has_attention or not model._supports_attention_backend:
+    if not model._supports_attention_backend:
         raise ValueError(
             f"{type(model).__name__} has no attention that is looked up by its name: "
             f"block-sparse attention cannot reach it"
