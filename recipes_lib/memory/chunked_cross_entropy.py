@@ -279,18 +279,14 @@ def _chunk_bytes(budget: Budget, model: Any, plan: ChunkPlan, targets: int) -> i
     size = plan.products.itemsize
 
     logits = rows * vocabulary * size
-    inputs = (
-        2 * rows * width * size
-    )  # of this chunk, beside those of the last one or their gradient
+    # Of this chunk; and beside them their gradient, or those of the chunk before.
+    inputs = 2 * rows * width * size
     weight_copy = 0
     if plan.products != head.dtype:
         weight_copy = head.numel() * size
-    return (
-        logits
-        + inputs
-        + weight_copy
-        + max(_block_bytes(model, plan, rows), _sum_bytes(budget, model, plan))
-    )
+    between_products = _block_bytes(model, plan, rows)
+    in_products = _sum_bytes(budget, model, plan)
+    return logits + inputs + weight_copy + max(between_products, in_products)
 
 
 def _block_bytes(model: Any, plan: ChunkPlan, rows: int) -> int:

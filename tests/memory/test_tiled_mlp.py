@@ -104,7 +104,8 @@ def test_tiles_of_whole_rows_and_larger_than_the_batch(llama, batch, tile_size):
 @pytest.mark.parametrize("tokens", [(2, 23), (1, 1), (31,)])
 def test_in_double_precision(llama, tokens):
     """The MLP alone, as a whole model has parts in fp32: also without a dimension of rows."""
-    results, mlp = [], llama.double().model.layers[0].mlp
+    mlp = llama.double().model.layers[0].mlp
+    results = []
     hidden, gradient = torch.randn(2, *tokens, 64, dtype=torch.double)
     for tile_size in (None, 1, 7):
         if tile_size:
@@ -141,7 +142,8 @@ def test_every_tile_is_recomputed_as_it_was(gpt2, batch, autocast):
     control = without_checkpoints(copy.deepcopy(gpt2))
     still = copy.deepcopy(gpt2).eval()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected, without = run(control, batch), run(still, batch)
+        expected = run(control, batch)
+        without = run(still, batch)
         assert not torch.equal(expected["loss"], without["loss"])  # dropout is at work
         assert_equal(run(gpt2, batch), expected)
         assert_equal(run(apply_activation_checkpointing(gpt2), batch), expected)
@@ -241,7 +243,8 @@ def test_backward_twice(llama, batch):
 
 def test_an_unused_graph_frees_its_activations(llama, batch):
     """At once: in a reference cycle they would stay until the garbage collector runs."""
-    inputs, collects = [], gc.isenabled()
+    inputs = []
+    collects = gc.isenabled()
     apply_tiled_mlp(llama, tile_size=10, norms=True)
     for block in llama.model.layers:
         block.mlp.register_forward_hook(
@@ -283,7 +286,8 @@ def test_deep_copy_is_a_model_of_its_own(llama, batch):
 
 
 def test_names_and_classes_stay(llama):
-    names, mlp_class = list(llama.state_dict()), type(llama.model.layers[0].mlp)
+    names = list(llama.state_dict())
+    mlp_class = type(llama.model.layers[0].mlp)
     mlp = apply_tiled_mlp(llama).model.layers[0].mlp
     assert list(llama.state_dict()) == names and mlp.tile_size == 1024
     assert isinstance(mlp, mlp_class) and type(mlp).__name__ == mlp_class.__name__
@@ -348,7 +352,7 @@ def test_applied_once_and_removed_once(llama):
 
 def test_a_forward_of_its_own_is_refused(llama):
     """It hides that of the class: no tile would ever run."""
-    llama.model.layers[1].mlp.forward = lambda hidden: hidden
+    llama.model.layers[1].mlp.forward = torch.nn.Identity().forward
     with pytest.raises(ValueError, match="forward of its own"):
         apply_tiled_mlp(llama)
 
@@ -418,7 +422,9 @@ def test_plain_checkpoints_cost_more_in_a_checkpointed_block():
     hidden = torch.randn(1, 40, 8, requires_grad=True)
 
     def checkpointed(forward):
-        block = lambda hidden: hidden + forward(hidden * 2)  # noqa: E731
+        def block(hidden):
+            return hidden + forward(2 * hidden)
+
         return operations(lambda: checkpoint(block, hidden, use_reentrant=False))
 
     whole = checkpointed(mlp)
@@ -536,7 +542,8 @@ def test_estimated_on_a_base_that_adapters_will_freeze(name):
 
 def test_a_micro_batch_is_what_is_estimated(llama):
     """Its tokens, not those of the whole batch, are in memory at a time."""
-    micro, whole = Shape(batch=2, seq=50), Shape(batch=8, seq=50, micro_batches=4)
+    micro = Shape(batch=2, seq=50)
+    whole = Shape(batch=8, seq=50, micro_batches=4)
     plan = budget_of(llama, micro)
     of_micro = estimate_tiled_mlp(plan, llama, micro, tile_size=30)
     of_whole = estimate_tiled_mlp(plan.change(shape=whole), llama, whole, tile_size=30)
