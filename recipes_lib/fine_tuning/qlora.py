@@ -126,7 +126,7 @@ def quantize_nf4(
         raise ValueError("the model is quantized already: give one in full precision")
     linears = target_linears(model)
     # All layers are checked before the first one is gone.
-    sizes = {name: _block_size(name, layer) for name, layer in linears.items()}
+    sizes = {name: block_size_of(name, layer) for name, layer in linears.items()}
     for name, size in sizes.items():
         # `pop`: from here on, only the model refers to the full weight.
         layer = nf4_layer(
@@ -266,7 +266,7 @@ def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.
         )
 
 
-def _block_size(name: str, layer: torch.nn.Module) -> int:
+def block_size_of(name: str, layer: torch.nn.Module) -> int:
     """The block size of a layer that is to be quantized, or ValueError if it cannot be."""
     if type(layer) is not torch.nn.Linear:
         raise ValueError(
@@ -301,7 +301,7 @@ def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
         weights = layer.weight.numel()
         indices = _parts(weights, 2)  # two of them in a byte
         quantiles = 4 * 16
-        scales = _parts(weights, _block_size(name, layer))
+        scales = _parts(weights, block_size_of(name, layer))
         scale_bytes = 4 * scales
         if double_quant:
             # A byte each, a table of 256 codes, and in fp32 scales of their own and their mean.
