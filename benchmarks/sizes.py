@@ -21,8 +21,8 @@ GB = 10**9  # what is printed on a card
 MIB = 2**20
 
 FAST: dict[str, dict[str, Any]] = {
-    "full": {"shape": "tiny-llama", "layers": 4, "batch_size": 8, "seq_len": 64},
-    "qlora": {"shape": "tiny-llama", "layers": 4, "rows": 4, "tokens": 32},
+    "full": {"shape": "tiny-llama", "layers": 4, "batch_size": 4, "seq_len": 32},
+    "qlora": {"shape": "tiny-llama", "layers": 2, "rows": 2, "tokens": 32},
     "finetune": {
         "shape": "tiny-llama",
         "layers": 2,
@@ -35,9 +35,9 @@ FAST: dict[str, dict[str, Any]] = {
     "attention": {"shape": "tiny-llama", "lengths": [64, 128], "eager_to": 128},
     "loss": {"tokens": 128, "hidden": 64, "vocab": 1024},
     "rope": {"seq_len": 300, "window": 100, "texts": 1},
-    "ablation": {"shape": "tiny-llama", "layers": 4, "cap": 8 * MIB},
-    "longest": {"shape": "tiny-llama", "layers": 4, "seq_len": 512},
-    "context": {"shape": "tiny-llama", "layers": 4, "most": 512, "cap": 4 * MIB},
+    "ablation": {"shape": "tiny-llama", "layers": 3, "cap": 5 * MIB},
+    "longest": {"shape": "tiny-llama", "layers": 4, "seq_len": 300},
+    "context": {"shape": "tiny-llama", "layers": 2, "most": 512, "cap": 3 * MIB},
 }
 
 CPU: dict[str, dict[str, Any]] = {

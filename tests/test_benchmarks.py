@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 
@@ -9,7 +10,6 @@ import pytest
 
 from benchmarks import gpu, parts, record, render, tables, versus
 from recipes_lib.core.machine import provenance
-from recipes_lib.workflows.bench.run import Bench, techniques
 
 # --- a recorded run, made up --------------------------------------------------------------------
 
@@ -177,6 +177,9 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
     monkeypatch.setenv("RECIPES_FAST", "1")
     monkeypatch.delenv("RECIPES_RESULTS", raising=False)
+    # What the test before has imported (peft, a model's code) is walked through no more.
+    gc.collect()
+    gc.freeze()
 
     def read():
         (file,) = (tmp_path / "results").glob("*.json")
@@ -213,13 +216,14 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(results, monkeypatch, caps
     assert "-- rope failed" in capsys.readouterr().out
 
 
-def test_the_ladder_has_a_row_for_every_technique(results):
-    """The mistake: a technique that fails costs only its row, so nobody sees that it failed."""
+def test_the_ladder_has_a_row_per_technique(results, monkeypatch):
+    """On a CPU without the one that refuses there. Every entry has a test of its own."""
+    monkeypatch.setattr(parts, "techniques", lambda: ["lora", "optimizer_offload"])
     parts.ladder()
     found = results()["ladder"]
     assert found["failed"] == {}
-    names = {row["name"] for row in found["rows"]}
-    assert names == {"baseline", *techniques()} - {"optimizer_offload"}
+    assert [row["name"] for row in found["rows"]] == ["baseline", "lora"]
+    assert all(row["predicted_bytes"] > 0 and row["tokens_per_second"] > 0 for row in found["rows"])
 
 
 def test_a_technique_that_fails_costs_only_its_row(results, monkeypatch):
@@ -252,10 +256,14 @@ def test_recipes_train_what_the_libraries_train(results):
 
 
 def test_ways_that_train_something_else_are_not_timed():
+    class NoModel:
+        def fresh(self):
+            return None
+
     def side(loss):
         return lambda model, bench: versus.Side(lambda: loss)
 
-    bench = Bench("tiny-llama", 2, 8, micro_batches=1, layers=1)
+    bench = NoModel()
     with pytest.raises(ValueError, match="do not train the same"):
         versus.compare(bench, side(1.0), side(1.1), rounds=1)
 
