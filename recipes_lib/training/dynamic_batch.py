@@ -144,7 +144,7 @@ def fit_micro_batches(
     """
     _check(model, batch_size, micro_batches)
     random_states = _random_states()
-    versions = _versions(model)
+    versions = _versions(model)  # to see whether `step` updates the weights
     attempts: list[Attempt] = []
     while True:
         attempt, outcome = _try(step, micro_batches, measure_peaks=measure_peaks)
@@ -162,7 +162,7 @@ def fit_micro_batches(
         if smaller is None:
             raise torch.OutOfMemoryError(_nothing_fits(attempts)) from outcome
         micro_batches = smaller
-        _set_random_states(random_states)
+        _set_random_states(random_states)  # dropout draws what the first attempt drew
 
 
 def _try(step: Callable[[int], Any], k: int, *, measure_peaks: bool) -> tuple[Attempt, Any]:
@@ -171,6 +171,7 @@ def _try(step: Callable[[int], Any], k: int, *, measure_peaks: bool) -> tuple[At
     if measure_peaks:
         memory = PeakMemory()
     fits = True
+    # The error leaves this function as a value: while Python handles one, its tensors stay alive.
     try:
         with memory:
             outcome = step(k)

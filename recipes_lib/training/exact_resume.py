@@ -89,6 +89,7 @@ def save_checkpoint(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # `detach` shares the memory: nothing is copied before it is written.
     state = {
         "run": dict(run),
         "step": step,
@@ -120,6 +121,7 @@ def load_checkpoint(
     damaged, if a fact of the run differs, or if the trainable weights have other names or shapes.
     """
     parts = parts or {}
+    # All checks first: a refused checkpoint leaves the model as it is.
     state = _read(Path(path))
     _check_run(path, saved=state["run"], given=run)
     _check_names(path, state, model, parts)
@@ -142,8 +144,9 @@ def rows_of_step(step: int, *, rows: int, rows_per_step: int, seed: int) -> list
     """
     if not 1 <= rows_per_step <= rows:
         raise ValueError(f"rows_per_step={rows_per_step}: give 1 to {rows}, the number of rows")
-    steps_per_epoch = rows // rows_per_step
+    steps_per_epoch = rows // rows_per_step  # whole ones
     epoch, within = divmod(step, steps_per_epoch)
+    # A generator of the epoch's own, so that no step depends on those before it.
     order = random.Random(f"{seed} {epoch}").sample(range(rows), rows)
     return order[within * rows_per_step : (within + 1) * rows_per_step]
 
@@ -185,6 +188,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_run(path: Path | str, *, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     differences = []
+    # A fact that only one of the two has is a difference as well.
     for name in {**saved, **given}:
         if saved.get(name) != given.get(name):
             differences.append(f"{name}: {saved.get(name)!r} there, {given.get(name)!r} here")

@@ -44,7 +44,11 @@ def an_hour_later(monkeypatch):
     real = time.time
     hours = []
     monkeypatch.setattr(time, "time", lambda: real() + 3600 * len(hours))
-    return lambda: hours.append(1)
+
+    def call():
+        hours.append(1)
+
+    return call
 
 
 def mlflow_runs(folder, monkeypatch):

@@ -4,7 +4,7 @@ At equal *tokens* a curriculum is cheaper, and learns less from long rows. The f
 it reaches when it spends what it saves on more steps:
 
     fixed      1 x 256   1 x 256   1 x 256                         3 steps
-    growing    8 x 32    8 x 32    1 x 256   1 x 256               4 steps, the same operations
+    growing    8 x 32    8 x 32    1 x 256   1 x 256               4 steps, as many operations
 
 Each schedule starts from the same weights. Several seeds, because one run says little.
 """
@@ -60,6 +60,7 @@ def compare_at_equal_compute(
                 learning_rate=learning_rate,
                 seed=seed,
             )
+            # On long rows, which a curriculum has seen less of.
             with torch.no_grad():
                 loss = model(input_ids=held_out, labels=held_out, use_cache=False).loss
             reached[name].append(loss.item())
@@ -90,10 +91,11 @@ def train_curriculum(
     The rate warms up and then follows a cosine to a tenth. Small on purpose, to compare schedules:
     one stage of share 1 is training at a fixed length.
     """
+    # Nothing is tuned to a schedule: the same optimizer, rate and clipping for all of them.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1
     )
-    warmup = max(1, steps // 20)
+    warmup = max(1, steps // 20)  # the first twentieth
 
     def rate(step: int) -> float:
         # By steps is by tokens here: every step has the same number of them.
@@ -111,7 +113,7 @@ def train_curriculum(
         device=str(model.device),
     )
     losses = []
-    for batch in batches:
+    for batch in batches:  # [B, S], S grows from stage to stage
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
