@@ -46,8 +46,7 @@ def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -
         count = int((batch["labels"][:, 1:] != IGNORED).sum())
         with evaluating(model):
             mean = model(**batch, use_cache=False).loss.item()
-        # Batches have unequal numbers of targets: a mean of their means would weigh tokens
-        # unequally.
+        # Batches differ in their number of targets: a mean of their means would be another loss.
         total += mean * count
         targets += count
     return total / targets

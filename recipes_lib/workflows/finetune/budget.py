@@ -39,6 +39,7 @@ def estimate_adapters(model: Any, micros: Sequence[Batch], *, run: Settings) -> 
     """First half, on the base `model` before `adapt`: a budget for each micro-batch of a step."""
     plans = []
     for shape in shapes_of(micros):
+        # The rows of the whole step in one pass, and then in micro-batches.
         plan = budget_of(model, shape)
         plan = estimate_gradient_accumulation(plan, model, shape)
         if run.method != "full":
@@ -90,12 +91,14 @@ def _with_adapters(
     full_precision = model.dtype is torch.float32  # a 16-bit base has 16-bit activations already
     if full_precision:
         plan = estimate_mixed_precision(plan, model, shape, dtype=dtype)
+    # That covers the layers of the base. Under autocast the adapters save other tensors as well.
     if run.method != "full" and run.precision != "fp32":
         plan = _with_autocast_adapters(plan, model, shape, run=run)
     if _has_documents(micro):
         autocast = dtype if full_precision else None
         plan = estimate_sequence_packing(plan, model, shape, dtype=autocast)
     plan = estimate_completion_only_loss(plan, model, shape, targets=_kept_logits(micro))
+    # From here on it is the sum of the above that is kept, or not.
     if run.gradient_checkpointing:
         plan = estimate_activation_checkpointing(plan, model, shape)
     if "8bit" in run.optimizer:
@@ -108,6 +111,7 @@ def _has_documents(micro: Batch) -> bool:
     """Whether a row holds more than one document: one alone needs no mask."""
     if "position_ids" not in micro:
         return False
+    # Positions begin at 0 with each document; the first one of a row does not count.
     begins = micro["position_ids"][:, 1:] == 0  # [B, S - 1]
     return bool(begins.any())
 

@@ -73,6 +73,7 @@ def finetune(
     Raises ValueError before training for bad data, and for an output folder with another run or
     with a result.
     """
+    # Everything that can be refused comes first, the cheapest check before the others.
     folder = Path(run.output_dir)
     result = result_folder(run)
     check_output(folder, result, inputs=[run.data_file, held_out_file], resume=resume)
@@ -80,23 +81,20 @@ def finetune(
     pad = tokenizer.pad_token_id
     pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
     print(f"{len(rows)} rows to train on, {len(held_out)} held out")
-    if run.packing:
-        rows = pack_sequences(rows, length=run.seq_len, seed=run.seed)
-        print(f"packed into {len(rows)} rows of at most {run.seq_len} tokens")
+    rows = _packed(rows, run=run)
     check_run(rows, run=run, folder=folder, resume=resume)
     passes = run.steps * run.rows_per_step / len(rows)
     print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
 
     seed_everything(run.seed)  # of the adapters and of dropout
     model = load_base(run)
-    base = base_fingerprint(model)
+    base = base_fingerprint(model)  # adapters and 4 bits will hide it
     if run.packing:
         check_packing(model, rows, run=run, pad_token_id=pad)
+
+    # The same rows before and after: the comparison is paired.
     before = held_out_losses(model, held_out, pad_token_id=pad)
-    model = adapt(model, run=run)
-    if run.method == "qlora":
-        first = micro_batches(rows[:1], run=run, pad_token_id=pad, device=str(model.device))
-        check_gradient_flow(model, first[0])
+    model = _adapted(model, rows, run=run, pad_token_id=pad)
     steps = training_steps(
         model, rows, run=run, pad_token_id=pad, folder=folder, resume=resume, base=base
     )
@@ -104,9 +102,29 @@ def finetune(
     after = held_out_losses(model, held_out, pad_token_id=pad)
     print(f"held-out loss: {compare(before, after)}{_caution(len(held_out))}")
 
+    # The result comes last: a run is finished when it is there.
     write_production(run, pairs)
     save_result(model, tokenizer, result, run=run, base=base)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+
+
+def _packed(rows: list[Row], *, run: Settings) -> list[Row]:
+    """Several short rows in one, if the run wants that."""
+    if not run.packing:
+        return rows
+    packed = pack_sequences(rows, length=run.seq_len, seed=run.seed)
+    print(f"packed into {len(packed)} rows of at most {run.seq_len} tokens")
+    return packed
+
+
+def _adapted(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> Any:
+    """The model with its adapters; 4-bit layers that cut the gradient are found before training."""
+    model = adapt(model, run=run)
+    if run.method == "qlora":
+        device = str(model.device)
+        first = micro_batches(rows[:1], run=run, pad_token_id=pad_token_id, device=device)
+        check_gradient_flow(model, first[0])
+    return model
 
 
 def result_folder(run: Settings) -> Path:
@@ -133,6 +151,7 @@ def save_result(model: Any, tokenizer: Any, result: Path, *, run: Settings, base
     if run.method != "full":
         save_adapter(model, result, base=base)
         return
+    # Saving takes several files: the folder gets its name when all are written.
     scratch = result.with_name("model.part")
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
@@ -160,6 +179,7 @@ def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: b
     read = {Path(path).resolve() for path in inputs if path}
     for name in ("log", *WRITTEN):
         path = folder / name
+        # A run that is resumed wrote these files itself, unless they are its input.
         left_by_another = path.exists() and not resume
         if left_by_another or path.resolve() in read:
             raise ValueError(
@@ -197,7 +217,7 @@ def log_steps(steps: Iterable[Step], run: Settings) -> None:
             if tracker is None and run.report_to != "none":
                 # A resumed run says only now at which step it goes on.
                 tracker = log.enter_context(open_log(run, first_step=step.number))
-            speed = step.tokens / step.seconds
+            speed = step.tokens / step.seconds  # of text: padding does not count
             if tracker is not None:
                 tracker.log(
                     step.number,
@@ -244,6 +264,7 @@ def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -
     Raises RuntimeError with its last line if the command fails.
     """
     losses: dict[int, str] = {}
+    # A file for the errors: a pipe that nobody reads would fill up and stop the command.
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "recipes_lib", "finetune", *options],

@@ -43,9 +43,10 @@ def load_data(
     else:
         pairs, held_out_pairs = _pairs_of_standard_library(tokenizer, run, limit)
 
+    # Checked before packing, which would hide which row is too long.
     rows = _rows_of(tokenizer, pairs)
     held_out = _rows_of(tokenizer, held_out_pairs)
-    check_run(rows, run=run, folder=None, resume=False)  # packing would hide which row is too long
+    check_run(rows, run=run, folder=None, resume=False)
     check_labels(rows, tokenizer)
     if len(held_out) < 2:
         raise ValueError(
@@ -81,6 +82,7 @@ def _pairs_of_standard_library(
     Longer ones of a user's file are refused; of these there are enough.
     """
     count = limit or DEFAULT_LIMIT
+    # Below two held-out rows there is no interval.
     counts = {"train": count, "validation": max(2, count // 8)}
     found = []
     for split, wanted in counts.items():

@@ -43,7 +43,9 @@ def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
     """Leave in the folder of the run what Axolotl and accelerate need to repeat it."""
     folder = Path(run.output_dir)
     write_messages(pairs, folder / DATA_FILE, overwrite=True)
+    # The files of Axolotl lie in a folder of their own: ours hold the proven result.
     repeated = dataclasses.replace(run, data_file=folder / DATA_FILE, output_dir=folder / "axolotl")
+    # A run that one of them cannot repeat is a good run nevertheless.
     try:
         write_yaml(axolotl_config(repeated), folder / AXOLOTL_FILE, overwrite=True)
     except ValueError as error:
@@ -73,6 +75,7 @@ def trainer_arguments(run: Settings) -> dict[str, Any]:
         "optim": run.optimizer,
         "lr_scheduler_type": "cosine",
         "report_to": run.report_to,
+        # The reentrant kind cuts the gradient of adapters: no input of a block requires one.
         checkpointing: run.gradient_checkpointing,
         f"{checkpointing}_kwargs": {"use_reentrant": False},
     }
@@ -178,6 +181,7 @@ def _axolotl_data(run: Settings) -> dict[str, Any]:
 
 def _axolotl_adapter(run: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {}
+    # One of the two: together Axolotl would adapt every linear layer.
     if run.target_modules:
         config["lora_target_modules"] = list(run.target_modules)
     else:
@@ -268,6 +272,7 @@ def write_messages(
     lines = []
     for number, pair in enumerate(pairs):
         chat = _conversation_of(pair)
+        # The last answer is the completion, and all before it the prompt.
         answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         if not answers or not chat[answers[-1]]["content"].strip():
             raise ValueError(f"pair {number}: the completion is empty")
@@ -308,6 +313,7 @@ def _write(text: str, path: Path, overwrite: bool) -> Path:
     """Write beside `path` first, and give it the name at once: a kill leaves no half file."""
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists: choose another file, or pass overwrite=True")
+    # The number of the process: two runs that write here do not share a scratch file.
     scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         scratch.write_text(text, encoding="utf-8")

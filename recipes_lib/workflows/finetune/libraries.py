@@ -118,6 +118,7 @@ def _train(
 
     check_run(rows, run=run, folder=None, resume=False)
     args._n_gpu = min(1, args.n_gpu)  # several would be DataParallel, with a batch for each
+    # All rows in the order of our loop: the Trainer then takes them one after the other.
     ordered: list[Row] = []
     tokens: list[int] = []  # of each step
     for number in range(run.steps):
@@ -149,7 +150,7 @@ def _clock(steps: list[Step], tokens: Sequence[int], turn: Callable[[], Any] | N
             self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize()
+            synchronize()  # a GPU is still at work when Python is done
             self.seconds = time.perf_counter() - self.start
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
@@ -207,6 +208,7 @@ def side_by_side(
         found[name]["losses"] = [step.loss for step in theirs]
         found[name]["time_ratio"] = ratio
 
+    # Our loop ran once beside each library: its speed is that of all these steps.
     speed = statistics.median(speeds)
     found["ours"]["tokens_per_second"] = speed
     for name in libraries:  # by the ratio: the machine was not equally fast in all turns
@@ -250,7 +252,7 @@ def _peak_bytes(
 ) -> int:
     """The peak of two steps: the second one has AdamW's states."""
     short = dataclasses.replace(run, steps=2, warmup_steps=min(1, run.warmup_steps))
-    gc.collect()
+    gc.collect()  # a model of the run before would count
     with PeakMemory() as memory:
         _train_by(name, make(), rows, run=short, tokenizer=tokenizer)
     return memory.peak

@@ -79,6 +79,7 @@ def training_steps(
     """
     check_run(rows, run=run, folder=folder, resume=resume)
     optimizer, schedule, precision = optimizer_of(model, run=run)
+    # All that the next step reads: without one of these a resumed run would be another run.
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -101,8 +102,7 @@ def training_steps(
         tokens = sum(len(row["input_ids"]) for row in chosen)
         yield Step(number, loss.item(), float(norm), rate, seconds, loading, tokens)
 
-        # Who takes the steps has logged this one by now: after a kill no step is missing in the
-        # log.
+        # Who takes the steps has logged this one by now: a kill leaves no gap in the log.
         if folder and keeps_checkpoint(number, run=run):
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
 
@@ -120,6 +120,7 @@ def _optimizer_step(
 
     Returns the loss, the norm of the gradients before clipping, and the learning rate.
     """
+    # The base may be in 16 bits although the run is in fp32: then loss scaling alone is used.
     autocast = precision.autocast
     if run.precision == "fp32":
         autocast = contextlib.nullcontext
@@ -134,7 +135,7 @@ def _optimizer_step(
         autocast=autocast,
         backward=precision.backward,
     )
-    rate = schedule.get_last_lr()[0]
+    rate = schedule.get_last_lr()[0]  # before the schedule moves on
     updated = precision.step(optimizer, max_grad_norm=limit)
     if updated:  # not where gradients overflowed in fp16: that step does not count
         schedule.step()
@@ -236,7 +237,8 @@ def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
     facts = dataclasses.asdict(run)
     for name in MAY_CHANGE_ON_RESUME:
         del facts[name]
-    facts["betas"] = list(run.betas)  # a file gives back lists
+    # A file gives back lists, and the two have to be equal.
+    facts["betas"] = list(run.betas)
     if run.target_modules:
         facts["target_modules"] = list(run.target_modules)
     content = hashlib.sha256()
@@ -277,6 +279,7 @@ def _check_rows(rows: Sequence[Row], run: Settings) -> None:
             f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}: "
             f"give more, or lower it"
         )
+    # They are not cut: a cut answer teaches to stop anywhere.
     long = [i for i, row in enumerate(rows) if len(row["input_ids"]) > run.seq_len]
     if long:
         raise ValueError(
