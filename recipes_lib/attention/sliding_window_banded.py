@@ -45,7 +45,7 @@ def banded_attention(
     rest = (length - head) % block
     blocks_end = length - rest
 
-    pieces = [_head_of_text(q[:, :, :head], k, v, window, sinks, scale)]  # [B, …, H, E] each
+    pieces = [_head_of_text(q[:, :, :head], k, v, scale)]  # [B, …, H, E] each
     if blocks_end > head:
         queries = q[:, :, head:blocks_end]
         pieces.append(_blocks(queries, k, v, window, sinks, scale, start=head, block=block))
@@ -69,24 +69,18 @@ def block_length(window: int, sinks: int) -> int:
     return max(64, window // 4)
 
 
-def _head_of_text(
-    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: float | None
-) -> Tensor:
-    """The first window + sinks tokens: causal attention, and beyond the window a mask of the band.
+def _head_of_text(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of the first window + sinks tokens, q [B, H, head, E] -> [B, head, H, E].
 
-    q [B, H, head, E] -> [B, head, H, E].
+    None of them is further than a window from the end of the sinks: they read all before them.
     """
     head = q.shape[2]
-    mask = None
-    if head > window:
-        mask = band(head, head, window, sinks, q.device)
     # Copies: what the kernel saves of a view would keep the whole tensor.
     out = F.scaled_dot_product_attention(
         q.contiguous(),
         k[:, :, :head].contiguous(),
         v[:, :, :head].contiguous(),
-        mask,
-        is_causal=mask is None,
+        is_causal=True,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
