@@ -10,7 +10,7 @@ chunked_cross_entropy_plan      ... the rows of a chunk and the dtypes
 nested_checkpointing            checkpoints inside checkpoints: keep the inputs of groups of blocks
 optimizer_in_backward           step each parameter as its gradient arrives, and free the gradient
 optimizer_offload               keep AdamW's states in host memory and step there
-optimizer_offload_link          ... the way of the states between host and device
+optimizer_offload_link          ... what stays on the host, and the link to the device
 tiled_mlp                       run the MLPs tile by tile along the sequence
 tiled_mlp_arithmetic            ... what that saves, and what its backward holds
 """
