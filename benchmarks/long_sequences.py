@@ -67,6 +67,7 @@ def stretched(*, seq_len: int, window: int, texts: int) -> Iterator[dict[str, An
     rows = _long_rows(seq_len, texts)  # [texts, 1, S]
     curves: dict[str, list[float]] = {}
     for kind in ("none", *KINDS):
+        # A model of its own for each curve: a scaling stays on the model that it was applied to.
         model = apply_flash_attention(load_model().eval())
         if kind in KINDS:
             apply_rope_scaling(model, kind=kind, factor=2)

@@ -24,12 +24,13 @@ def prediction(run: dict[str, Any]) -> str:
     """How far the arithmetic was off at most, over all rows of a ladder of bytes or of lengths."""
     found = "peak_bytes"
     predicted = "predicted_bytes"
+    # A ladder of lengths is judged where the bytes reach the limit, not at the length tried last.
     if "predicted_tokens" in run["rows"][0]:
         found = "crossing"
         predicted = "predicted_tokens"
     error = max(abs(row[predicted] / row[found] - 1) for row in run["rows"])
     most = "by less than 0.1%"
-    if error >= 0.0005:
+    if error >= 0.0005:  # less would be printed as 0.0%
         most = f"by {error:.1%} at most"
     return f"Every row was predicted first; the arithmetic is off {most}."
 
@@ -38,6 +39,7 @@ def less_memory(run: dict[str, Any]) -> str:
     """Notebook 01 in one sentence."""
     first = run["rows"][0]["peak_bytes"]
     last = run["rows"][-1]["peak_bytes"]
+    # Two curves of (optimizer step, held-out loss): plain LoRA, and everything combined.
     lora, combined = run["facts"]["held_out_loss"].values()
     steps, loss_after = combined[-1]
     return (
@@ -55,7 +57,7 @@ def longer_texts(run: dict[str, Any]) -> str:
     last = run["rows"][-1]["tokens"]
     facts = run["facts"]
     how = ""
-    if run["device"] == "cpu":
+    if run["device"] == "cpu":  # a GPU takes real steps
         how = ", found by dry steps, which count the bytes of real ones"
     return (
         f"**{first:,} → {last:,} tokens:** the longest text on which every weight of "
@@ -196,6 +198,7 @@ def block_sparse(facts: dict[str, Any]) -> str:
 
 
 def curriculum(facts: dict[str, Any]) -> str:
+    # The mean over the seeds of each schedule.
     reached = {name: statistics.fmean(seeds) for name, seeds in facts["curriculum"].items()}
     return (
         f"loss on long rows {reached['curriculum']:.3f}, "

@@ -56,7 +56,7 @@ def ladder(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, n
         name = row["name"]
         change = percent(row["peak_bytes"] / first["peak_bytes"] - 1)
         cells = [name, mib(row["predicted_bytes"]), mib(row["peak_bytes"]), change, times[name]]
-        if name in other_times:
+        if name in other_times:  # else the row ends one cell earlier, which markdown allows
             cells.append(other_times[name])
         lines.append(_line(cells))
     # Rows that only the other machine has, for instance of mixed precision.
@@ -121,7 +121,7 @@ def versus(run: dict[str, Any] | None) -> str:
         for ratio in ("time_ratio", "peak_ratio"):
             if ratio in pair:
                 cells.append(f"{pair[ratio]:.2f}×")
-            else:
+            else:  # a pair that failed has a reason in place of numbers
                 cells.append("failed")
         lines.append(_line(cells))
     note = "The recipe's over the library's: below 1 the recipe wins."

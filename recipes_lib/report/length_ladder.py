@@ -64,7 +64,7 @@ class LengthLadder(Rows):
             tokens=tokens,
             crossing=crossing,
             peak_bytes=peak_bytes,
-            seconds=None,
+            seconds=None,  # `retime` brings it
             loss=loss,
         )
         return self.append(row)
@@ -98,10 +98,10 @@ class LengthLadder(Rows):
 
     def _cells(self, row: LengthRow, position: int) -> list[str]:
         to_previous = ""
-        if position > 0:
+        if position > 0:  # the baseline has nothing before it
             to_previous = f"{row.tokens / self.rows[position - 1].tokens:.2f}"
         time = ""
-        if row.seconds:
+        if row.seconds:  # relative: all rows are timed at one length
             time = f"{row.seconds / self.rows[0].seconds:.2f}×"
         loss = ""
         if row.loss is not None:

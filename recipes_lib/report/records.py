@@ -21,5 +21,5 @@ def recorded(part: str) -> dict[str, Any] | None:
             runs.append(run)
     if not runs:
         return None
-    newest = max(runs, key=lambda run: run["date"])
+    newest = max(runs, key=lambda run: run["date"])  # as text, ISO dates are in order
     return newest["parts"][part]

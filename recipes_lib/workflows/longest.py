@@ -58,7 +58,7 @@ class Search:
         if not longer:
             return self.tokens
         above = min(longer)
-        if self.peaks[above] is None:
+        if self.peaks[above] is None:  # it ran out of memory
             return self.tokens
         share = (self.limit_bytes - self.peak_bytes) / (self.peaks[above] - self.peak_bytes)
         return self.tokens + share * (above - self.tokens)
@@ -78,6 +78,7 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
             f"bytes, most of it weights and optimizer states; shrink those first (LoRA, 8-bit "
             f"states), or give more memory"
         )
+    # Twice as long until it is too long: that gives a bracket. Then halve the bracket.
     fits = 2
     too_long = 4
     while too_long < LONGEST and plan(too_long).peak <= limit_bytes:
@@ -135,6 +136,7 @@ def find_longest(
         raise ValueError(
             f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})"
         )
+    # What is left between both is halved, until it is small enough or there is nothing between.
     while high - low > max(1, resolution * low):
         middle = (low + high) // 2
         if fits(middle):
@@ -184,7 +186,7 @@ def peak_of(
             with PeakMemory(limit_bytes=limit_bytes) as memory:
                 step(tokens)
         except torch.OutOfMemoryError:
-            clear()
+            clear()  # gradients of an interrupted backward, for instance
             raise
         return memory.peak
 
