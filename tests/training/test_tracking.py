@@ -196,10 +196,11 @@ def start(backend, run_name):
 
 child = os.fork()
 if child == 0:
+    os.setsid()
     trackers = [start(backend, backend) for backend in sys.argv[1:]]
     for tracker in trackers:
         tracker.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # W&B's own process as well
 for backend in sys.argv[1:]:
     if backend == "wandb":  # the one that writes from a process of its own
         start(backend, "not-closed")
