@@ -25,6 +25,7 @@ from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.measure import measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.timeline import Timeline, record_timeline
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.workflows.bench.entries import (
     ENTRIES,
@@ -160,15 +161,14 @@ def techniques() -> list[str]:
     return list(ENTRIES)
 
 
-def _timeline_of(arranged: Arranged) -> Any:
+def _timeline_of(arranged: Arranged) -> Timeline:
     """The live bytes over one more step; those before have made AdamW's states."""
-    from recipes_lib.core.timeline import record_timeline
-
     return record_timeline(arranged.step, model=arranged.model, optimizer=arranged.optimizer)
 
 
-def _draw(timelines: dict[str, Any], ladder: Ladder, path: Path) -> None:
+def _draw(timelines: dict[str, Timeline], ladder: Ladder, path: Path) -> None:
     """Both timelines in one picture, with the predicted peaks as lines."""
+    # matplotlib takes half a second, and most runs draw nothing.
     from recipes_lib.report.charts import timeline_chart
 
     predicted = {row.name: row.predicted_bytes for row in ladder.rows}
