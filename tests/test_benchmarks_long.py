@@ -11,15 +11,10 @@ from recipes_lib.core.machine import provenance
 from recipes_lib.core.model import model_of_shape
 
 
-@pytest.fixture(autouse=True)
-def small_sizes(monkeypatch):
-    monkeypatch.setenv("RECIPES_FAST", "1")
-
-
 def last_of(contents):
     """What a part has measured when it is through."""
     *_, last = contents
-    return json.loads(json.dumps(last))  # it will be kept as JSON
+    return json.loads(json.dumps(last))  # as it will be kept
 
 
 # --- attention, loss, positions -----------------------------------------------------------------

@@ -82,6 +82,7 @@ def test_bisection_finds_the_longest_from_any_guess(start):
     assert found.tokens == 100
     assert found.peak_bytes == 1000 + 100**3
     assert found.peaks[101] > found.limit_bytes
+    assert len(found.peaks) <= 30, "a bad guess is left in growing steps"
 
 
 def test_bisection_within_the_resolution_and_with_few_steps():
