@@ -21,6 +21,7 @@ from recipes_lib.memory.activation_offload import (
     offload_activations,
     offloaded_by_hand,
 )
+from recipes_lib.memory.activation_offload_stores import DiskStore
 from tests.conftest import FAMILIES, assert_equal, assert_near, gradients, make_batch
 
 # Not the system's temporary directory, which may be a RAM disk. The file has no name, and nothing
@@ -119,6 +120,20 @@ def test_each_storage_moves_once_and_frees_its_memory():
     for _ in range(2):  # the second time, too, an error and not values of nowhere
         with pytest.raises(RuntimeError, match="inside the context"):
             loss.backward(retain_graph=True)
+
+
+def test_each_storage_comes_back_once(llama, batch, monkeypatch):
+    """One that was fetched ahead, or that several tensors share, is there already."""
+    places = []
+    fetch = DiskStore.fetch
+
+    def fetch_and_count(store, saved):
+        places.append(saved.copy)  # in the file; no two storages have the same in one step
+        fetch(store, saved)
+
+    monkeypatch.setattr(DiskStore, "fetch", fetch_and_count)
+    run_offloaded(llama, batch)
+    assert len(places) == len(set(places)) > 0
 
 
 # --- together with checkpoints --------------------------------------------------------------------
