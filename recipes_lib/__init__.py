@@ -1,6 +1,6 @@
 """LLM Training Recipes: one technique, one file. The import line is the address.
 
-Five floors, from the top; a floor uses only those below it. On the third, one technique is one file.
+Five floors, from the top. A floor uses only those below it.
 
 cli            the command line: python -m recipes_lib list | bench | doctor | finetune
 
@@ -8,7 +8,7 @@ workflows      techniques put together: fine-tuning, the longest sequence, the d
 
 architecture   inside the model: rotary positions
 attention      flash, sliding-window and block-sparse attention
-fine_tuning    adapt a pretrained model: LoRA, QLoRA, loss on answers only, evaluation, adapter files
+fine_tuning    adapt a pretrained model: LoRA, QLoRA, loss on answers, evaluation, adapter files
 memory         activations, gradients and optimizer states that no longer fit
 precision      fewer bits per number: mixed precision, pure bf16, 8-bit optimizer states
 training       the loop: accumulation, packing, curriculum, dynamic batch, exact resume, tracking

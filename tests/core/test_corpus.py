@@ -46,7 +46,9 @@ def test_neither_tests_nor_installed_packages_are_text():
 
 
 def test_the_answer_is_not_in_the_question(monkeypatch, tmp_path):
-    """The docstring's first paragraph, and the source without the docstring; what says nothing is left out."""
+    """The docstring's first paragraph, and the source without the docstring; what says nothing is
+    left out.
+    """
     source = '''
 class A:
     def f(self, x):

@@ -1,5 +1,6 @@
 """The timeline adds up to the account, and calls each tensor what it is."""
 
+import itertools
 import time
 
 import pytest
@@ -103,7 +104,7 @@ def test_a_checkpoint_makes_its_activations_in_backward():
     in_backward = [
         point.bytes["activations"] for point in timeline.points if point.phase == "backward"
     ]
-    grew = [after - before for before, after in zip(in_backward, in_backward[1:], strict=False)]
+    grew = [after - before for before, after in itertools.pairwise(in_backward)]
     assert max(grew) == FULL, "a block's output exists again"
 
 
@@ -126,7 +127,9 @@ def test_a_gradient_that_is_used_in_backward_is_a_gradient():
 
 
 def test_the_areas_add_up_to_the_account():
-    """Catches bytes that the timeline loses: its peak is the account's, on a model with tied weights."""
+    """Catches bytes that the timeline loses: its peak is the account's, on a model with tied
+    weights.
+    """
     model = model_of_shape("tiny-gemma2", device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, 128, (2, 16))
