@@ -1,6 +1,4 @@
-"""Small models of five families, batches of unequal lengths, and the comparison that the tests
-share.
-"""
+"""Small models of five families, batches of unequal lengths, and comparisons for all tests."""
 
 import gc
 import os
@@ -37,9 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_what_is_there():
-    """`PeakMemory` walks through all objects hundreds of times; those of imports are no longer
-    among them.
-    """
+    """`PeakMemory` walks through all objects, hundreds of times: spare it those of the imports."""
     gc.collect()
     gc.freeze()
 
@@ -80,9 +76,7 @@ def batch():
 
 
 def make_batch(batch_size=4, seq_len=23, vocab=128):
-    """Right-padded rows of unequal lengths [B, S], labels -100 on the padding and on a prompt of 3
-    tokens.
-    """
+    """Right-padded rows of unequal lengths [B, S]; no labels on padding and a prompt of 3 tokens."""
     ids = torch.randint(1, vocab, (batch_size, seq_len))
     lengths = torch.randint(seq_len // 3, seq_len + 1, (batch_size,))
     lengths[0] = seq_len

@@ -53,7 +53,7 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def quantization_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Scales and code tables that bitsandbytes keeps beside a 4-bit weight; of other weights none."""
+    """Scales and code tables that bitsandbytes keeps beside a 4-bit weight; else none."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []

@@ -107,7 +107,7 @@ def record_timeline(
 
 
 class TimelineRecorder(contextlib.AbstractContextManager):
-    """Records while inside; `timeline()` afterwards, `peak` and `current` of its account any time."""
+    """Records while inside; `timeline()` afterwards, `peak` and `current` at any time."""
 
     def __init__(
         self,

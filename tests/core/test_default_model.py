@@ -1,4 +1,4 @@
-"""The default model is fetched once, whole or not at all, and without a network never waited for."""
+"""The default model is fetched once, whole or not at all, without waiting for a dead network."""
 
 import hashlib
 import subprocess
