@@ -76,7 +76,7 @@ def batch():
 
 
 def make_batch(batch_size=4, seq_len=23, vocab=128):
-    """Right-padded rows of unequal lengths [B, S]; no labels on padding and a prompt of 3 tokens."""
+    """Right-padded rows [B, S] of unequal lengths; no label on padding and on 3 prompt tokens."""
     ids = torch.randint(1, vocab, (batch_size, seq_len))
     lengths = torch.randint(seq_len // 3, seq_len + 1, (batch_size,))
     lengths[0] = seq_len
