@@ -8,13 +8,13 @@
 
 Each term is plain arithmetic on the model's shape, so that a recipe can say which one it shrinks:
 
-    weights      4 bytes x parameters (2 in bf16, about 0.52 in NF4)
-    states       twice the bytes of the trainable parameters: AdamW keeps two averages
-    gradients    the bytes of the trainable parameters
-    carried      gradients that already exist while a micro-batch runs (only with accumulation)
-    activations  what the blocks save for backward: grows with batch x sequence
-    loss         logits and their gradients: three [batch x sequence, vocabulary] fp32 tensors
-    one_block    what one block saves for backward
+    weights             4 bytes x parameters (2 in bf16, about 0.52 in NF4)
+    states              twice the bytes of the trainable parameters: AdamW keeps two averages
+    gradients           the bytes of the trainable parameters
+    carried             gradients that exist before a micro-batch runs (only with accumulation)
+    activations         what the blocks save for backward: grows with batch x sequence
+    loss                logits and their gradients: three fp32 [batch x sequence, vocabulary]
+    one_block           what one block saves for backward
     block_gradients     gradients of activations that backward makes inside a block
     last_gradients      gradients that the first block, and an untied embedding, have still to make
     embedding_gradient  copies of the embedding table that are alive as its gradient is summed
@@ -92,7 +92,7 @@ class Order(enum.IntEnum):
 
     BATCH = 1  # how many tokens are in memory at a time
     ADAPTERS = 2  # which weights train, and how the others are stored
-    PRECISION = 3  # in how many bits is computed
+    PRECISION = 3  # in how many bits the model computes
     ATTENTION = 4  # what attention saves
     LOSS = 5  # how many logits exist
     MLP = 6  # what the feed-forward layers save
@@ -114,7 +114,7 @@ class Budget:
     """The terms of the equation above, in bytes, for the step that `shape` describes.
 
     `change(term=…)` gives a new budget. `base_frozen` says that adapters train and the model's own
-    weights do not, although `model` may not have its adapters yet.
+    weights do not. The model that an estimate gets may not have its adapters yet.
     """
 
     weights: int
@@ -171,7 +171,11 @@ class Budget:
         return max(moments, key=lambda name: sum(moments[name].values()))
 
     def at_peak(self) -> dict[str, int]:
-        """What the peak consists of; copies of the embedding count as gradients."""
+        """What the peak consists of, as weights, states, gradients, activations and loss.
+
+        Copies of the embedding count as gradients, and gradients inside the last block as loss if
+        they are more than the loss.
+        """
         always = {"weights": self.weights, "states": self.states}
         return always | self.moments()[self.peak_moment()]
 
@@ -211,7 +215,7 @@ def estimate(order: Order) -> Callable[[Estimate], Estimate]:
             applied = (*budget.applied, Applied(order, change.__name__))
             return changed.change(shape=shape, applied=applied)
 
-        checked.order = order
+        checked.order = order  # by which `compose` sorts
         return checked
 
     return decorate
@@ -242,7 +246,7 @@ def _check_shape(budget: Budget, shape: Shape, order: Order, name: str) -> None:
     if known is None or known == shape:
         return
     if order is Order.BATCH and known.whole() == shape.whole():
-        return
+        return  # the estimate that splits the batch may change the number of micro-batches
     if known.whole() == shape.whole():
         raise ValueError(
             f"{name}: the budget is that of {known.micro_batches} micro-batches and the shape has "

@@ -9,8 +9,7 @@ name, its parameters and its hooks, and only its class changes:
     after     block.__class__ is LlamaDecoderLayer, a subclass of (Checkpointed, LlamaDecoderLayer)
 
 The new class has the old one's name, because FSDP and device maps find blocks by it. A mixin's
-`forward` calls `super().forward(...)` for what the module did before. Hooks run outside of it,
-once.
+`forward` calls `super().forward(...)` for what the module did before. Hooks run once, outside.
 
 To pickle a whole model (its state dict is unchanged), unmix it first: the new class has no address.
 """
@@ -51,10 +50,9 @@ def unmix(module: nn.Module, mixin: type, *, attributes: Iterable[str] = ()) -> 
         delattr(module, name)
 
 
-@functools.cache
+@functools.cache  # so that all blocks of a model share one new class
 def _mixed_class(mixin: type, module_class: type) -> type:
-    # Trainer and `generate` read the signature of `forward`: it stays the one of the module's own
-    # class.
+    # Trainer and `generate` read the signature of `forward`: it stays that of the module's class.
     @functools.wraps(module_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)

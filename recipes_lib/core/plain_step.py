@@ -130,8 +130,8 @@ def free_gradients(budget: Budget, model: Any) -> Budget:
 def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
     """Peak of the output layer: log-softmax and two gradients of the logits, all fp32 [T, V].
 
-    With a trainable output layer and few tokens, one of them beside the layer's gradient [V, D] is
-    more.
+    If the layer trains and the tokens are few, the peak comes later: one [T, V] is left, beside the
+    gradient of the layer's weight [V, D].
     """
     logits = 4 * tokens * model.config.vocab_size
     if not head_trains:
@@ -149,13 +149,12 @@ def activation_bytes(model: Any, shape: Shape) -> int:
 
 
 def block_bytes(model: Any, *, seq: int) -> int:
-    """Bytes that one block saves per token, read off the operators of the Hugging Face
-    implementation.
+    """Bytes that one block saves per token, read off the operators of Hugging Face's code.
 
     RMSNorm saves its input in fp32, the normalised input (only if its weight trains) and, where
-    linear layers read it, its output; LayerNorm the first and the last. Attention saves Q, K, V and
-    its output. A gated MLP saves both projections, the activated gate and the product. Raises
-    ValueError for a block that is built otherwise.
+    linear layers read it, its output. LayerNorm saves its input as it is, and its output likewise.
+    Attention saves Q, K, V and its output. A gated MLP saves both projections, the activated gate
+    and the product. Raises ValueError for a block that is built otherwise.
     """
     block = decoder_blocks(model)[0]
     _require_formula(model, block)
@@ -166,30 +165,33 @@ def block_bytes(model: Any, *, seq: int) -> int:
     norms = norms_of(block)
     normalising = normalising_bytes(norms[0], config, size)
     # Norms 3 and 4 (Gemma) feed the residual stream, and no linear layer saves their output.
-    norm = config.hidden_size * (len(norms) * normalising + 2 * size)
+    in_norms = config.hidden_size * (len(norms) * normalising + 2 * size)
 
-    attention = size * (2 * q + 2 * kv)
-    scores = saved_score_bytes(model)
-    if scores:  # K and V are repeated to all heads
-        attention = size * 4 * q + scores * config.num_attention_heads * seq
+    in_attention = size * (2 * q + 2 * kv)
+    per_score = saved_score_bytes(model)
+    if per_score:  # K and V are repeated to all heads
+        in_attention = size * 4 * q + per_score * config.num_attention_heads * seq
     if "q_norm" in _leaf_names(block):
-        attention += normalising * (q + kv)
+        in_attention += normalising * (q + kv)
 
-    return norm + attention + size * feed_forward * saved_mlp_tensors(model)
+    in_mlp = size * feed_forward * saved_mlp_tensors(model)
+    return in_norms + in_attention + in_mlp
 
 
 def block_gradient_bytes(model: Any, *, seq: int) -> int:
     """Bytes per token of the gradients that backward holds inside a block at its worst moment.
 
-    Either of the block's output and, as they are multiplied, of gate and up. Or, when the
-    activations of the MLP are free again, of the scores and the softmax.
+    That moment is in the MLP or in attention. In the MLP, gate and up are multiplied: there are
+    gradients of both and of the block's output. In attention there are those of the scores and the
+    softmax, and what the MLP had saved is free again.
     """
     config = model.config
     size = model.dtype.itemsize
     _, _, feed_forward = projection_widths(config)
     in_mlp = size * (config.hidden_size + 2 * feed_forward)
-    scores = score_gradient_bytes(model) * config.num_attention_heads * seq
-    return max(in_mlp, scores - 4 * size * feed_forward)
+    in_attention = score_gradient_bytes(model) * config.num_attention_heads * seq
+    freed_by_mlp = 4 * size * feed_forward
+    return max(in_mlp, in_attention - freed_by_mlp)
 
 
 def saved_mlp_tensors(model: Any) -> int:

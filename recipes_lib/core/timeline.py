@@ -25,7 +25,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -93,17 +93,26 @@ def record_timeline(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Timeline:
-    """Run `step` once and record its timeline. AdamW makes its states in the first step: take one
-    before.
+    """Run `step` once and record its timeline.
 
-    On a CPU, on a GPU and in a dry run (on a model that was made in it) alike: the account is of
-    tensors, not of what an allocator rounds up or keeps.
+    AdamW makes its states in the first step: take one step before. It works alike on a CPU, on
+    a GPU and in a dry run (on a model that was made in it), because the account is of tensors, not
+    of what an allocator rounds up or keeps.
     """
     gc.collect()  # a dead reference cycle would count as alive
     recorder = TimelineRecorder(model, optimizer)
     with recorder:
         step()
     return recorder.timeline()
+
+
+class _Sample(NamedTuple):
+    """What is noted after an operator. The kinds are added up at the end, when all are known."""
+
+    operator: int
+    phase: str
+    changes: int  # how many of the recorder's changes have happened by now
+    bytes: int
 
 
 class TimelineRecorder(contextlib.AbstractContextManager):
@@ -121,9 +130,7 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)
         self._kinds: dict[int, str] = {}  # of each storage, by its number in the account
         self._changes: list[tuple[int, int]] = []  # (number of the storage, change of its bytes)
-        self._samples: list[
-            tuple[int, str, int, int]
-        ] = []  # operator, phase, changes so far, bytes
+        self._samples: list[_Sample] = []
         self._operators = 0
         self._phase = "forward"
         self._stepping = False
@@ -133,6 +140,7 @@ class TimelineRecorder(contextlib.AbstractContextManager):
     # --- what the account tells ---
 
     def changed(self, number: int, change: int) -> None:
+        """Note the change of a storage. One that is new gets a kind for the time being."""
         self._changes.append((number, change))
         if number in self._kinds:
             return
@@ -144,6 +152,7 @@ class TimelineRecorder(contextlib.AbstractContextManager):
                 self._phase = "forward"
 
     def operator_ended(self, current: int) -> None:
+        """An operator is done, and `current` bytes are alive."""
         self._operators += 1
         if _in_backward():
             self._phase = "backward"
@@ -152,11 +161,12 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self._sample(current)
 
     def _sample(self, current: int) -> None:
-        count = len(self._changes)
-        unchanged = self._samples and self._samples[-1][2] == count
-        if unchanged and self._samples[-1][1] == self._phase:
-            return
-        self._samples.append((self._operators, self._phase, count, current))
+        sample = _Sample(self._operators, self._phase, len(self._changes), current)
+        if self._samples:
+            last = self._samples[-1]
+            if last.changes == sample.changes and last.phase == sample.phase:
+                return  # nothing has happened since
+        self._samples.append(sample)
 
     # --- recording ---
 
@@ -244,12 +254,12 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         live = dict.fromkeys(KINDS, 0)
         points = []
         done = 0
-        for operator, phase, count, current in self._samples:
-            for number, change in self._changes[done:count]:
+        for sample in self._samples:
+            for number, change in self._changes[done : sample.changes]:
                 live[self._kinds[number]] += change
-            done = count
-            assert sum(live.values()) == current, "the kinds add up to the account"
-            points.append(Point(operator, phase, dict(live)))
+            done = sample.changes
+            assert sum(live.values()) == sample.bytes, "the kinds add up to the account"
+            points.append(Point(sample.operator, sample.phase, dict(live)))
         return Timeline(points)
 
 
