@@ -18,7 +18,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lab notebooks gpu clean
+.PHONY: help run test check lint lab notebooks gpu clean
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,12 +27,22 @@ run: $(READY)  ## Execute a notebook and print what it measures: NB=01 (default)
 	@$(PY) notebooks/execute.py run $(or $(NB),01)
 
 # Two tests at a time, each with one thread: more threads than cores wait for each other.
-test: export RECIPES_FAST := 1
-test: export OMP_NUM_THREADS := 1
-test: $(READY)  ## Lint, unit and parity tests, every notebook in small sizes, README commands
+test check: export RECIPES_FAST := 1
+test check: export OMP_NUM_THREADS := 1
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Notebooks first: they take longest, and no worker should end with one.
+test: lint  ## Lint, unit and parity tests, every notebook in small sizes, README commands
+	$(PYTEST) --nbmake --nbmake-timeout=900 notebooks tests $(ARGS)
+
+# The rules of the house, what everything stands on, and every technique beside its reference.
+CORE_TESTS := tests/test_architecture.py $(patsubst %,tests/%,core report architecture attention \
+	fine_tuning memory precision training)
+check: lint  ## Lint and the two-minute core of the tests, for while you work
+	$(PYTEST) $(CORE_TESTS) $(ARGS)
+
+lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=900 notebooks tests $(ARGS)
 
 lab: $(VENV)/.lab  ## Open JupyterLab in notebooks/
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
