@@ -159,7 +159,6 @@ def test_flex_attention_keeps_documents_apart(short_pairs, monkeypatch):
             finetune.flex_attention(model, batch)
 
 
-@pytest.mark.slow
 def test_compiled_blocks_train_the_same_in_one_graph_each(short_pairs, monkeypatch):
     """`fullgraph` makes a graph break an error; tracing alone shows it."""
     compile_module = torch.nn.Module.compile
