@@ -1,18 +1,17 @@
 """Activation checkpointing: keep the input of a block, recompute the rest when backward arrives.
 
-Problem    Every block saves some 19 hidden vectors per token (SmolLM2) for backward, times all
-           layers.
+Problem    Every block saves some 19 hidden vectors per token (SmolLM2) until backward reaches it.
 Idea       Backward visits one block at a time, so only one block's activations need to exist:
 
                plain        x0 [a0] x1 [a1] x2 [a2] -> loss   all [a] alive
                "block"      x0      x1      x2      -> loss   [a2] again from x2, used, freed …
                "selective"  x0 m0   x1 m1   x2 m2   -> loss   m: what matmuls and attention gave;
                                                               norms, RoPE, activations again
-Saves      Per token and block: all elements but D ("block"), or but 3D + 2Q + 2KV + 2F
-           ("selective"). One block is whole again while backward is in it.
+Saves      What a block keeps per token shrinks to D elements ("block"), or to
+           3D + 2Q + 2KV + 2F ("selective"). One block is whole again while backward is in it.
 Costs      "block": one more forward, so a third more arithmetic (divided by `every`);
-           "selective": the elementwise operators only. No value or gradient changes by a bit,
-           dropout included.
+           "selective": the elementwise operators only. Values and gradients stay the same to the
+           bit, with dropout too.
 Use when   Activations are the largest term: long sequences, large batches, frozen weights.
 Not when   Weights, optimizer states or the loss set the peak: it costs time and saves nothing.
 In production   `model.gradient_checkpointing_enable()` (newer:
@@ -41,7 +40,13 @@ from recipes_lib.core.causal_lm import decoder_blocks, projection_widths, requir
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
 from recipes_lib.core.mixing import mix_in, unmix
-from recipes_lib.core.plain_step import head_of, head_trains, require_adapters
+from recipes_lib.core.plain_step import (
+    features,
+    head_of,
+    head_trains,
+    is_linear,
+    require_adapters,
+)
 from recipes_lib.core.recompute import (
     caches_among,
     nothing_to_recompute,
@@ -222,14 +227,11 @@ def _kept_bytes(budget: Budget, model: Any, mode: str) -> int:
 
 def _kept_outputs(model: Any) -> int:
     """Elements per token that the matmuls and the attention of one block return."""
-    from transformers.pytorch_utils import Conv1D
-
     linear = 0
     for module in decoder_blocks(model)[0].modules():
-        if isinstance(module, torch.nn.Linear):
-            linear += module.out_features
-        elif isinstance(module, Conv1D):  # GPT-2's linear layer
-            linear += module.nf
+        if is_linear(module):
+            _, outputs = features(module)
+            linear += outputs
     if model.config._attn_implementation == "eager":
         return linear
     query, _, _ = projection_widths(model.config)

@@ -3,9 +3,13 @@
 Problem    Activations do not fit, and recomputing them (activation checkpointing) costs a forward.
 Idea       Autograd asks a pair of hooks where to keep each saved tensor, and they move it away:
 
-               forward    block 0 -> block 1 -> … -> block L-1 -> loss     copied out beside the
-                             |          |            (stays: it is         computation, and back
-               backward   block 0 <- block 1 <- … <- needed first)         ahead of its use
+               forward       block 0  ->  block 1  -> … ->  block L-1  -> loss
+                               | out        | out             | stays: backward needs it first
+               host or disk    v            v                 |
+                               | back       | back            |
+               backward      block 0  <-  block 1  <- … <-  block L-1
+
+           The copies out run beside the computation, and those back begin before they are needed.
 Saves      What L-1 of L blocks save, but for `in_flight` storages that are on their way.
 Costs      Two transfers of every byte, which hide behind the computation if the link is fast.
 Use when   Checkpointing is not enough; on top of it only block inputs travel.
@@ -81,7 +85,7 @@ def offload_activations(
     Args:
         to: "host" copies to pinned memory on a second CUDA stream, "disk" to an unnamed file.
         min_bytes: smaller storages stay.
-        in_flight: storages at a time in one direction; 1 if each is large beside the memory.
+        in_flight: how many storages may be on their way in one direction; 1 if they are large.
         directory: of the file; None is /var/tmp.
     Raises ValueError for what cannot work here ("host" without CUDA, a directory in memory, a
     model that is no causal LM) or moves nothing, OSError for a disk without room, RuntimeError for
@@ -273,7 +277,7 @@ def _require_version(tensor: torch.Tensor, version: int) -> None:
 def estimate_activation_offload(budget: Budget, model: Any, shape: Shape) -> Budget:
     """Activations are what the last block keeps, or what backward holds in it, if more.
 
-    backward begins           what all blocks keep - L-1 blocks + the loss
+    backward begins           all activations, less those of L-1 blocks + the loss
     it is in the last block   that block + the gradients inside it (the loss is free)
     """
     elsewhere = (len(decoder_blocks(model)) - 1) * budget.one_block

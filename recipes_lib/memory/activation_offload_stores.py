@@ -91,7 +91,7 @@ class DiskStore:
             )
         self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (`close` closes it)
         self.worker = ThreadPoolExecutor(max_workers=1)
-        self.end = 0  # of what is written
+        self.end = 0  # where the next storage goes in the file
         self.away: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def send(self, saved: SavedStorage) -> None:
@@ -138,7 +138,7 @@ class DiskStore:
 
     def close(self) -> None:
         self.worker.shutdown(cancel_futures=True)
-        with contextlib.suppress(OSError):  # of a full disk, which is known
+        with contextlib.suppress(OSError):  # of a full disk: `_serve` has said it
             self.file.close()
 
 

@@ -10,13 +10,12 @@ Idea       Keep the input of every group only. Backward first makes a group's ot
                             x0 . . x3 . . x6 x7 [block 8]         one block whole, used, freed
                             x0 . . x3 . . x6 [block 7]  …
 
-Saves      Block inputs: from L to L/g + g - 1 times T D elements; least at g near sqrt(L)
-           (`best_group`): 10 for 30.
+Saves      Of L block inputs, each of T D elements, L/g + g - 1 are left. They are fewest at g near
+           sqrt(L) (`best_group`): 10 of 30.
 Costs      On top of block checkpointing one more forward, but for the last block of each group:
-           5 - 1/g forwards' worth of arithmetic instead of 4. No value or gradient changes by a
-           bit, dropout included.
-Use when   The inputs of the blocks are the largest term: very long sequences, many layers, one
-           GPU.
+           5 - 1/g forwards' worth of arithmetic instead of 4. Values and gradients stay the same
+           to the bit, with dropout too.
+Use when   The inputs of the blocks are the largest term: very long sequences, many layers.
 Not when   Something else sets the peak, or the inputs fit into host memory (activation_offload:
            less arithmetic); with FSDP, which would gather and free a block's weights before its
            group runs (the identity check refuses).
@@ -131,8 +130,8 @@ def best_group(layers: int) -> int:
 
 def _inputs_alive(index: int, group: int) -> int:
     """Block inputs alive while backward is in block `index`."""
-    of_groups = index // group + 1  # up to its own: those behind it are free
-    in_its_group = index % group  # of the blocks from the group's second up to this one
+    of_groups = index // group + 1  # up to its own: backward has freed those of later groups
+    in_its_group = index % group  # from the group's second block up to this one
     return of_groups + in_its_group
 
 
@@ -220,7 +219,7 @@ def _run_group(hidden: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
 
 
 def _refuse_collecting() -> None:
-    """Raise ValueError if the model collects the inputs of blocks: a group shows one only."""
+    """Raise ValueError if the model collects the inputs of blocks: of a group it would see one."""
     from transformers.utils.output_capturing import _active_collector
 
     collected = _active_collector.get() or {}

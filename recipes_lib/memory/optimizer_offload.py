@@ -83,13 +83,13 @@ def offload_optimizer(
     """Make an AdamW for the trainable parameters of `model` that keeps everything on the host.
 
     Use it like any optimizer. No gradient stays in `.grad`, so `clip_grad_norm_` clips nothing.
-    Weights are complete after `step()`, which undoes what was written through `.data`: write under
-    `torch.no_grad()`.
+    Weights are complete after `step()`. Write others under `torch.no_grad()`: what goes through
+    `.data` is not noticed, and the next `step()` undoes it.
 
     Args:
-        micro_batches: backward passes per step: the last one already updates. None: not known,
-            `step()` updates.
-        max_grad_norm: clip to this global norm, which needs every gradient: `step()` updates.
+        micro_batches: backward passes per step, of which the last one updates already. With None
+            the number is not known, and `step()` updates.
+        max_grad_norm: clip to this global norm. It needs every gradient, so `step()` updates.
         allow_cpu: accept parameters in host memory, for tests: it saves nothing there.
     Raises ValueError for a model that is no causal LM, for parameters on a CPU, on several devices
     or in fp16, for numbers that are not positive, and if the host has too little free memory:
@@ -120,7 +120,8 @@ class OffloadedAdamW(torch.optim.AdamW):
     ) -> None:
         self._slots = {parameter: Slot(parameter) for parameter in parameters}
         super().__init__([slot.master for slot in self._slots.values()], fused=True, **adamw)
-        self._step_supports_amp_scaling = False  # a fused AdamW's is True; loss scaling now refuses
+        # A fused AdamW says that it can undo loss scaling. This one cannot: GradScaler refuses it.
+        self._step_supports_amp_scaling = False
         self._max_grad_norm = max_grad_norm
         # The number of the gradient that starts the update; None leaves it to `step()`.
         self._last = micro_batches
@@ -157,7 +158,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             raise RuntimeError(
                 f"backward {slot.arrived} before step() has updated: pass micro_batches=k or None"
             )
-        if parameter._version != slot.version:  # weights were loaded since: they are the master now
+        if parameter._version != slot.version:
+            # Somebody has written new weights since the last step: they become the master.
             slot.master.copy_(parameter)
         copied = self._link.down(parameter.grad, slot.staging)
         parameter.grad = None
@@ -190,7 +192,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         slot.version = slot.parameter._version
 
     def _arrived(self) -> list[Slot]:
-        """Wait for the worker; those that have had a gradient since the last step()."""
+        """Wait for the worker, then give the slots with a gradient since the last step()."""
         for slot in self._slots.values():
             slot.wait()
         return [slot for slot in self._slots.values() if slot.arrived > 0]
@@ -227,16 +229,19 @@ class OffloadedAdamW(torch.optim.AdamW):
             slot.arrived = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's, and the fp32 masters, which bf16 weights cannot replace."""
+        """AdamW's state, and the fp32 masters, which bf16 weights are only a rounding of."""
         return super().state_dict() | {"masters": [slot.master for slot in self._slots.values()]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From `state_dict()`, weights included; or from a plain AdamW, to go with the weights."""
+        """Resume from `state_dict()`, which also sets the weights; or from a plain AdamW's.
+
+        A plain AdamW's has no masters: they are made from the weights that the model has now.
+        """
         super().load_state_dict(state_dict)
         slots = list(self._slots.values())
         masters = state_dict.get("masters")
-        if masters is None:  # of a plain AdamW: the model's weights are all there is
+        if masters is None:
             masters = [slot.parameter for slot in slots]
         for slot, master in zip(slots, masters):
             slot.master.copy_(master)
@@ -293,7 +298,7 @@ def _require_host_memory(needed: int) -> None:
 
 
 def host_bytes(model: nn.Module) -> int:
-    """Host memory that it takes: fp32 master, gradient and two averages, and the staging memory."""
+    """Bytes on the host: fp32 master, gradient and two averages, and the staging memory."""
     total = 0
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,14 +1,12 @@
 """Tiled MLP: the feed-forward layers see one tile of tokens at a time, in forward and in backward.
 
-Problem    The widest tensors of a block are [T, F]: a gated MLP saves four, and its backward adds
-           two.
-Idea       In an MLP no token reads another one, so the tokens can pass in tiles, one after the
-           other:
+Problem    The widest tensors of a block are [T, F]: a gated MLP saves four, its backward adds two.
+Idea       In an MLP no token reads another one, so they can pass in tiles, one after the other:
 
                forward    for x in tiles of h:    y = mlp(x)                    keep h [T, D]
                backward   for x in tiles of h:    mlp(x) again, dx, dW += …     six [t, F] at a time
 
-           `norms=True` does the same to each RMSNorm, which saves its input in fp32 and once more
+           `norms=True` does the same to each RMSNorm, which saves its input twice: in fp32, and
            normalised.
 Saves      4 T F elements in every block, and at the peak inside a block 6 (T - t) F.
            norms: 4 bytes x T D for each norm whose weight trains, and the five fp32 [T, D] that its
@@ -146,28 +144,30 @@ def _needs_backward(module: nn.Module, hidden: torch.Tensor) -> bool:
 def _checkpointed_tiles(forward: Any, tokens: torch.Tensor, size: int) -> list[torch.Tensor]:
     """`forward` of each tile of tokens [1, T, D], which backward runs once more.
 
-    `tiled_by_hand` with one difference, for a checkpoint around the whole block. That one
-    recomputes the block until it has all tensors that were saved in it. With plain checkpoints the
-    input of the last tile is one of them, and all tiles but the last run a third time. Here it sees
-    nothing but the input of all tiles, which `_SaveInput` saves, and stops there.
+    `tiled_by_hand` with one difference, for the case that a checkpoint is around the whole block.
+    In backward, the outer checkpoint runs the block again until it has every tensor that the block
+    saved. With plain checkpoints in it, the last of these is the input of the last tile, and on the
+    way there all other tiles run a third time. Here, of all tiles the outer checkpoint sees one
+    tensor, their whole input. `_SaveInput` saves it, and the outer checkpoint stops there.
     """
     _refuse_selective_checkpointing()
     # The tiles reach the checkpoints in a list that autograd does not see. What it sees is this
-    # empty tensor, from which `checkpoint` knows the device whose random state it has to restore.
+    # empty tensor. From it `checkpoint` knows the device whose random state it has to restore, and
+    # as it needs a gradient, there is a backward even if the tokens need none.
     empty = tokens.new_empty(0, requires_grad=True)
     tokens = _SaveInput.apply(tokens, empty, size)
     saved_input = tokens.grad_fn
     tiles = list(tokens.split(size, dim=1))  # each [1, t, D]
     outputs = []
-    # These hooks take what the checkpoints save before the hooks of a checkpoint around can.
+    # These hooks take what the tiles' checkpoints save, so an outer checkpoint does not see it.
     with saved_tensors_hooks(_as_it_is, _as_it_is):
         for index in range(len(tiles)):
             output = checkpoint(
                 _run_tile, empty, forward, tiles, saved_input, index, use_reentrant=False
             )
             outputs.append(output)
-    # The checkpoints hold the list until backward. They must not hold the input: that is saved
-    # once, where a checkpoint around the block can drop it.
+    # The checkpoints hold the list until backward. They must not hold the input: `_SaveInput` has
+    # saved it, in a way that lets an outer checkpoint drop it.
     tiles.clear()
     return outputs
 
@@ -185,14 +185,14 @@ class _SaveInput(torch.autograd.Function):
     """The identity, which saves the input [1, T, D] once for all tiles."""
 
     @staticmethod
-    def forward(ctx, tokens, empty, size):
+    def forward(ctx: Any, tokens: torch.Tensor, empty: torch.Tensor, size: int) -> torch.Tensor:
         ctx.save_for_backward(tokens)
         ctx.size = size
         ctx.tiles = None
         return tokens
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.tiles = None  # all tiles have been through backward
         return gradient, None, None
 
@@ -200,10 +200,10 @@ class _SaveInput(torch.autograd.Function):
 def _saved_tiles(saved_input: Any) -> list[torch.Tensor]:
     """The tiles of the input that `_SaveInput` has saved.
 
-    They are made as backward enters the last tile, which is its first, and kept for the others.
+    They are made once, for the last tile, with which backward begins, and kept for the others.
     """
     if saved_input.tiles is None:
-        # A checkpoint around the block runs it again at this line, as far as this input.
+        # At this line an outer checkpoint runs the block again, as far as this input.
         (tokens,) = saved_input.saved_tensors  # [1, T, D]
         tiles = tokens.split(saved_input.size, dim=1)
         saved_input.tiles = [tile.detach().requires_grad_() for tile in tiles]

@@ -222,22 +222,22 @@ def rotary_bytes(model: Any, sizes: Sizes) -> int:
 def as_backward_begins(budget: Budget, model: Any, sizes: Sizes) -> Budget:
     """The budget, already with tiles in its blocks, with the right moment for a small loss.
 
-    A budget takes for this moment all activations and the larger of the loss and a block's
-    gradients. With a small loss that is too simple. Backward is first in the final norm, and in the
-    last block the output layer's gradient is there as well. What is missing or too much is added to
-    the activations.
+    For this moment a budget adds to all activations the larger of the loss and a block's gradients.
+    With a small loss that is too simple: backward comes through the final norm first, and in the
+    last block the output layer's gradient is there as well. The difference, which may be negative,
+    is added to the activations.
     """
     largest = max(
         budget.loss,
         while_the_final_norm_runs(sizes),
         while_the_last_block_runs(budget, model, sizes),
     )
-    missing = largest - budget.after_activations
-    return budget.change(activations=budget.activations + missing)
+    difference = largest - budget.after_activations
+    return budget.change(activations=budget.activations + difference)
 
 
 def while_the_final_norm_runs(sizes: Sizes) -> int:
-    """As in a block; and what the output layer has saved is free."""
+    """Backward is in the norm behind the blocks. What the output layer has saved is free."""
     if not sizes.whole_rms_norms:
         return 3 * sizes.T * sizes.D * sizes.size
     return sizes.T * sizes.D * (6 * FP32 - sizes.norm_keeps - sizes.head_saves)
