@@ -28,8 +28,8 @@ class Listener(Protocol):
     def changed(self, number: int, change: int) -> None:
         """A storage was made, resized or freed: its bytes changed by `change`."""
 
-    def operator_ended(self, current: int) -> None:
-        """An operator returned, and `current` bytes are alive."""
+    def operator_ended(self) -> None:
+        """An operator returned, and what it made has been told."""
 
 
 @dataclass
@@ -76,7 +76,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for storage in self._storages.values():
+        # A list: the garbage collector may free a storage in here, which leaves the account then.
+        for storage in list(self._storages.values()):
             storage.finalizer.detach()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -86,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
                 self.see(leaf)
         self.peak = max(self.peak, self.current)
         if self._listener is not None:
-            self._listener.operator_ended(self.current)
+            self._listener.operator_ended()
         if self._limit is not None and self.current > self._limit:
             raise torch.OutOfMemoryError(
                 f"emulated out of memory: {self.current:,} bytes of tensors are alive, "

@@ -112,7 +112,6 @@ class _Sample(NamedTuple):
     operator: int
     phase: str
     changes: int  # how many of the recorder's changes have happened by now
-    bytes: int
 
 
 class TimelineRecorder(contextlib.AbstractContextManager):
@@ -151,17 +150,18 @@ class TimelineRecorder(contextlib.AbstractContextManager):
             if not _in_backward() and not self._stepping:
                 self._phase = "forward"
 
-    def operator_ended(self, current: int) -> None:
-        """An operator is done, and `current` bytes are alive."""
+    def operator_ended(self) -> None:
         self._operators += 1
         if _in_backward():
             self._phase = "backward"
         elif self._stepping:
             self._phase = "step"
-        self._sample(current)
+        self._sample()
 
-    def _sample(self, current: int) -> None:
-        sample = _Sample(self._operators, self._phase, len(self._changes), current)
+    def _sample(self) -> None:
+        # The changes are all that is noted. The account's bytes might be those of another moment:
+        # the garbage collector, or another thread, can free a storage between any two lines.
+        sample = _Sample(self._operators, self._phase, len(self._changes))
         if self._samples:
             last = self._samples[-1]
             if last.changes == sample.changes and last.phase == sample.phase:
@@ -176,25 +176,33 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self._hooks.enter_context(self._watch_gradients())
         self._hooks.enter_context(self._watch_steps())
         self._recording = True
-        self._sample(self.account.current)
+        self._sample()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._recording = False
         self._hooks.close()
         self._label_what_is_there()  # states that the step has made
-        self._sample(self.account.current)
+        self._sample()
         self.account.__exit__(*error)
 
     def _label_what_is_there(self) -> None:
+        # The block may have dropped them: then their tensors have the kinds that they had before.
         model = self._model()
+        if model is not None:
+            self._label_model(model)
+        optimizer = None
+        if self._optimizer is not None:
+            optimizer = self._optimizer()
+        if optimizer is not None:
+            self._label(state_tensors(optimizer), "states")
+
+    def _label_model(self, model: torch.nn.Module) -> None:
         self._label([*model.parameters(), *model.buffers()], "weights")
         for parameter in model.parameters():
             self._label(quantization_tensors(parameter), "weights")
             if parameter.grad is not None:
                 self._label([parameter.grad], "gradients")
-        if self._optimizer is not None:
-            self._label(state_tensors(self._optimizer()), "states")
 
     def _label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:
@@ -258,7 +266,6 @@ class TimelineRecorder(contextlib.AbstractContextManager):
             for number, change in self._changes[done : sample.changes]:
                 live[self._kinds[number]] += change
             done = sample.changes
-            assert sum(live.values()) == sample.bytes, "the kinds add up to the account"
             points.append(Point(sample.operator, sample.phase, dict(live)))
         return Timeline(points)
 

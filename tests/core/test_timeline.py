@@ -5,8 +5,10 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from recipes_lib.core import timeline as timeline_module
 from recipes_lib.core.measure import PeakMemory, dry_run, measure
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.sizes import state_bytes, weight_bytes
@@ -211,6 +213,35 @@ def test_it_costs_less_than_half_of_the_account_more():
         alone.append(seconds())
         kept.append(seconds(model=model, optimizer=optimizer))
     assert min(kept) < 1.5 * min(alone)
+
+
+def test_a_model_that_the_block_drops_leaves_no_account_behind():
+    """Catches an exit that reads a dead model: the account would go on, in all that follows."""
+    model = Known()
+    with PeakMemory(model=model) as memory:
+        with_weights = memory.current
+        del model
+    assert _get_current_dispatch_mode() is None
+    weights = 4 * 3 * WIDTH * WIDTH
+    assert memory.timeline.points[0].bytes["weights"] == weights
+    assert memory.timeline.points[-1].total == with_weights - weights
+
+
+def test_a_storage_may_be_freed_at_any_moment(monkeypatch):
+    """Catches a sample that mixes two moments: the collector may run in any line of a listener."""
+    waiting = [torch.empty(ROWS, WIDTH)]
+
+    def collector_runs():
+        waiting.clear()
+        return False
+
+    model = Known()
+    with PeakMemory(model=model) as memory:
+        before = memory.current
+        monkeypatch.setattr(timeline_module, "_in_backward", collector_runs)
+        torch.zeros(1)
+    assert memory.timeline.points[0].total == before
+    assert memory.timeline.points[-1].total == memory.current == before - FULL
 
 
 @pytest.mark.gpu
