@@ -62,17 +62,18 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 import torch
 
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.budget import Shape
 from recipes_lib.core.chat import decode_with_mask
 from recipes_lib.core.data import batches, load_instructions
+from recipes_lib.core.default_model import model_source
 from recipes_lib.core.evaluation import evaluate
+from recipes_lib.core.machine import fast, machine, seed_everything
+from recipes_lib.core.measure import PeakMemory, in_turns, measure
+from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.report.charts import budget_chart, loss_chart
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.report.show import show
-from recipes_lib.core.machine import fast, machine, seed_everything
-from recipes_lib.core.measure import PeakMemory, in_turns, measure
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 # %%
 from functools import partial
@@ -98,7 +99,7 @@ sizes = {
     "gpu24": ("llama-3.2-1b", 12, 8, 256),
     "gpu80": ("llama-3.2-3b", None, 8, 256),
 }
-name, layers, B, S = ("smollm2-135m", 10, 8, 64) if fast() else sizes[here.tier]
+name, layers, B, S = ("smollm2-135m", 5, 8, 64) if fast() else sizes[here.tier]
 
 
 def fresh(name=name):
@@ -106,8 +107,8 @@ def fresh(name=name):
     return load_model(name) if name == "smollm2" else model_of_shape(name, layers=layers)
 
 
-model, size = fresh(), {"batch_size": B, "seq_len": S}
-baseline_plan = budget_of(model, **size)
+model, shape = fresh(), Shape(batch=B, seq=S)
+baseline_plan = budget_of(model, shape)
 print(f"{name}: {model.num_parameters():,} parameters, batch of {B} x {S} tokens\n{baseline_plan}")
 
 # %% [markdown]
@@ -115,7 +116,7 @@ print(f"{name}: {model.num_parameters():,} parameters, batch of {B} x {S} tokens
 
 # %%
 train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=40 if fast() else 400)  # short
-held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=16 if fast() else 32)
+held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=8 if fast() else 32)
 feed = {"pad_token_id": tokenizer.pad_token_id, "device": here.device}
 batch = next(batches(train, batch_size=B, length=S, **feed))
 tokens = sum(map(len, train[:B]["input_ids"]))  # without the padding
@@ -157,7 +158,8 @@ def ready(adapt, optimizer, step):
 def climb(row, plan, adapt=lambda model: model, optimizer=adamw, step=plain_step):
     print(f"expected: {plan.peak / 2**20:,.0f} MiB")
     take, losses[row] = ready(adapt, optimizer, step)
-    measured = measure(take, tokens=tokens, repeats=3 if here.device == "cuda" else 0)
+    warmup = 0 if fast() else 1  # beside the step that made the states
+    measured = measure(take, tokens=tokens, warmup=warmup, repeats=3 if here.device == "cuda" else 0)
     ladder.add(row, measured, predicted=plan.peak, loss=losses[row][-1])
     plans[row], again[row] = plan, partial(ready, adapt, optimizer, step)
     print(ladder.line(row, timed=here.device == "cuda"))
@@ -178,7 +180,8 @@ climb("baseline", baseline_plan)
 from recipes_lib.training.gradient_accumulation import accumulate_gradients, estimate_gradient_accumulation
 
 show(accumulate_gradients)
-accumulation_plan = estimate_gradient_accumulation(baseline_plan, model, **size, micro_batches=B)
+row_by_row = Shape(batch=B, seq=S, micro_batches=B)
+accumulation_plan = estimate_gradient_accumulation(baseline_plan, model, row_by_row)
 
 
 def accumulated_step(model, optimizer):
@@ -218,12 +221,14 @@ print(f"relative error of the gradient: token-weighted {exact_error:.1e}, mean o
 
 # %%
 from recipes_lib.memory.activation_checkpointing import (
+    InputOnly,
     apply_activation_checkpointing,
+    checkpointed_by_hand,
     estimate_activation_checkpointing,
 )
 
-show(apply_activation_checkpointing)
-checkpoint_plan = estimate_activation_checkpointing(baseline_plan, model, **size)
+show(checkpointed_by_hand, InputOnly)
+checkpoint_plan = estimate_activation_checkpointing(baseline_plan, model, shape)
 climb("activation checkpointing", checkpoint_plan, apply_activation_checkpointing)
 
 # %% [markdown]
@@ -234,10 +239,14 @@ climb("activation checkpointing", checkpoint_plan, apply_activation_checkpointin
 # **Keep every activation, but somewhere else.** On a GPU that is pinned host memory, copied on a side stream. On a CPU the host memory *is* the device, so only the disk is left. With enough free memory the system caches the file, and the clock is kinder than a real disk.
 
 # %%
-from recipes_lib.memory.activation_offload import Offloader, estimate_activation_offload, offload_activations
+from recipes_lib.memory.activation_offload import (
+    estimate_activation_offload,
+    offload_activations,
+    offloaded_by_hand,
+)
 
-show(Offloader.pack, Offloader.unpack)
-offload_plan = estimate_activation_offload(baseline_plan, model, **size)
+show(offloaded_by_hand)
+offload_plan = estimate_activation_offload(baseline_plan, model, shape)
 
 
 def offloaded_step(model, optimizer):
@@ -258,7 +267,7 @@ climb("activation offloading", offload_plan, step=offloaded_step)
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision, mixed_precision
 
 mp = mixed_precision(dtype=torch.bfloat16 if here.compute_dtype == torch.float32 else here.compute_dtype)
-plans["mixed precision"] = estimate_mixed_precision(baseline_plan, model, **size, dtype=mp.dtype)
+plans["mixed precision"] = estimate_mixed_precision(baseline_plan, model, shape, dtype=mp.dtype)
 print(mp, plans["mixed precision"], sep="\n")
 
 
@@ -298,13 +307,13 @@ for scale in (1, 2**16):
 from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload, offload_optimizer
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, estimate_eight_bit_adam
 
-eight_bit_plan = estimate_eight_bit_adam(checkpoint_plan, model)
+eight_bit_plan = estimate_eight_bit_adam(checkpoint_plan, model, shape)
 climb("+ 8-bit AdamW", eight_bit_plan, apply_activation_checkpointing, eight_bit_adamw)
 print("fp32 and 8-bit", *zip(*[[round(x, 4) for x in losses[row]] for row in ("baseline", "+ 8-bit AdamW")]), sep="\n")
 
 # %%
 try:
-    host_plan = estimate_optimizer_offload(checkpoint_plan, model)
+    host_plan = estimate_optimizer_offload(checkpoint_plan, model, shape)
     climb("+ states on the host", host_plan, apply_activation_checkpointing, offload_optimizer)
 except ValueError as reason:
     print(reason)
@@ -324,7 +333,7 @@ from recipes_lib.memory.optimizer_in_backward import (
 )
 
 show(StepInBackward._update)
-in_backward_plan = estimate_optimizer_in_backward(checkpoint_plan, model)
+in_backward_plan = estimate_optimizer_in_backward(checkpoint_plan, model, shape)
 in_backward = partial(apply_optimizer_in_backward, fused=True)
 climb("+ step in backward", in_backward_plan, apply_activation_checkpointing, in_backward)
 
@@ -338,7 +347,7 @@ climb("+ step in backward", in_backward_plan, apply_activation_checkpointing, in
 # %%
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 
-lora_plan = estimate_activation_checkpointing(estimate_lora(baseline_plan, model, rank=16, **size), model, **size)
+lora_plan = estimate_activation_checkpointing(estimate_lora(baseline_plan, model, shape, rank=16), model, shape)
 climb("+ LoRA", lora_plan, lambda model: apply_activation_checkpointing(apply_lora(model, rank=16, alpha=32)))
 print(f"{lora_plan.gradients // 4:,} parameters expected, {model.num_parameters(only_trainable=True):,} trainable")
 
@@ -357,9 +366,9 @@ def small(model):
     return apply_activation_checkpointing(apply_qlora(model, rank=16, alpha=32))
 
 
-qlora_plan = estimate_qlora(baseline_plan, fresh(), rank=16, **size)
+qlora_plan = estimate_qlora(baseline_plan, fresh(), shape, rank=16)
 check_gradient_flow(model := small(fresh()), batch)
-climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), small)
+climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, shape), small)
 
 # %% [markdown]
 # The weights shrink, and the loss starts higher by what rounding costs. Where bf16 is native, the 4-bit layers multiply in it: hence the time. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the 4-bit weights, and from then on no gradient reaches the lower layers. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
@@ -369,10 +378,22 @@ climb("+ QLoRA", estimate_activation_checkpointing(qlora_plan, model, **size), s
 # **On out-of-memory, halve the micro-batch and double the accumulation**, so the gradient stays that of the same effective batch. An emulated limit stands in for a smaller card; the same code catches a real CUDA error.
 
 # %%
-from recipes_lib.training.dynamic_batch import estimate_dynamic_batch, fit_micro_batches
+from recipes_lib.training.dynamic_batch import fit_micro_batches, predicted_micro_batches
 
-limit = int(0.7 * plans["+ QLoRA"].peak)
-expected_k = estimate_dynamic_batch(plans["+ QLoRA"].change(states=0), model, **size, limit_bytes=limit)
+
+def split_qlora(shape):
+    plan = estimate_gradient_accumulation(budget_of(base, shape), base, shape)
+    return estimate_qlora(plan, base, shape, rank=16)
+
+
+def split_plan(shape):
+    plan = estimate_activation_checkpointing(split_qlora(shape), base, shape)
+    return plan.change(states=0)  # gradients alone are made here
+
+
+base, limit = fresh(), int(0.7 * plans["+ QLoRA"].peak)
+expected_k = predicted_micro_batches(split_plan, shape=shape, limit_bytes=limit)
+base = None  # free it: it would count
 with PeakMemory(limit_bytes=limit):
     fitted = fit_micro_batches(lambda k: accumulate_gradients(model, batch, micro_batches=k), model=model, batch_size=B)
 print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *fitted.attempts, sep="\n")
@@ -386,11 +407,13 @@ print(f"limit {limit / 2**20:,.0f} MiB, expected {expected_k} micro-batches", *f
 
 
 # %%
-k, mp, micro = 4, mixed_precision(), {"batch_size": B // 4, "seq_len": S}
-combined_plan = estimate_eight_bit_adam(qlora_plan, model)
-combined_plan = estimate_gradient_accumulation(combined_plan, model, **size, micro_batches=k)
-combined_plan = estimate_mixed_precision(combined_plan, model, **micro, dtype=mp.dtype)
-combined_plan = estimate_activation_checkpointing(combined_plan, model, **micro)
+k, mp, base = 4, mixed_precision(), fresh()
+parts = Shape(batch=B, seq=S, micro_batches=k)
+combined_plan = split_qlora(parts)
+combined_plan = estimate_mixed_precision(combined_plan, model, parts, dtype=mp.dtype)
+combined_plan = estimate_activation_checkpointing(combined_plan, model, parts)
+combined_plan = estimate_eight_bit_adam(combined_plan, model, parts)
+base = None
 
 
 def combined_step(model, optimizer, batch=batch, mp=mp):
@@ -415,7 +438,7 @@ ladder
 
 # %%
 def learn(model, optimizer, mp, steps):
-    data, curve = batches(train, batch_size=8, **feed), []
+    data, curve = batches(train, batch_size=4 if fast() else 8, **feed), []
     for step in range(steps + 1):
         if step % (steps if fast() else steps // 2) == 0:
             curve.append((step, evaluate(model, held_out, pad_token_id=tokenizer.pad_token_id)))

@@ -61,14 +61,15 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 import torch
 
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.budget import Shape
 from recipes_lib.core.data import load_text
-from recipes_lib.report.show import show
 from recipes_lib.core.machine import GIB, fast, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory, dry, in_turns
+from recipes_lib.core.plain_step import budget_of
 from recipes_lib.report.charts import growth_chart, position_chart, slope
 from recipes_lib.report.length_ladder import LengthLadder
 from recipes_lib.report.records import recorded
+from recipes_lib.report.show import show
 from recipes_lib.workflows.longest import predicted_longest, search
 
 # %%
@@ -98,16 +99,18 @@ sizes = {
     "gpu24": ("llama-3.2-1b", None, 20 * GIB, 1024),
     "gpu80": ("llama-3.2-1b", None, 20 * GIB, 1024),
 }
-name, layers, limit, common = ("smollm2-135m", 4, 900 * 2**20, 128) if fast() else sizes[here.tier]
-lengths = (common, 8192, 32768) if here.device == "cpu" else (common,)  # whose peaks are wanted as well
+name, layers, limit, common = ("smollm2-135m", 3, 840 * 2**20, 64) if fast() else sizes[here.tier]
+lengths = (common, 8192, 16384 if fast() else 32768)  # whose peaks are wanted as well
+lengths = lengths if here.device == "cpu" else (common,)
+far = 1024 if fast() else 8192  # tokens: the longest of them only for rows that end before
 dtype = torch.bfloat16 if here.device == "cuda" and here.native_bf16 else torch.float32
 build = partial(model_of_shape, name, layers=layers, dtype=dtype)
 text = torch.tensor([tokenizer(load_text(split="validation")[:200_000])["input_ids"]], device=here.device)
 
 # %%
-shape = build(device="meta")  # weighs nothing: enough for arithmetic
-shape.set_attn_implementation("eager")
-base_plan = lambda S: budget_of(shape, batch_size=1, seq_len=S)  # a plan: the budget as a function of the length
+weightless = build(device="meta")  # weighs nothing: enough for arithmetic
+weightless.set_attn_implementation("eager")
+base_plan = lambda S: budget_of(weightless, Shape(batch=1, seq=S))  # a plan: the budget as a function of the length
 print(base_plan(common))
 print(f"longest within {limit / GIB:.1f} GiB: {predicted_longest(base_plan, limit_bytes=limit):,} tokens")
 
@@ -148,13 +151,14 @@ def climb(row, plan, adapt, optimizer=adamw):
     seed_everything(0)
     expected = predicted_longest(plan, limit_bytes=limit)
     anew = lambda: arrange(build(), adapt, optimizer)
-    found[row] = search(anew, expected=expected, limit_bytes=limit, also=lengths[: 3 if expected < 8192 else 2])
+    found[row] = search(anew, expected=expected, limit_bytes=limit, also=lengths[: 3 if expected < far else 2])
     step, _ = arrange(load_model(), adapt, optimizer) if name == "smollm2-135m" and not layers else anew()
     step(16)  # makes the optimizer's states
     with PeakMemory() as memory:
         loss = step(common).item()
     again[row] = adapt
-    ladder.add(row, found[row], predicted=expected, loss=loss)
+    longest = {name: getattr(found[row], name) for name in ("tokens", "crossing", "peak_bytes")}
+    ladder.add(row, **longest, predicted=expected, loss=loss)
     print(ladder.line(row))
     print(f"{common} tokens: {found[row].peaks[common] / 2**20:,.1f} MiB searched, {memory.peak / 2**20:,.1f} real")
 
@@ -173,15 +177,20 @@ climb("baseline", base_plan, eager)
 # **Never store the scores: go through the keys block by block and keep a running softmax.** Same result, memory proportional to the length. PyTorch carries such kernels for CPUs and GPUs; `apply_flash_attention` picks the best one here and says why.
 
 # %%
-from recipes_lib.attention.flash import apply_flash_attention, best_kernel, estimate_flash_attention
+from recipes_lib.attention.flash import (
+    apply_flash_attention,
+    best_kernel,
+    estimate_flash_attention,
+    running_softmax_attention,
+)
 from recipes_lib.workflows.bench.attention import measure_attention
 
 
 def on(plan, estimate, **options):
-    return lambda S: estimate(plan(S), shape, batch_size=1, seq_len=S, **options)
+    return lambda S: estimate(plan(S), weightless, Shape(batch=1, seq=S), **options)
 
 
-show(apply_flash_attention)
+show(running_softmax_attention)
 flash_plan = on(base_plan, estimate_flash_attention)
 climb("flash attention", flash_plan, apply_flash_attention)
 
@@ -213,7 +222,7 @@ climb("+ chunked loss", lean_plan, lean)
 # %%
 from recipes_lib.workflows.bench.losses import compare_losses
 
-T, D, V = (512, 64, 8192) if fast() else (2048, shape.config.hidden_size, shape.config.vocab_size)
+T, D, V = (512, 64, 8192) if fast() else (2048, weightless.config.hidden_size, weightless.config.vocab_size)
 beside = compare_losses(tokens=T, hidden=D, vocab=V, dtype=dtype, rounds=2)
 for which, cost in beside.items():
     print(f"{which:<16}{cost}")
@@ -268,7 +277,7 @@ from recipes_lib.memory.nested_checkpointing import (
     estimate_nested_checkpointing,
 )
 
-group = best_group(shape.config.num_hidden_layers)
+group = best_group(weightless.config.num_hidden_layers)
 nested_plan = on(tiled_plan, estimate_nested_checkpointing, group=group)
 climb("+ nested checkpoints", nested_plan, lambda model: apply_nested_checkpointing(tiled(model), group=group))
 
@@ -281,7 +290,7 @@ climb("+ nested checkpoints", nested_plan, lambda model: apply_nested_checkpoint
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward, estimate_optimizer_in_backward
 
 nested_plan = on(on(lean_plan, estimate_tiled_mlp, **tile, norms=True), estimate_nested_checkpointing, group=group)
-everything_plan = lambda S: estimate_optimizer_in_backward(nested_plan(S), shape)
+everything_plan = on(nested_plan, estimate_optimizer_in_backward)
 everything = lambda model: apply_nested_checkpointing(tiled(model, norms=True), group=group)
 climb("everything combined", everything_plan, everything, partial(apply_optimizer_in_backward, lr=2e-5, fused=True))
 
@@ -334,11 +343,11 @@ growth_chart(curves, fixed_bytes=fixed, limit_bytes=limit)
 # **Let each token read its last W tokens only.** In blocks of queries this is a band of small dense products: S × W of them in place of S²/2. More layers see further: what a layer reads, the next passes on.
 
 # %%
-from recipes_lib.attention.block_sparse import apply_block_sparse, block_sparse_attention, estimate_block_sparse
-from recipes_lib.attention.sliding_window import apply_sliding_window, estimate_sliding_window, sliding_window_attention
+from recipes_lib.attention.block_sparse import apply_block_sparse, block_sparse_attention, predicted_share_of_pairs
+from recipes_lib.attention.sliding_window import apply_sliding_window, predicted_speedup, sliding_window_attention
 
 S, W = (2048, 256) if fast() else (16384, 1024)
-heads = (shape.config.num_attention_heads, *[shape.config.num_key_value_heads] * 2)
+heads = (weightless.config.num_attention_heads, *[weightless.config.num_key_value_heads] * 2)
 qkv = [torch.randn(1, n, S, 64, device=here.device, dtype=dtype, requires_grad=True) for n in heads]
 pattern = {"block_size": W // 4, "local": 4, "global_blocks": 1}
 ways = {
@@ -347,8 +356,8 @@ ways = {
     "block-sparse": partial(block_sparse_attention, **pattern),
 }
 took = in_turns({way: lambda way=way: ways[way](*qkv).sum().backward() for way in ways}, rounds=2)
-ideal = {"sliding window": estimate_sliding_window(seq_len=S, window=W)}
-ideal["block-sparse"] = 1 / estimate_block_sparse(seq_len=S, **pattern)
+ideal = {"sliding window": predicted_speedup(seq_len=S, window=W)}
+ideal["block-sparse"] = 1 / predicted_share_of_pairs(seq_len=S, **pattern)
 speedup = {way: min(took["full"]) / min(took[way]) for way in ideal}
 for way in ideal:
     print(f"{way}: {speedup[way]:.1f}× the speed of full attention on {S:,} tokens, {ideal[way]:.1f}× fewer pairs")
@@ -357,7 +366,7 @@ for way in ideal:
 # Block-sparse patterns add a few blocks that all tokens read; *sinks* are a few first tokens that stay readable beside the window. All are exact for what they read; but the model was trained to read more. What does that cost without further training?
 
 # %%
-reads, price = 512 if fast() else 2048, {}
+reads, price = 256 if fast() else 2048, {}
 variants = {
     "full": lambda model: model,
     "the last quarter": partial(apply_sliding_window, window=reads // 4),
@@ -419,7 +428,7 @@ def along(kind, S, window):
 
 rope, title = recorded("rope"), "SmolLM2-135M, one text of the standard library, recorded"
 if fast() or here.device == "cuda":
-    (S, window), title = (600, 200) if fast() else (12_288, 1024), "SmolLM2-135M, one text, measured now"
+    (S, window), title = (200, 100) if fast() else (12_288, 1024), "SmolLM2-135M, one text, measured now"
     rope = {"window": window, "curves": {kind: along(kind, S, window) for kind in ("none", *KINDS)}}
 position_chart(rope["curves"], window=rope["window"], trained=8192, title=title)
 

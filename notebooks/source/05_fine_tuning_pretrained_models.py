@@ -41,7 +41,7 @@
 # | 6 | accumulation, clipping, schedule | [gradient_accumulation.py](../recipes_lib/training/gradient_accumulation.py) |
 # | 7 | sequence packing | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
 # | 8 | tracking, kill and resume, merge | [tracking.py](../recipes_lib/training/tracking.py), [exact_resume.py](../recipes_lib/training/exact_resume.py), [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
-# | 9 | the same run in production libraries | [production.py](../recipes_lib/production.py), [export.py](../recipes_lib/export.py) |
+# | 9 | the same run in production libraries | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
 # | 10 | Qwen3: template, context, experts | [rope.py](../recipes_lib/architecture/rope.py) |
 #
 # ## Setup
@@ -63,14 +63,16 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 import torch
 
-from recipes_lib import export, finetune, finetune_command, production
+from recipes_lib.core import sizes
 from recipes_lib.core.chat import IGNORED, decode_with_mask, tokenize_chat
 from recipes_lib.core.data import collate, load_instructions, load_text
+from recipes_lib.core.machine import fast, machine, runs_dir, seed_everything
+from recipes_lib.core.measure import in_turns, measure
 from recipes_lib.report.charts import change_chart
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.report.show import show
-from recipes_lib.core.machine import fast, machine, runs_dir, seed_everything
-from recipes_lib.core.measure import in_turns, measure
+from recipes_lib.workflows.finetune import command, export, libraries, loop
+from recipes_lib.workflows.finetune.settings import Settings
 
 # %%
 import copy
@@ -79,8 +81,8 @@ from dataclasses import replace
 from functools import partial
 
 from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.core.evaluation import generate_answers, perplexity
+from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
 from recipes_lib.fine_tuning.qlora import merge_qlora
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
@@ -133,16 +135,21 @@ for bug in ([*labels[1:], IGNORED], ids, [IGNORED if label == end else label for
 
 
 # %%
+base = NAME
+if fast():  # CI checks that the code runs: two blocks will do, and are loaded in no time
+    model, base = load_model(NAME), folder / "base"
+    del decoder_blocks(model)[2:]
+    model.config.num_hidden_layers = 2
+    model.save_pretrained(base)
+
+
 def fresh(dtype=torch.float32):
     seed_everything(0)
-    model = load_model(NAME, dtype=dtype)
-    del decoder_blocks(model)[4 if fast() else sys.maxsize :]  # CI checks that the code runs: a few blocks will do
-    model.config.num_hidden_layers = len(decoder_blocks(model))
-    return model
+    return load_model(base, dtype=dtype)
 
 
-on_python = partial(perplexity, tokenizer=tokenizer, text=load_text(split="validation"), windows=2 if fast() else 4)
-answers_of = partial(generate_answers, tokenizer=tokenizer, prompts=held_out[:20], max_new_tokens=8 if fast() else 20)
+on_python = partial(perplexity, tokenizer=tokenizer, text=load_text(split="validation"), windows=1 if fast() else 4)
+answers_of = partial(generate_answers, tokenizer=tokenizer, prompts=held_out[:20], max_new_tokens=4 if fast() else 20)
 
 # %%
 before, answers_before, text_before = held_out_losses(fresh(), held_out, **pad), answers_of(fresh()), on_python(fresh())
@@ -154,8 +161,8 @@ print(f"held-out loss {before}, perplexity of Python source {text_before:.1f}")
 # All rows below go through one loop, shown here whole: `run` says how. Clipping and the schedule count optimizer steps, whatever the number of micro-batches.
 
 # %%
-show(finetune.training_steps)
-run = export.Settings(
+show(loop.training_steps, loop._optimizer_step)
+run = Settings(
     base_model=NAME,
     data_file="",
     output_dir=folder,
@@ -179,15 +186,15 @@ ladder, changes, again = Ladder("05_fine_tuning_pretrained_models"), {}, {}
 def climb(row, run, data=train, dtype=torch.float32):
     global model, optimizer, trained
     model = optimizer = trained = None  # what is alive counts: free the ones before
-    model, plan = finetune.prepare(fresh(dtype), data, run=run, **pad)
+    model, plan = loop.prepare(fresh(dtype), data, run=run, **pad)
     print(f"{model.num_parameters(only_trainable=True):,} trainable, expected {plan.peak / 2**20:,.0f} MiB")
-    loop, done = finetune.training_steps(model, data, run=run, **pad), []
-    measured = measure(lambda: done.append(next(loop)), warmup=2, repeats=0)  # AdamW makes its states in the first
+    steps, done = loop.training_steps(model, data, run=run, **pad), []
+    measured = measure(lambda: done.append(next(steps)), warmup=2, repeats=0)  # AdamW makes its states in the first
     changes[row] = compare(before, after := held_out_losses(model, held_out, **pad))
     ladder.add(row, measured, predicted=plan.peak, loss=after.mean)
-    again[row] = lambda: finetune.training_steps(finetune.adapt(fresh(dtype), run=run), data, run=run, **pad)
+    again[row] = lambda: loop.training_steps(loop.adapt(fresh(dtype), run=run), data, run=run, **pad)
     print(ladder.line(row, timed=False), changes[row], sep="\n")
-    print(f"training losses {[round(s.loss, 2) for s in done]}, the loader's share {finetune.loading_share(done):.1%}")
+    print(f"training losses {[round(s.loss, 2) for s in done]}, the loader's share {loop.loading_share(done):.1%}")
 
 
 climb("full fine-tuning", run)
@@ -203,7 +210,7 @@ climb("full fine-tuning", run)
 lora = replace(run, method="lora", learning_rate=1e-3, rank=16, alpha=32)
 climb("LoRA", lora)
 climb("QLoRA", replace(lora, method="qlora"))
-model = finetune.adapt(fresh(), run=replace(lora, method="qlora"))  # untrained adapters change nothing
+model = loop.adapt(fresh(), run=replace(lora, method="qlora"))  # untrained adapters change nothing
 print(f"four bits alone: {held_out_losses(model, held_out, **pad)}, Python source {on_python(model):.1f}")
 
 # %% [markdown]
@@ -219,7 +226,7 @@ variants |= {"rank 64": {"rank": 64}, "alpha 8": {"alpha": 8}, "Q and V": {"targ
 held, short = [], replace(lora, steps=2, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 2 if fast() else None]:
     model = apply_lora(fresh(), **options)
-    list(finetune.training_steps(model, train, run=short, **pad))
+    list(loop.training_steps(model, train, run=short, **pad))
     held.append(held_out_losses(model, held_out, **pad))
     size, change = model.num_parameters(only_trainable=True), compare(held[0], held[-1]) if held[1:] else ""
     print(f"{name:<10}{size:>11,} trainable, held-out loss {held[-1].mean:.2f}", change)
@@ -232,7 +239,7 @@ for name, options in list(variants.items())[: 2 if fast() else None]:
 # **One byte per state instead of four.** LoRA has hardly any states, so this is for full fine-tuning; here the last four blocks are trained. bitsandbytes has kernels of its own; torchao is PyTorch code that `torch.compile` fuses.
 
 # %%
-from recipes_lib.precision.eight_bit_adam import eight_bit_adamw, held_bytes
+from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 
 batch = collate(train[:2], device=here.device, **pad)
 torch.compiler.set_stance("force_eager" if fast() else "default")  # compiling takes longer than the small sizes
@@ -243,8 +250,8 @@ for name, make in kinds.items():
     model = fresh().requires_grad_(False)
     trained = decoder_blocks(model)[-4:].requires_grad_(True)
     optimizer = make(trained.parameters(), lr=1e-4)
-    losses, seconds, _ = finetune.few_steps(model, optimizer, batch)
-    state_bytes[name] = held_bytes(optimizer) / sum(p.numel() for p in trained.parameters())
+    losses, seconds, _ = loop.few_steps(model, optimizer, batch)
+    state_bytes[name] = sizes.state_bytes(optimizer) / sum(p.numel() for p in trained.parameters())
     print(f"{name:<13}{state_bytes[name]:.2f} bytes/parameter, {seconds:.2f} s, losses", *map("{:.4f}".format, losses))
 torch.compiler.reset()  # what it keeps would count below
 
@@ -269,7 +276,7 @@ for name, (dtype, make, options) in modes.items():
     model = fresh(dtype).requires_grad_(False)
     trained = (model if here.native_bf16 else decoder_blocks(model)[-4:]).requires_grad_(True)
     optimizer = make(trained.parameters(), lr=1e-5)
-    losses, seconds, changed[name] = finetune.few_steps(model, optimizer, batch, **options)
+    losses, seconds, changed[name] = loop.few_steps(model, optimizer, batch, **options)
     print(f"{name:<14}{seconds:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, {changed[name]:.1%} changed")
 
 # %% [markdown]
@@ -281,7 +288,7 @@ for name, (dtype, make, options) in modes.items():
 
 # %%
 for way in (short, replace(short, micro_batch_size=1)):
-    for s in finetune.training_steps(finetune.adapt(fresh(), run=way), train, run=way, **pad):
+    for s in loop.training_steps(loop.adapt(fresh(), run=way), train, run=way, **pad):
         print(f"{way.micro_batch_size} rows at a time: {s.loss=:.5f} {s.gradient_norm=:.4f} {s.learning_rate=:.1e}")
 
 # %% [markdown]
@@ -294,8 +301,8 @@ from recipes_lib.training.sequence_packing import (
     best_fit,
     check_document_mask,
     collate_packed,
-    estimate_sequence_packing,
     pack_sequences,
+    predicted_speedup,
 )
 
 show(best_fit)
@@ -317,13 +324,13 @@ print(f"three documents: alone {alone.mean:.4f}, packed {together:.4f}, packed w
 # %%
 combined = replace(lora, method="qlora", packing=True, seq_len=max(S, 128), rows_per_step=2, micro_batch_size=2)
 del decoder_blocks(model)[10:]  # what counts is the ratio, and a third of the blocks show it
-model, rows, lengths = finetune.adapt(model.train(), run=lora), train[:8], [len(row["labels"]) for row in train[:8]]
+model, rows, lengths = loop.adapt(model.train(), run=lora), train[:8], [len(row["labels"]) for row in train[:8]]
 useful, arranged = {}, {"padded": rows, "by length": sorted(rows, key=lambda row: len(row["labels"]))}
 arranged["packed"] = pack_sequences(rows, length=combined.seq_len)
-fewer = estimate_sequence_packing(lengths, length=combined.seq_len, batch_size=4, packs_per_batch=4)
+fewer = predicted_speedup(lengths, length=combined.seq_len, batch_size=4, packs_per_batch=4)
 print(f"expected: {fewer:.2f}× fewer tokens than padded")
 fours = replace(run, rows_per_step=8, micro_batch_size=4)
-work = {k: finetune.micro_batches(data, run=fours, device=here.device, **pad) for k, data in arranged.items()}
+work = {k: loop.micro_batches(data, run=fours, device=here.device, **pad) for k, data in arranged.items()}
 turns = {k: lambda b=b: accumulate_gradients(model, b, loss_sum=completion_only_loss) for k, b in work.items()}
 took = in_turns(turns, rounds=2 if fast() else 3)  # the first warms up
 for name, batches in work.items():
@@ -383,8 +390,8 @@ print(f"adapter {size / 2**20:.0f} MiB, loss on full base {on_full.mean:.3f}; me
 # %%
 options = ["--limit=16", "--steps=6", "--save-steps=3", "--rows-per-step=1", "--seq-len=64", "--dropout=0.1"]
 options += [f"--model={folder / 'merged' if fast() else NAME}", f"--output={folder / 'run'}"]
-killed = finetune_command.run_command(*options, kill_at=4)
-resumed = finetune_command.run_command(*options, "--resume", echo=True)
+killed = command.run_command(*options, kill_at=4)
+resumed = command.run_command(*options, "--resume", echo=True)
 log = read_back(folder / "run" / "log", backend="tensorboard")
 print(f"\nkilled  {killed}\nresumed {resumed}\nlogged steps: {[*dict(log['loss'])]}")
 
@@ -396,10 +403,10 @@ print(f"\nkilled  {killed}\nresumed {resumed}\nlogged steps: {[*dict(log['loss']
 # `transformers.Trainer` and TRL's `SFTTrainer` on the same rows, in the same order, with the same settings, each step in turns with ours. The command above also wrote the file with which Axolotl repeats its run, and launch settings for `accelerate`.
 
 # %%
-show(export.trainer_arguments)
-equal, model = replace(short, steps=3), None
-found = production.side_by_side(lambda: finetune.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer)
-print(production.table(found), *(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
+show(export.trainer_arguments, export._common_arguments)
+equal, model = replace(short, steps=2 if fast() else 3), None
+found = libraries.side_by_side(lambda: loop.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer)
+print(libraries.table(found), *(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
 
 # %% [markdown]
 # The libraries compute every logit, and TRL also the entropy and the accuracy of each token to log them. In return: evaluation while training, callbacks, several GPUs.
