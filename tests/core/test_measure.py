@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,6 +45,8 @@ def test_resized_storage():
         buffer = torch.empty(0)
         torch.arange(MIB, out=buffer, dtype=torch.float32)
         assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)
+        buffer.resize_(2 * MIB)  # its first size is not its last one
+        assert memory.current - before == pytest.approx(8 * MIB, rel=0.01)
 
 
 def test_weights_gradients_and_states_of_the_real_model():
@@ -98,6 +102,14 @@ def test_measure_takes_the_median_after_warm_up():
     result = measure(lambda: calls.append(1) or len(calls), tokens=100, warmup=2, repeats=3)
     assert len(calls) == 2 + 1 + 3 and result.result == 6
     assert result.tokens_per_second == 100 / result.seconds
+
+
+def test_the_step_under_the_account_is_not_timed(monkeypatch):
+    """It takes much longer; and the median is no mean."""
+    begins_and_ends = iter([0, 100, 0, 2, 0, 9, 0, 1])
+    clock = SimpleNamespace(perf_counter=lambda: next(begins_and_ends))
+    monkeypatch.setattr("recipes_lib.core.measure.time", clock)
+    assert measure(lambda: None, repeats=3).seconds == 2
 
 
 def test_measure_without_repeats_times_the_step_under_the_account():

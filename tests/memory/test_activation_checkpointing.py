@@ -1,8 +1,10 @@
+import collections
 import copy
 import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks, trunk
@@ -88,6 +90,37 @@ def test_with_dropout_and_autocast(batch, mode, attention):
     assert_equal(run(model, batch), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal(run(model, batch), expected_autocast)
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def expensive_calls_in_backward(model, batch):
+    """Matrix products and attention, each with its number of calls."""
+    loss = model(**batch, use_cache=False).loss
+    with Counted() as counted:
+        loss.backward()
+    calls = counted.calls.items()
+    return {name: count for name, count in calls if "mm" in name or "scaled_dot" in name}
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
+def test_selective_runs_no_product_and_no_attention_again(family, batch):
+    """An operator that is missing among the kept ones is recomputed, and nothing else tells."""
+    model = model_of_shape(family, device="cpu")
+    plain = expensive_calls_in_backward(model, batch)
+    assert len(plain) >= 2  # products and the backward of attention
+    selective = apply_activation_checkpointing(model, mode="selective")
+    assert expensive_calls_in_backward(selective, batch) == plain
 
 
 @pytest.mark.parametrize(("mode", "adapters_first"), [("block", True), ("selective", False)])

@@ -47,6 +47,15 @@ def test_other_counts_equal_the_full_batch(llama, batch, micro_batches):
     assert_same_gradients(gradients(llama), expected)
 
 
+def test_the_first_token_of_a_row_is_no_target(llama, batch):
+    """Nothing predicts it. Counted in the divisor, it would make loss and gradient too small."""
+    batch["labels"] = batch["input_ids"]
+    expected_loss, expected = full_batch(llama, batch)
+    loss = accumulate_gradients(llama, batch, micro_batches=2)
+    torch.testing.assert_close(loss, expected_loss)
+    assert_same_gradients(gradients(llama), expected)
+
+
 def test_dividing_by_own_mean_is_the_bug(llama, batch):
     """The popular loop is far off on this batch, so the tests above would see it."""
     _, expected = full_batch(llama, batch)
