@@ -162,8 +162,8 @@ def _add_gradients_(
 ) -> None:
     """Add what one chunk contributes: d_logits [C, V], inputs [C, D], factors [V, D]."""
     if gradients.hidden is not None:
-        d_inputs = d_logits @ factors  # [C, D]
-        gradients.hidden[index] = d_inputs.to(gradients.hidden.dtype)
+        # [C, D]: without a name, for by that it would still be there in the product below.
+        gradients.hidden[index] = (d_logits @ factors).to(gradients.hidden.dtype)
     if gradients.weight is not None:
         if plan.weight_sums == plan.products:
             gradients.weight.addmm_(d_logits.t(), inputs)  # [V, D], without a tensor in between

@@ -292,6 +292,25 @@ def test_memory_is_a_chunk_and_the_gradients_of_what_trains():
         assert (hidden.grad is None, weight.grad is None) == (hidden is frozen, weight is frozen)
 
 
+def test_the_product_for_the_weight_has_no_gradient_of_the_inputs_beside_it(monkeypatch):
+    """Catches a tensor of a chunk that waits for the end of its function."""
+    machine = SimpleNamespace(native_bf16=True, device="cpu")
+    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    rows, width, vocab = 64, 2048, 2048
+    tokens = 17 * rows  # one chunk too many for a sum in bf16: each part is a tensor of its own
+    with dry_run():
+        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocab, width, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(tokens, dtype=torch.long)
+        with PeakMemory() as memory:
+            before = memory.current
+            chunked_cross_entropy(hidden, weight, labels, chunk_size=rows)
+    gradients = 2 * tokens * width + 4 * vocab * width
+    chunk = 2 * rows * vocab + 2 * rows * width  # logits and inputs
+    part = 2 * vocab * width
+    assert memory.peak - before == pytest.approx(gradients + chunk + part, abs=rows * width)
+
+
 def test_rows_of_a_chunk():
     def rows(vocab, chunk_size=None):
         weight = torch.zeros(1, 1).expand(vocab, 1)
