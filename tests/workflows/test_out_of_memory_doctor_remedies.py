@@ -78,6 +78,16 @@ def test_nothing_fits_into_6_gib(eight_b):
     assert not any(remedy.fits for remedy in remedies)
 
 
+def test_a_twentieth_of_the_memory_stays_free():
+    """A plan that fills it to the last byte fits on paper, and fails beside the CUDA context."""
+    model = model_of_shape("tiny-llama", device="meta")
+    shape = Shape(batch=1, seq=64)
+    peak = budget_of(model, shape).peak
+    for share, fits in ((0.96, False), (0.94, True)):
+        as_it_is = remedies_for(model, shape, memory_bytes=int(peak / share))[0]
+        assert as_it_is.fits == fits
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family):
     model = model_of_shape(family, device="cpu")
