@@ -1,7 +1,7 @@
 """Block-sparse attention: each block of queries reads a few blocks of keys, not all of them.
 
-Problem    Causal attention multiplies S²/2 pairs of a query and a key: at 16K tokens most of a
-           training step.
+Problem    Causal attention multiplies S²/2 pairs of a query and a key: at 16K tokens that is most
+           of the time of a training step.
 Idea       Cut the sequence into blocks. A block of queries reads the `local` blocks that end with
            its own, the first `global_blocks`, and every `stride`-th one before its own; inside its
            own it is causal:
@@ -11,8 +11,8 @@ Idea       Cut the sequence into blocks. A block of queries reads the `local` bl
                                            ■ ■ ■ . . .                           . . ■ . . .
                                            ■ . ■ ■ . .                           ■ . . ■ . .
 
-           With `documents` it reads its own only. What is read is laid side by side for the dense
-           kernel.
+           With `documents` a token reads its own document only. On a CPU the keys that are read
+           are laid side by side for the dense kernel.
 Saves      Time: `predicted_share_of_pairs` is the share of the pairs that is left. Without `stride`
            the cost grows with S, not S² (on CUDA all but making the mask). It keeps for backward
            what flash attention keeps.
@@ -46,7 +46,7 @@ from recipes_lib.attention.block_sparse_cpu import BlocksOnCPU
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_whole
 
-# --- the idea --------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 class Pattern(NamedTuple):
@@ -56,6 +56,17 @@ class Pattern(NamedTuple):
     local: int = 4  # the last blocks, its own among them
     global_blocks: int = 1  # the first blocks of the text
     stride: int | None = None  # every stride-th block before its own; None for none
+
+
+def _reads(query: Tensor, key: Tensor, pattern: Pattern) -> Tensor:
+    """The rule for one pair: whether the token at `query` reads the one at `key`."""
+    query_block = query // pattern.block_size
+    key_block = key // pattern.block_size
+    distance = query_block - key_block
+    reads = (distance < pattern.local) | (key_block < pattern.global_blocks)
+    if pattern.stride is not None:
+        reads = reads | (distance % pattern.stride == 0)
+    return reads & (key <= query)
 
 
 def block_sparse_mask(*, seq_len: int, **pattern: int | None) -> Tensor:
@@ -81,18 +92,7 @@ def plain_block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, **pattern: int
     return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
 
 
-def _reads(query: Tensor, key: Tensor, pattern: Pattern) -> Tensor:
-    """The rule for one pair: whether the token at `query` reads the one at `key`."""
-    query_block = query // pattern.block_size
-    key_block = key // pattern.block_size
-    distance = query_block - key_block
-    reads = (distance < pattern.local) | (key_block < pattern.global_blocks)
-    if pattern.stride is not None:
-        reads = reads | (distance % pattern.stride == 0)
-    return reads & (key <= query)
-
-
-# --- the technique ---------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) -> Any:
@@ -181,7 +181,7 @@ def _flex(
 ) -> Tensor:
     """The kernel for CUDA: PyTorch's FlexAttention, compiled for the pattern."""
 
-    # Compiled on CUDA, where no [S, S] tensor is made of it.
+    # As it is compiled, no [S, S] tensor is ever made of this rule.
     def reads(row, head, query, key):
         allowed = _reads(query, key, pattern)
         if documents is None:
@@ -198,7 +198,7 @@ def _flex(
     return compiled_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
-# --- Hugging Face glue and guards ------------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
@@ -246,7 +246,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) ->
         )
 
 
-# --- the arithmetic --------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_share_of_pairs(*, seq_len: int, block_size: int, **pattern: int | None) -> float:

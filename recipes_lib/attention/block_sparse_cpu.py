@@ -34,7 +34,11 @@ class Call(NamedTuple):
 
 
 class BlocksOnCPU(torch.autograd.Function):
-    """It saves what the dense kernel saves: Q, K, V, the output and the log of its sums."""
+    """All blocks of queries, in few calls of the dense kernel.
+
+    For backward it keeps what that kernel keeps: Q, K, V, the output, and for each query the
+    logarithm of the sum under its softmax.
+    """
 
     @staticmethod
     def forward(
@@ -50,7 +54,7 @@ class BlocksOnCPU(torch.autograd.Function):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         groups = k.shape[1]
         out = torch.empty_like(q)  # [B, H, S, E]
-        # The kernel gives the logs of the sums in fp32 for inputs of 16 bits.
+        # For inputs of 16 bits the kernel gives these logarithms in fp32.
         sums_dtype = torch.promote_types(q.dtype, torch.float32)
         log_sums = torch.empty(q.shape[:3], dtype=sums_dtype)  # [B, H, S]
         for rows, queries, keys, mask in kernel_calls(q, k, documents, block_size, reads):
@@ -111,8 +115,9 @@ def kernel_calls(
         texts = [(slice(row, row + 1), ids) for row, ids in enumerate(documents)]
     for rows, ids in texts:
         for blocks in _blocks_of_equal_size(ids, block_size, reads):
-            keys_of_one = len(blocks[0][1])
-            at_a_time = max(1, S // keys_of_one)  # no more keys are gathered than there are
+            _, keys_of_first = blocks[0]
+            # So many that no more keys are gathered than the row has.
+            at_a_time = max(1, S // len(keys_of_first))
             for start in range(0, len(blocks), at_a_time):
                 together = blocks[start : start + at_a_time]
                 queries = torch.stack([query for query, _ in together])  # [g, r]

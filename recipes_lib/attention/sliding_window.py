@@ -1,17 +1,17 @@
 """Sliding window attention: each token reads the last W tokens, and others only layer by layer.
 
-Problem    Causal attention computes S^2 / 2 scores per head: from some length on, that is most of a
-           step's time.
+Problem    Causal attention computes S^2 / 2 scores per head: in long texts, most of a step's time.
 Idea       Only a band of the matrix exists. A block of C queries shares the W + C keys that it can
            reach:
 
-               key       1 2 3 4 5 6 7 8      W = 4, C = 2: block by block, the keys are a view
-               query 6   - - x x x x          into K, and all blocks have the same small mask
-               query 7   - - - x x x x        [C, W + C], so one SDPA call takes them as the heads
-                                              of a batch
+               key       1 2 3 4 5 6 7 8      W = 4, C = 2
+               query 6   - - x x x x          one block: it shares the keys 2 to 7
+               query 7   - - - x x x x
 
-           The first W tokens are one small causal call. `sinks` keeps the first tokens of a text
-           readable for all.
+           The keys of a block are a view into K, and all blocks have the same small mask
+           [C, W + C]. So one SDPA call takes the blocks as the heads of a batch. The first W
+           tokens are one small causal call. `sinks` keeps the first tokens of a text readable for
+           all.
 Saves      S^2 / 2 scores become S * (W + C), with C = W / 4: S / (2.5 W) times fewer. There is no
            [S, S] mask.
 Costs      Another model: L layers see L * (W - 1) tokens back, so one trained with full attention
@@ -48,7 +48,7 @@ from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.plain_step import without_grouped_heads
 
-# --- the idea --------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def plain_sliding_window(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int = 0) -> Tensor:
@@ -68,7 +68,7 @@ def plain_sliding_window(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks:
     return torch.cat(outputs, dim=2)
 
 
-# --- the technique ---------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def apply_sliding_window(
@@ -115,8 +115,7 @@ def sliding_window_attention(
 
     Args:
         scale: of the scores, by default 1 / sqrt(E).
-        kernel: "banded" runs anywhere, "flex" is for CUDA, "auto" takes "flex" on GPUs from Ampere
-            on.
+        kernel: "banded" runs anywhere, "flex" needs CUDA, "auto" takes "flex" from Ampere on.
     Raises ValueError for shapes that do not belong together, a window below 1, an unknown kernel.
     """
     check_whole(window=window)
@@ -135,7 +134,8 @@ def sliding_window_attention(
 
     if kernel == "auto":
         kernel = "flex" if _flex_is_fast(q.device) else "banded"
-    # A window over the whole text is plain causal attention: the banded kernel is one SDPA call.
+    # A window over the whole text is plain causal attention: there the banded kernel makes one
+    # SDPA call.
     if kernel == "flex" and window < q.shape[2]:
         flex = _flex(q.shape[2], window, sinks, q.device, active_fake_mode())
         return flex(q, k, v, scale=scale, enable_gqa=True)
@@ -153,8 +153,8 @@ def _flex_is_fast(device: torch.device) -> bool:
     return find_spec("triton") is not None
 
 
-# Kept, because every layer and every step asks for the same mask. A dry run has one of its own,
-# without data.
+# Kept, because every layer and every step asks for the same mask. `dry_run` is part of the key: a
+# dry run needs a mask of its own, without data.
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _flex(
@@ -175,7 +175,7 @@ def _flex(
     return functools.partial(attend, block_mask=mask)
 
 
-# --- Hugging Face glue and guards ------------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -189,7 +189,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-# --- the arithmetic --------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_speedup(*, seq_len: int, window: int) -> float:

@@ -8,9 +8,10 @@ A text is cut into its head, blocks of C queries, and a rest of fewer than C:
 A block reads the W keys before it and its own C, and so overlaps with the next:
 
     keys       0 1 2 3 4 5 6 7 8 9      W = 4, C = 2
-    block 4-5  k k k k k k              inside of each block the same mask [C, W + C]:
-    block 6-7      k k k k k k              query 4   - x x x x -     query 6   - x x x x -
-    block 8-9          k k k k k k          query 5   - - x x x x     query 7   - - x x x x
+    block 4-5  k k k k k k
+    block 6-7      k k k k k k          in every block the same mask [C, W + C]:
+    block 8-9          k k k k k k          first query    - x x x x -
+                                            second query   - - x x x x
 
 So one SDPA call takes the blocks as the heads of a batch. With sinks, their keys stand before those
 of each block.
@@ -60,9 +61,10 @@ def banded_attention(
 
 
 def block_length(window: int, sinks: int) -> int:
-    """C. Small blocks compute few scores that the mask then hides; under 64 tiles stay empty.
+    """C, the queries of a block: small blocks compute few scores that the mask then hides.
 
-    With sinks every block has a copy of them, so there are fewer blocks.
+    With less than 64 queries the kernel's tiles would be partly empty. With sinks, of which every
+    block has a copy, blocks are longer and so fewer.
     """
     if sinks:
         return max(64, window)
@@ -154,8 +156,8 @@ def band(queries: int, keys: int, window: int, sinks: int, device: torch.device)
     return (key <= query) & (in_window | is_sink)
 
 
-# Every layer saves the bias for backward: it is to be the same tensor in all of them. A dry run has
-# one of its own, without data.
+# Kept, because every layer saves the bias for backward, and all of them shall save the same tensor.
+# `dry_run` is part of the key: a dry run needs a bias of its own, without data.
 @functools.lru_cache(maxsize=2)
 @torch.inference_mode(False)
 def block_bias(

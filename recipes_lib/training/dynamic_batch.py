@@ -41,9 +41,8 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.measure import PeakMemory
 
-# What torch says when memory ends in a library or driver call instead of its own allocator. An NCCL
-# failure is left out on purpose: afterwards its communicator is broken and a repeated step cannot
-# succeed.
+# What torch says when memory ends in a library or driver call instead of its own allocator. A
+# failure of NCCL is not listed: it breaks the communicator, so a repeated step cannot succeed.
 OUT_OF_MEMORY = (
     "CUDA out of memory",
     "HIP out of memory",
@@ -55,7 +54,7 @@ OUT_OF_MEMORY = (
     "DefaultCPUAllocator: not enough memory",
 )
 
-# --- the idea: what a learner can copy ---------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def halve_until_it_fits(step: Callable[[int], Any], model: Any, *, batch_size: int) -> int:
@@ -77,7 +76,7 @@ def halve_until_it_fits(step: Callable[[int], Any], model: Any, *, batch_size: i
         # Only here, outside of `except`, is the error gone, and with it the tensors it kept alive.
 
 
-# --- the technique -----------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def fit_micro_batches(
         step: adds the gradient of the whole batch in k micro-batches. It may run several times, so
             it takes the batch as it is given (reads no iterator) and leaves the optimizer's step to
             the caller.
-        model: any module; the one whose gradients `step` makes.
+        model: the module whose gradients `step` makes, of any kind.
         micro_batches: where to start; 1 or what fitted last time.
         measure_peaks: record the peak bytes of each attempt; on a CPU, every call then looks
             through all tensors.
@@ -228,7 +227,7 @@ def _next_divisor(k: int, batch_size: int) -> int | None:
     return None
 
 
-# --- Hugging Face glue and guards --------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _check(model: Any, batch_size: int, micro_batches: int) -> None:
@@ -269,7 +268,7 @@ def _nothing_fits(attempts: list[Attempt]) -> str:
     )
 
 
-# --- the arithmetic ----------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_micro_batches(

@@ -16,9 +16,10 @@ Saves      The padded part of the batch, in time and in activations.
 Costs      With SDPA the borders need a mask [L, L], and with a mask transformers repeats grouped KV
            heads; flash-attn's variable lengths need neither. The number of rows is no longer the
            number of documents: divide the loss by targets.
-Use when   Lengths vary, as in instruction tuning. Not when documents fill their rows, and not for a
-           model that cannot keep documents apart (state space models): `check_document_mask` tells.
-Not when   Batches grouped by length pad hardly more than packing leaves free: see the measurement.
+Use when   Lengths vary, as in instruction tuning.
+Not when   Documents fill their rows; or batches grouped by length pad hardly more than packing
+           leaves free (notebook 05 compares them); or the model cannot keep documents apart, as
+           state space models: `check_document_mask` tells.
 In production   `SFTConfig(packing=True)` in TRL, `sample_packing: true` in Axolotl,
            `DataCollatorWithFlattening` in transformers. All of them tell the borders by positions.
 Source     Krell et al., "Efficient Sequence Packing without Cross-contamination" (arXiv
@@ -47,7 +48,7 @@ from recipes_lib.core.data import IGNORED
 
 Row = dict[str, list[int]]
 
-# --- the idea: what a learner can copy ---------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def fill_rows(lengths: Sequence[int], *, length: int) -> list[list[int]]:
@@ -74,15 +75,14 @@ def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
     return same & causal  # [P, L, L]
 
 
-# --- the technique -----------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None) -> list[Row]:
     """Put N rows into P rows of at most `length` tokens, whose `position_ids` restart per document.
 
-    Best-fit decreasing, in O(N log N) searches; nothing is cut and nothing is lost. The first label
-    of a document is IGNORED: otherwise the last token of its neighbour would be trained to predict
-    it.
+    Best-fit decreasing, with one binary search per document; nothing is cut and nothing is lost.
+    The first label of a document is IGNORED: the last token of its neighbour must not predict it.
 
     Args:
         rows: with `input_ids` and `labels`, as from `load_instructions`.
@@ -134,8 +134,8 @@ def collate_packed(
 ) -> dict[str, torch.Tensor]:
     """Packed rows as tensors [P, L] of `input_ids`, `labels` and `position_ids`.
 
-    Padded to `length` or the longest. There is no attention mask, by which transformers would take
-    the row for one document. The padding at the end is a document of its own. Call the model with
+    They are padded to `length`, or to the longest; the padding is a document of its own. There is
+    no attention mask: with one, transformers would take a row for one document. Call the model with
     `use_cache=False`. Raises ValueError for rows that are not packed.
     """
     longest = max((len(pack["input_ids"]) for pack in packs), default=0)
@@ -155,7 +155,7 @@ def collate_packed(
     return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}  # [P, L]
 
 
-# --- Hugging Face glue and guards --------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -180,8 +180,8 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
     before = before[:, border:]  # [1, L - border, V] what the other documents predict
     difference = (after[:, border:] - before).abs().max().item()
-    # Where the mask holds, the same numbers meet in the same order; a kernel may still split the
-    # sums otherwise. A comparison with NaN is False, so NaN proves nothing here.
+    # Where the mask holds, both passes add the same numbers, if perhaps in another order. A
+    # comparison with NaN is False, so NaN counts as moved.
     stayed = difference <= 1e-3 * before.abs().max().item()
     if not stayed:
         raise RuntimeError(
@@ -213,7 +213,7 @@ def _check_lengths(lengths: Sequence[int], length: int) -> None:
             )
 
 
-# --- the arithmetic ----------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:

@@ -14,9 +14,9 @@ Idea       One call per step hands the numbers to the tracker's own library, whi
            older values from it on go.
 Saves      The second run that only repeats the first to see its numbers. No memory.
 Costs      About a millisecond per call and the wait for a tensor on a GPU; a few seconds to start
-           MLflow or W&B. TensorBoard keeps seven digits (float32). On resume its page hides what is
-           replaced; those of MLflow and W&B show both, W&B as two runs of a group: it continues a
-           run only online.
+           MLflow or W&B. TensorBoard keeps seven digits (float32). After a resume its page hides
+           the replaced values, and that of MLflow shows both. W&B continues a run only online, so
+           it shows two runs of a group.
 Use when   Always, on rank 0 only. TensorBoard needs least, MLflow compares runs in one store, W&B
            uploads later (`wandb sync <folder>/<run>/wandb/offline-run-*`).
 Not when   Values per token or per parameter: a tracker takes a few numbers per step.
@@ -37,7 +37,7 @@ from typing import Any
 from recipes_lib.core.checks import check_choice
 from recipes_lib.training.tracking_backends import BACKENDS, Backend, Point, only_in
 
-# --- the idea: what a learner can copy ---------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def append_line(path: Path | str, step: int, **values: float) -> None:
@@ -58,7 +58,7 @@ def read_lines(path: Path | str) -> dict[int, dict[str, float]]:
     return kept
 
 
-# --- the technique -----------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def track(
@@ -73,12 +73,11 @@ def track(
 
     Args:
         folder: everything is written here; it holds any number of runs, told apart by `run_name`.
-        settings: hyper-parameters, stored with the run. MLflow refuses to change one when the run
-            continues.
+        settings: hyper-parameters, stored with the run. MLflow refuses another value on resume.
         resume_step: continue the run; the first step that may be logged (again).
-    Raises ValueError for another backend, a folder that is a file, a name with other than letters,
-    digits and _ . -, a run that has values without `resume_step` and the reverse; ImportError
-    without the library.
+    Raises ValueError for another backend, a folder that is a file, a name with other characters
+    than letters, digits and _ . -, a run that has values without `resume_step`, and `resume_step`
+    for one that has none; ImportError without the library.
     """
     continues = resume_step is not None
     path = _checked_path(folder, backend, run_name, must_exist=continues)
@@ -123,7 +122,7 @@ def _newest(points: Iterable[Point]) -> dict[str, list[tuple[int, float]]]:
 
 
 class Tracker(contextlib.AbstractContextManager):
-    """A run being written. `with` closes it; after an error as failed (MLflow, W&B)."""
+    """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run."""
 
     def __init__(self, backend: Backend, *, first_step: int) -> None:
         self._backend = backend
@@ -175,7 +174,7 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-# --- Hugging Face glue and guards --------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _check_names(values: Iterable[str]) -> None:
@@ -198,7 +197,7 @@ def _checked_path(folder: str | Path, backend: str, run_name: str, *, must_exist
     return parent / run_name
 
 
-# --- the arithmetic ----------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_file_bytes(*, scalars: int, steps: int, tag_length: int = 15) -> int:

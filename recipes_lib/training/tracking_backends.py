@@ -75,8 +75,7 @@ class TensorBoard:
 
         if not self._path.exists():
             return []
-        # All values, not a sample; and those that a resume drops, because TensorBoard would print a
-        # warning.
+        # All values, not a sample. TensorBoard would drop what a resume replaces, with a warning.
         events = EventAccumulator(
             str(self._path), size_guidance={"scalars": 0}, purge_orphaned_data=False
         )
@@ -111,8 +110,7 @@ class MLflow:
     def __init__(self, path: Path) -> None:
         self._mlflow = require("mlflow")
         self._path = path
-        # A store of files needs no package beside mlflow-skinny; a database needs sqlalchemy and
-        # alembic.
+        # For a store of files mlflow-skinny is enough; a database needs sqlalchemy and alembic.
         store = (path.parent / "mlruns").as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=store)
         runs = self._client.search_runs(["0"], f"attributes.run_name = '{path.name}'")
@@ -202,7 +200,8 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        # As a value: the argument `step=` would hold it back until the next step.
+        # The step is one of the values: with the argument `step=`, W&B holds them all back until
+        # the next step.
         self._run.log({"step": step} | values)
 
     def flush(self) -> None:
