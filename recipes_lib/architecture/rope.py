@@ -39,7 +39,7 @@ from torch import Tensor
 from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 
-# --- the idea --------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-# --- the technique ---------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 KINDS = ("linear", "dynamic", "yarn")
 # YaRN: pairs that turn more often than 32 times in training stay as they are. Those that turn less
@@ -198,7 +198,7 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
     return losses
 
 
-# --- Hugging Face glue and guards ------------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def check_length(model: Any, seq_len: int) -> int:
@@ -230,7 +230,7 @@ def _rope_parameters(model: Any) -> dict[str, Any]:
     return getattr(model.config, "rope_parameters", None) or {}
 
 
-# --- the arithmetic --------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_length(model: Any, *, factor: float = 1.0) -> int:

@@ -51,7 +51,7 @@ from recipes_lib.core.causal_lm import decoder_blocks, projection_widths, requir
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.plain_step import block_bytes, block_gradient_bytes, without_grouped_heads
 
-# --- the idea --------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def running_softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, block_size: in
     return (out / total).transpose(1, 2)
 
 
-# --- the technique ---------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 class Ability(NamedTuple):
@@ -242,7 +242,7 @@ def _description(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
     return "SDPA's memory-efficient kernel with K and V repeated, because it takes no grouped heads"
 
 
-# --- Hugging Face glue and guards ------------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def kernel_function(implementation: str) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ def kernel_function(implementation: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS[implementation]
 
 
-# --- the arithmetic --------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 @estimate(Order.ATTENTION)

@@ -26,7 +26,7 @@ SPLITS = ("train", "validation")
 Batch = dict[str, torch.Tensor]  # `input_ids` and `labels`, each [B, S]
 
 
-# --- from text to rows ------------------------------------------------------------------------
+# --- from text to rows ----------------------------------------------------------------------------
 
 
 def load_text(*, split: str = "train") -> str:
@@ -179,7 +179,7 @@ def _has_texts(row: dict[str, Any], *names: str) -> bool:
     return all(isinstance(row.get(name), str) for name in names)
 
 
-# --- from rows to batches ---------------------------------------------------------------------
+# --- from rows to batches -------------------------------------------------------------------------
 
 
 def collate(

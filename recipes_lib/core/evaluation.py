@@ -33,7 +33,7 @@ GREEDY = {
     "use_cache": True,
 }
 
-# --- losses -------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -> float:
@@ -112,7 +112,7 @@ def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
     return torch.stack(sums)
 
 
-# --- running text -------------------------------------------------------------------------------
+# --- running text ---------------------------------------------------------------------------------
 
 
 def perplexity(
@@ -148,7 +148,7 @@ def text_windows(tokenizer: Any, *, text: str, context: int = 256, windows: int 
     return rows
 
 
-# --- answers ------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def generate_answers(
@@ -212,7 +212,7 @@ def _left_padded(questions: Sequence[list[int]], pad: int, device: torch.device)
     }
 
 
-# --- shared -------------------------------------------------------------------------------------
+# --- shared ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ with torch.no_grad():
 torch.save(output.logits.float(), file)
 """
 
-# --- the idea: what a learner can copy ----------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def save_trained_tensors(model: torch.nn.Module, file: Path | str) -> None:
@@ -73,7 +73,7 @@ def load_trained_tensors(model: torch.nn.Module, file: Path | str) -> None:
     model.load_state_dict(trained, strict=False)  # the base's own weights are not in the file
 
 
-# --- the technique ------------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool = False) -> int:
@@ -205,7 +205,7 @@ def _put_in_place(scratch: Path, folder: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-# --- Hugging Face glue and guards ---------------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _has_adapters(model: Any) -> bool:
@@ -258,7 +258,7 @@ def _check_shapes(model: Any, folder: Path) -> None:
             )
 
 
-# --- the arithmetic -----------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_adapter_bytes(model: Any) -> int:

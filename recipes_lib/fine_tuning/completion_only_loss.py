@@ -47,7 +47,7 @@ from recipes_lib.core.plain_step import head_trains, loss_bytes
 # End marks of an answer. A base model's text may end with another mark than its answers.
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
 
-# --- the idea: what a learner can copy ----------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def plain_answer_loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -61,7 +61,7 @@ def plain_answer_loss(model: Any, batch: Batch) -> torch.Tensor:
     return -chosen[learnt].sum()
 
 
-# --- the technique ------------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def completion_only_loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _problem_of(row: Row, ends: set[int], markers: set[int]) -> str | None:
     return None
 
 
-# --- Hugging Face glue and guards ---------------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _require_logits_to_keep(model: Any) -> None:
@@ -175,7 +175,7 @@ def _end_marks(tokenizer: Any) -> set[int]:
     return known
 
 
-# --- the arithmetic -----------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 @estimate(Order.LOSS)

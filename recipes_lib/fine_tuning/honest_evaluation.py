@@ -39,7 +39,7 @@ from recipes_lib.core.chat import Row
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.evaluation import row_losses
 
-# --- the idea: what a learner can copy ----------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def plain_paired_bootstrap(
@@ -62,7 +62,7 @@ def plain_paired_bootstrap(
     return low, high
 
 
-# --- the technique ------------------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def held_out_losses(
@@ -171,7 +171,7 @@ class Comparison:
         return f"{self.difference:+#.3g} nats per token {interval}: {self.verdict}"
 
 
-# --- the arithmetic -----------------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_interval(pilot: RowLosses, *, rows: int) -> float:

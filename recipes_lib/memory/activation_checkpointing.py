@@ -56,7 +56,7 @@ from recipes_lib.core.recompute import (
 )
 from recipes_lib.core.sizes import tensor_bytes
 
-# --- the idea -------------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def checkpointed_by_hand(blocks: Iterable[Callable], hidden: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ from recipes_lib.memory.activation_offload_stores import DiskStore, HostStore, S
 # Where "disk" writes if nobody says: /tmp may be memory, /var/tmp is meant to survive a restart.
 DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
 
-# --- the idea -------------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def offloaded_by_hand(directory: Path) -> saved_tensors_hooks:

@@ -55,7 +55,7 @@ from recipes_lib.core.recompute import (
     without_caches,
 )
 
-# --- the idea -------------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def nested_by_hand(blocks: Sequence[Callable], hidden: torch.Tensor, *, group: int) -> torch.Tensor:

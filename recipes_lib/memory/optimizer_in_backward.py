@@ -44,7 +44,7 @@ from recipes_lib.core.marks import (
 )
 from recipes_lib.core.plain_step import free_gradients
 
-# --- the idea -------------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def one_optimizer_per_parameter(

@@ -49,7 +49,7 @@ from recipes_lib.core.plain_step import free_gradients
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.memory.optimizer_offload_link import Link, Slot
 
-# --- the idea -------------------------------------------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 @torch.no_grad()

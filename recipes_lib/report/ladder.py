@@ -22,7 +22,7 @@ from recipes_lib.core.measure import Measurement
 from recipes_lib.report import charts
 from recipes_lib.report.style import mib, percent
 
-# --- the rows of any ladder: kept in a file, shown as a table -----------------------------------
+# --- the rows of any ladder: kept in a file, shown as a table -------------------------------------
 
 
 class Rows:
@@ -124,7 +124,7 @@ def _html_row(cells: list[str], *, tag: str) -> str:
     return f"<tr>{''.join(inside)}</tr>"
 
 
-# --- the ladder of bytes ------------------------------------------------------------------------
+# --- the ladder of bytes --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

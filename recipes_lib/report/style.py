@@ -13,7 +13,7 @@ from typing import Any
 
 MIB = 2**20
 
-# --- the palette --------------------------------------------------------------------------------
+# --- the palette ----------------------------------------------------------------------------------
 
 REFERENCE = "#9aa5b1"  # what others are compared with: the baseline, a limit, the line of no change
 RECIPE = "#2f6f9f"  # what a recipe was measured to take
@@ -39,7 +39,7 @@ KIND_COLORS = {
     "other": "#b8c4ce",
 }
 
-# --- figures ------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def blank_figure(
@@ -75,7 +75,7 @@ def legend_beside(axes: Any) -> None:
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-# --- numbers ------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def percent(change: float) -> str:

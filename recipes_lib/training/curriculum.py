@@ -53,7 +53,7 @@ from recipes_lib.core.checks import check_whole
 Batch = dict[str, torch.Tensor]
 Stages = Sequence[tuple[int, float]]  # (length, share of the steps)
 
-# --- the idea: what a learner can copy ---------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def rows_that_grow(
@@ -69,7 +69,7 @@ def rows_that_grow(
             start += tokens_per_step
 
 
-# --- the technique -----------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def curriculum_batches(
@@ -206,7 +206,7 @@ def _check_shares(shares: list[float]) -> None:
         )
 
 
-# --- the arithmetic ----------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def flops_per_token(model: Any, *, seq_len: int) -> float:

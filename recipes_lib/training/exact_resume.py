@@ -42,7 +42,7 @@ from recipes_lib.core.sizes import tensor_bytes
 
 CONTENTS = {"run", "step", "weights", "optimizer", "parts", "random"}
 
-# --- the idea: what a learner can copy ---------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def save_by_hand(
@@ -67,7 +67,7 @@ def load_by_hand(path: Path | str, model: torch.nn.Module, optimizer: torch.opti
     return state["step"]
 
 
-# --- the technique -----------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -170,7 +170,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-# --- Hugging Face glue and guards --------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _check_names(
         raise ValueError(f"{path} holds other parts: {sorted(state['parts'])}, not {sorted(parts)}")
 
 
-# --- the arithmetic ----------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_checkpoint_bytes(model: torch.nn.Module) -> int:

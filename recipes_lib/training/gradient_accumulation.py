@@ -39,7 +39,7 @@ from recipes_lib.core.sizes import tensor_bytes
 
 Batch = dict[str, torch.Tensor]
 
-# --- the idea: what a learner can copy ---------------------------------------------------
+# --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def accumulated_by_hand(model: Any, batch: Batch, *, micro_batches: int) -> None:
@@ -61,7 +61,7 @@ def count_targets(batch: Batch) -> torch.Tensor:
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
-# --- the technique -----------------------------------------------------------------------
+# --- the technique --------------------------------------------------------------------------------
 
 
 def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
@@ -150,7 +150,7 @@ def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Ba
     return micros
 
 
-# --- Hugging Face glue and guards --------------------------------------------------------
+# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _require_ids_and_labels(batch: Batch) -> None:
@@ -175,7 +175,7 @@ def _refuse_auxiliary_loss(output: Any) -> None:
         )
 
 
-# --- the arithmetic ----------------------------------------------------------------------
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 @estimate(Order.BATCH)

@@ -64,7 +64,7 @@ class Search:
         return self.tokens + share * (above - self.tokens)
 
 
-# --- by arithmetic ------------------------------------------------------------------------------
+# --- by arithmetic --------------------------------------------------------------------------------
 
 
 def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int:
@@ -93,7 +93,7 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
     return fits
 
 
-# --- by trying ----------------------------------------------------------------------------------
+# --- by trying ------------------------------------------------------------------------------------
 
 
 def find_longest(

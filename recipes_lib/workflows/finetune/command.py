@@ -52,7 +52,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
 RELIABLE_ROWS = 30  # held out; with fewer the interval is too narrow
 
-# --- the command --------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def finetune(
@@ -164,7 +164,7 @@ def _caution(held_out_rows: int) -> str:
     return f" (of {held_out_rows} rows, too few to rely on: hold out {RELIABLE_ROWS} or more)"
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: bool) -> None:
@@ -201,7 +201,7 @@ def check_packing(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_i
         raise ValueError(f"{error} (--no-packing)") from error
 
 
-# --- the log ------------------------------------------------------------------------------------
+# --- the log --------------------------------------------------------------------------------------
 
 
 def log_steps(steps: Iterable[Step], run: Settings) -> None:
@@ -251,7 +251,7 @@ def open_log(run: Settings, *, first_step: int) -> Tracker:
     return track(folder, settings=settings, resume_step=resume_step, backend=run.report_to)
 
 
-# --- in a process of its own --------------------------------------------------------------------
+# --- in a process of its own ----------------------------------------------------------------------
 
 
 def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -> dict[int, str]:

@@ -59,7 +59,7 @@ def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
         print(f"no {ACCELERATE_FILE}, which cannot say this run: {error}")
 
 
-# --- the Trainer and TRL ------------------------------------------------------------------------
+# --- the Trainer and TRL --------------------------------------------------------------------------
 
 
 def trainer_arguments(run: Settings) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _common_arguments(run: Settings) -> dict[str, Any]:
     }
 
 
-# --- Axolotl ------------------------------------------------------------------------------------
+# --- Axolotl --------------------------------------------------------------------------------------
 
 
 def axolotl_config(run: Settings) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _axolotl_adapter(run: Settings) -> dict[str, Any]:
     return config
 
 
-# --- accelerate ---------------------------------------------------------------------------------
+# --- accelerate -----------------------------------------------------------------------------------
 
 
 def accelerate_config(
@@ -257,7 +257,7 @@ def _distributed_type(processes: int, fsdp: bool) -> str:
     return "NO"
 
 
-# --- files --------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def write_messages(

@@ -30,7 +30,7 @@ from recipes_lib.workflows.finetune.settings import Settings
 
 LIBRARIES = ("Trainer", "SFTTrainer")
 
-# --- one run through one library ----------------------------------------------------------------
+# --- one run through one library ------------------------------------------------------------------
 
 
 def hf_trainer(
@@ -171,7 +171,7 @@ def _clock(steps: list[Step], tokens: Sequence[int], turn: Callable[[], Any] | N
     return Clock()
 
 
-# --- side by side -------------------------------------------------------------------------------
+# --- side by side ---------------------------------------------------------------------------------
 
 
 def side_by_side(

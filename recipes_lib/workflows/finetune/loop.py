@@ -53,7 +53,7 @@ class Step:
     tokens: int  # of text, without padding
 
 
-# --- the loop -----------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
 def training_steps(
@@ -169,7 +169,7 @@ def keeps_checkpoint(number: int, *, run: Settings) -> bool:
     return done == run.steps or done % run.steps_between_checkpoints == 0
 
 
-# --- what the loop is made of -------------------------------------------------------------------
+# --- what the loop is made of ---------------------------------------------------------------------
 
 
 def prepare(
@@ -250,7 +250,7 @@ def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
     return facts
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool) -> None:
@@ -296,7 +296,7 @@ def _check_rows(rows: Sequence[Row], run: Settings) -> None:
             )
 
 
-# --- looking at a run ---------------------------------------------------------------------------
+# --- looking at a run -----------------------------------------------------------------------------
 
 
 def loading_share(steps: Sequence[Step]) -> float:
