@@ -8,13 +8,12 @@ Idea       y = W x + (alpha / r) * B A x        W [out, in] frozen,  A [r, in], 
                    '-- A -- r -- B-'            model until the first step.
 Saves      Gradients and states: from 12 bytes per weight to 12 bytes per adapter parameter, of
            which a layer has r * (in + out). A fine-tuned model is a file of megabytes. Frozen norms
-           save less.
+           also save less for backward.
 Costs      Activations stay, and so does the backward pass through every block: the step is hardly
            faster. Each adapter keeps its own copy of its input where the dtypes differ (peft trains
            fp32 adapters, also on a bf16 base) or where dropout > 0, which is why dropout is 0 here.
 Use when   The weights fit and gradients and states do not, or when one base serves many tasks.
-Not when   The weights alone do not fit (QLoRA), or the model shall learn much new knowledge (full
-           fine-tuning).
+Not when   The weights alone do not fit (QLoRA), or there is much new to learn (full fine-tuning).
 In production   `peft.get_peft_model(model, LoraConfig(target_modules="all-linear"))`, which this
            calls; its "all-linear" also takes routers of a mixture of experts.
            `model.save_pretrained(folder)` writes the adapters,
@@ -92,12 +91,12 @@ def apply_lora(
     Checkpoint its blocks with `use_reentrant=False`: the first block's input needs no gradient.
 
     Args:
-        rank: r, of each adapter. alpha: the correction is scaled by alpha / r.
+        rank: r, of each adapter.
+        alpha: the correction is scaled by alpha / r.
         dropout: of the adapters' inputs.
-        target_modules: "all-linear" (every linear layer of the blocks but routers), or names of
-            layers.
-        peft_options: more fields of peft's `LoraConfig`: use_rslora (scale by alpha / sqrt(r)),
-            use_dora.
+        target_modules: "all-linear" (every linear layer of the blocks but routers), or names.
+        peft_options: more fields of peft's `LoraConfig`, such as use_dora, or use_rslora (scale by
+            alpha / sqrt(r)).
     Raises ValueError for rank < 1, alpha <= 0, dropout outside [0, 1), a name that matches no
     linear layer of the blocks, and a model that already has adapters.
     """
@@ -229,7 +228,7 @@ def _by_name(
 
 
 def _ending_with(ending: str, names: Iterable[str]) -> set[str]:
-    # The dot in front: "proj" is not the end of "q_proj".
+    # With the dot in front, "proj" does not match "q_proj".
     return {name for name in names if f".{name}".endswith(f".{ending}")}
 
 
@@ -303,7 +302,7 @@ def _change_per_token(
     change = 0
     for layer in targets.values():
         inputs, _ = features(layer)
-        # A x [r] in fp32, and what the adapter keeps of its input.
+        # A x, which is r numbers in fp32, and what the adapter keeps of its input.
         change += 4 * rank + own_input * inputs
 
     adapted = set(targets.values())

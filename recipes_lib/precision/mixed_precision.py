@@ -1,7 +1,6 @@
 """Mixed precision: matrix products in 16 bits, weights and sums in fp32.
 
-Problem    fp32 matrix products leave the fast units of the device idle, and every activation takes
-           4 bytes.
+Problem    fp32 matrix products leave the device's fast units idle, and an activation takes 4 bytes.
 Idea       Keep the weights in fp32 and cast what a matrix product reads:
 
                weights W, AdamW states, gradients       fp32    the masters: small updates survive
@@ -9,8 +8,8 @@ Idea       Keep the weights in fp32 and cast what a matrix product reads:
                norms, softmax, loss                     fp32    sums over many elements
 
                      bits  exponent  smallest > 0  largest  a weight of 1 moves by at least
-               fp16   16      5        6e-8         65504   0.0005  -> gradients vanish: scale
-               bf16   16      8        1e-40        3e38    0.004   -> range of fp32: no scaling
+               fp16   16      5        6e-8         65504   0.0005   small gradients vanish: scale
+               bf16   16      8        1e-40        3e38    0.004    the range of fp32: no scaling
                fp32   32      8        1e-45        3e38    6e-8
 
            Loss scaling multiplies the loss, so every gradient, by a large s (2**16 at first), and
@@ -246,10 +245,8 @@ def estimate_mixed_precision(
 ) -> Budget:
     """The same step under autocast: activations shrink, 16-bit copies of the fp32 weights add.
 
-    Weights, states, gradients and the loss stay in fp32. `model` is as it is now, with its
-    adapters.
-    Raises ValueError if the linear layers hold 16-bit weights, whose activations are 16-bit
-    already.
+    Weights, states, gradients and the loss stay in fp32. Give the model with its adapters, if any.
+    Raises ValueError for 16-bit weights in linear layers: their activations have 16 bits already.
     """
     require_adapters(budget, model)
     if dtype is torch.float32:
@@ -283,7 +280,7 @@ def autocast_block_bytes(model: Any, *, seq: int) -> int:
 
     Raises ValueError where `block_bytes` does.
     """
-    block_bytes(model, seq=seq)
+    block_bytes(model, seq=seq)  # for its ValueError only
     block = decoder_blocks(model)[0]
     norm = norms_of(block)[0]
     norm_trains = any(parameter.requires_grad for parameter in norm.parameters())
@@ -308,13 +305,13 @@ def _norm_bytes(model: Any, *, trains: bool) -> int:
 
 
 def _linear_input_bytes(block: torch.nn.Module) -> int:
-    """Each linear layer casts its input for itself: Q, K and V make three copies.
+    """Each linear layer casts its input for itself, so Q, K and V make three copies.
 
-    It keeps its copy if its weight trains.
+    A copy is kept for backward if the layer's weight trains.
     """
     total = 0
     for name, layer in _cast_layers(block).items():
-        # The attention's output is in 16 bits already: it counts as the attention's.
+        # What the attention returns is in 16 bits already, and `_attention_bytes` counts it.
         reads_attention = re.search(r"attn.*(o_proj|c_proj)", name)
         if layer.weight.requires_grad and not reads_attention:
             inputs, _ = features(layer)
@@ -350,10 +347,11 @@ def _mlp_bytes(model: Any) -> int:
     if _has(model, "gate_proj"):
         # Gate, activated gate and up; the down projection keeps its own input.
         return 2 * 3 * feed_forward
-    # GPT-2's gelu_new keeps four tensors. On CUDA its power, and what follows, runs in fp32.
+    # GPT-2's gelu_new keeps four tensors. On CUDA its power, and what follows, runs in fp32: three
+    # of the four then have 4 bytes per element.
     if model.device.type == "cpu":
-        return 2 * 4 * feed_forward
-    return 14 * feed_forward
+        return 4 * 2 * feed_forward
+    return (2 + 3 * 4) * feed_forward
 
 
 def _has(model: Any, name: str) -> bool:

@@ -1,10 +1,9 @@
 """Pure bf16: weights, gradients and optimizer states in 16 bits, without losing the small updates.
 
-Problem    fp32 training holds 16 bytes per parameter: the weight, its gradient and AdamW's two
-           averages.
-Idea       Store all four in bf16 and compute each step in fp32. The problem is its end, where the
-           result goes back into 8 significant bits: an update of less than half a spacing
-           disappears.
+Problem    fp32 training holds 16 bytes per parameter: weight, gradient and AdamW's two averages.
+Idea       Store all four in bf16 and compute each step in fp32. The difficulty is the end of the
+           step, where the result goes back into 8 significant bits. Between two numbers of bf16
+           there is a spacing, and an update of less than half of it disappears:
 
                a weight of 1 has the neighbours 0.9961 and 1.0078, and the step asks for 0.9999
 
@@ -50,8 +49,6 @@ from recipes_lib.core.plain_step import require_adapters
 # Of each rounding: bytes of the states per parameter, and of the step per element of its chunk.
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}
 STEP_BYTES = {"stochastic": 22, "nearest": 0, "master": 4}
-
-SPARE = 8  # elements: shifts the random bits, and keeps them aligned
 
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -120,8 +117,8 @@ def bf16_adamw(
         rounding: "stochastic", "nearest" or "master"; a group may have its own.
         seed: of the random bits; None takes `torch.initial_seed()`. Under DDP it must be the same
             on every rank: replicas that round differently drift apart.
-    Raises ValueError for trainable parameters that are not bf16 (norms included), for none, for
-    another rounding.
+    Raises ValueError for trainable parameters that are not bf16 (norms included), for a model that
+    has none, and for another rounding.
     """
     if isinstance(model_or_params, torch.nn.Module):
         model_or_params = [p for p in model_or_params.parameters() if p.requires_grad]
@@ -214,8 +211,8 @@ class BF16AdamW(torch.optim.Optimizer):
                 f"the checkpoint has rounding {saved}, this optimizer {own}: make it with the same"
             )
         super().load_state_dict(state_dict)
-        # That cast every state to its parameter's dtype: without what follows, fp32 masters resume
-        # as bf16.
+        # That has cast every state to its parameter's dtype, fp32 masters to bf16. So the states
+        # are taken over once more, as they were saved.
         for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
             for number, parameter in zip(theirs["params"], ours["params"]):
                 for name, value in state_dict["state"].get(number, {}).items():
@@ -237,6 +234,11 @@ def _first_state(parameter: torch.Tensor, rounding: str) -> dict[str, Any]:
     return state
 
 
+# By how many elements the random bits of one tensor are shifted against those of the next. A
+# multiple of 8 keeps them aligned in memory.
+SPARE = 8
+
+
 def _step(
     parts: list[torch.Tensor],
     gradient: torch.Tensor,
@@ -253,7 +255,7 @@ def _step(
     _fused_adamw(values, gradient, step, group)
 
     # Drawing costs more than rounding, so the three tensors share one draw. Each reads it from
-    # another place: no element meets its own bits again.
+    # another place, so that a weight and its averages are not rounded by the same bits.
     bits = random_bits(len(gradient) + 2 * SPARE, generator=generator)
     for number, (part, value) in enumerate(zip(parts, values)):
         start = number * SPARE
@@ -266,7 +268,7 @@ def _fused_adamw(
     """PyTorch's fused AdamW on one weight, exp_avg and exp_avg_sq, in place."""
     weight, exp_avg, exp_avg_sq = values
     beta1, beta2 = group["betas"]
-    # The function counts up by itself.
+    # `adamw` adds 1 by itself.
     steps_before = torch.full((), step - 1.0, device=gradient.device)
     adamw(
         [weight],
@@ -318,7 +320,8 @@ def estimate_pure_bf16(budget: Budget, model: Any, shape: Shape, *, rounding: st
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check(trainable, rounding=rounding)
     elements = [parameter.numel() for parameter in trainable]
-    # The fp32 copies of the chunk exist beside all gradients, as those of the embedding before.
+    # In the step the fp32 copies of a chunk exist beside all gradients, and so do the embedding's
+    # copies in backward. The budget has one term for both.
     chunks = [min(parameter.numel(), _chunk(parameter)) for parameter in trainable]
     in_step = STEP_BYTES[rounding] * max(chunks, default=0)
     return budget.change(
