@@ -1,19 +1,18 @@
 """QLoRA: LoRA on a base model whose weights are stored in 4 bits.
 
-Problem    With LoRA the frozen weights are what fills the memory: 16 GB for 8 billion of them in
-           bf16.
+Problem    With LoRA the frozen weights fill the memory: 8 billion of them in bf16 are 16 GB.
 Idea       64 weights share a scale, and each is the index of one of the 16 quantiles of a normal
            distribution (NF4). The scales are quantized in their turn (double quantization):
 
                y = dequantize(W) x + (alpha / r) * B A x      W is dequantized one layer at a time
-Saves      Weights of the blocks: 0.5 + 1/64 + 4/(64*256) = 0.516 bytes each, against 2 (bf16) or 4
-           (fp32).
+Saves      A weight of the blocks takes 0.5 + 1/64 + 4/(64*256) = 0.516 bytes, not 2 (bf16) or 4
+           (fp32): its index, its part of a scale, and its part of a scale of scales.
 Costs      The weights are rounded to 16 levels, which small models feel most. Dequantizing takes
            time, as much for one token as for many. With fp16 compute the gradient is fp16: scale
            the loss.
 Use when   The bf16 weights do not fit, or leave no room for the batch.
-Not when   They fit: LoRA is faster and starts from the exact model. Not against activations, which
-           stay.
+Not when   They fit: LoRA is faster and starts from the exact model. Or activations are what does
+           not fit: they stay.
 In production   `from_pretrained(…, quantization_config=BitsAndBytesConfig(load_in_4bit=True,
            bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True))` quantizes while it loads,
            then `peft.prepare_model_for_kbit_training` and `get_peft_model`. `apply_qlora` takes
@@ -24,8 +23,8 @@ Two silent traps of bitsandbytes on CPUs are closed here.
 
     Trap 1   With AVX512-BF16, the first forward in eval mode repacks the weights for a kernel
              without backward, and from then on no gradient passes the layer.
-    Trap 2   With AVX-512, rows of a multiple of 16, but not of the block size, are dequantized with
-             wrong scales.
+    Trap 2   With AVX-512, rows whose length is a multiple of 16, but not of the block size, are
+             dequantized with wrong scales.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def nf4_levels() -> torch.Tensor:
 
     Eight are positive, seven negative, and one is an exact zero.
     """
-    last = 0.9677083  # of a probability of 1 the quantile would be infinite
+    last = 0.9677083  # bitsandbytes' largest probability: at 1 the quantile would be infinite
     positive = torch.special.ndtri(torch.linspace(last, 0.5, 9)[:-1])
     negative = -torch.special.ndtri(torch.linspace(last, 0.5, 8)[:-1])
     levels = torch.cat([negative, torch.zeros(1), positive.flip(0)])
@@ -84,8 +83,8 @@ def apply_qlora(
 ) -> Any:
     """Quantize the blocks of `model` in place, put LoRA adapters on them; returns the `PeftModel`.
 
-    A model that is in 4 bits already gets the guards and the adapters. Errors as in `quantize_nf4`
-    and `apply_lora`.
+    A model that is in 4 bits already gets the guards and the adapters. Raises what `quantize_nf4`
+    and `apply_lora` raise.
     """
     require_causal_lm(model)
     # Bad arguments are refused before the weights are gone.
@@ -116,10 +115,10 @@ def quantize_nf4(
         compute_dtype: of the matrix products; default is bf16 where it is native, else fp32. fp16
             needs loss scaling.
         double_quant: quantize the scales as well.
-        device: of the 4-bit layers, "cuda" for a model that only host memory holds (then
-            `model.to("cuda")`).
-    Raises ValueError for a model in 4 bits or with adapters, and for block weights that are not
-    `nn.Linear`.
+        device: of the 4-bit layers. A model that only host memory can hold whole gets "cuda" here,
+            and `model.to("cuda")` afterwards.
+    Raises ValueError for a model in 4 bits or with adapters, and for weights of the blocks, norms
+    aside, that no `nn.Linear` holds.
     """
     require_causal_lm(model)
     if quantized_layers(model):
@@ -328,7 +327,7 @@ def estimate_qlora(
     full = [tensor_bytes(layer.weight) for layer in target_linears(model).values()]
     return plan.change(
         weights=plan.weights - sum(full) + nf4_bytes(model, double_quant=double_quant),
-        # Beside the activations there is one dequantized layer, if not the loss.
+        # Beside the activations there is the loss, and after it one dequantized layer at a time.
         loss=max(plan.loss, max(full)),
     )
 

@@ -33,7 +33,7 @@ from recipes_lib.report.style import (
 
 BAR = 0.65  # the height of a bar; the next one begins at 1
 
-# --- bytes --------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
@@ -187,7 +187,7 @@ def _draw_prediction_line(axes: Any, height: float) -> None:
     )
 
 
-# --- losses -------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
@@ -245,7 +245,7 @@ def position_chart(curves: dict[str, list[float]], *, window: int, trained: int,
     return figure
 
 
-# --- lengths ------------------------------------------------------------------------------------
+# --- lengths --------------------------------------------------------------------------------------
 
 
 def length_chart(rows: list[dict[str, Any]], *, title: str) -> Any:
@@ -274,7 +274,7 @@ def length_chart(rows: list[dict[str, Any]], *, title: str) -> Any:
 def growth_chart(curves: dict[str, dict[int, int]], *, fixed_bytes: int, limit_bytes: int) -> Any:
     """Draw bytes beyond the fixed ones against tokens, both logarithmic.
 
-    The legend gives the slope at the end. A slope of 2 means: twice the tokens, four times the
+    The legend gives the slope at the end. With a slope of 2, twice the tokens take four times the
     memory.
     """
     figure, axes = blank_figure(curves, (8, 3.6))
@@ -306,7 +306,7 @@ def slope(curve: dict[int, int], fixed_bytes: int = 0) -> float:
     return math.log(growth) / math.log(last / before_last)
 
 
-# --- what the bars of ladders have in common ----------------------------------------------------
+# --- what the bars of ladders have in common ------------------------------------------------------
 
 
 def _bar_colors(count: int) -> list[str]:

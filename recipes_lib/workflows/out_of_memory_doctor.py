@@ -1,7 +1,7 @@
 """Out-of-memory doctor: what to try in which order, and at which point the model fits.
 
-Problem    "CUDA out of memory" names the tensor that did not fit, not what fills the memory nor
-           what to do.
+Problem    "CUDA out of memory" names the tensor that did not fit. It does not say what fills the
+           memory, nor what to do.
 Idea       Read the numbers in the message, lay out the model's budget, apply one recipe after the
            other:
 
@@ -9,8 +9,7 @@ Idea       Read the numbers in the message, lay out the model's budget, apply on
                capacity - free - this process is large          another process: stop it
                else   budget -> micro-batches -> chunked loss -> ... -> QLoRA      until it fits
 Saves      Trying the recipes blindly; nothing by itself.
-Costs      Nothing runs: arithmetic on shapes. A model of the "meta" device, without weights, will
-           do.
+Costs      Nothing runs: it is arithmetic on shapes. A model on "meta", without weights, will do.
 Use when   A step ran out of memory, or before you rent a GPU.
 Not when   Memory grows from step to step: that is a leak (losses kept with their graph), which
            `torch.cuda.memory._snapshot()` shows.
@@ -96,11 +95,10 @@ def diagnose(
     """Say what to try, from the text of an error, from a model and its batch, or from both.
 
     Args:
-        model: a causal LM on any device, trained with AdamW on [batch_size, seq_len]: remedies
-            carry bytes.
-        memory_bytes: of the device; default is what the error says is left to us, else this
-            machine's.
-    Raises ValueError with neither of the two, for a model without its batch, and for an error of
+        model: a causal LM on any device. Remedies then say what they save of an AdamW step on
+            [batch_size, seq_len].
+        memory_bytes: of the device; default is what the error leaves to us, else this machine's.
+    Raises ValueError without error and model, for a model without its batch, and for an error of
     another kind.
     """
     if not error and model is None:

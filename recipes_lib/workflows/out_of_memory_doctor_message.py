@@ -35,9 +35,10 @@ MESSAGE = {
 # Some errors have no numbers at all.
 OUT_OF_MEMORY = "out of memory|OutOfMemory|_ALLOC_FAILED"
 
+# By their first letter: "bytes", "KiB" …; without a unit it is bytes.
 UNITS = {"": 1, "b": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
-# What other processes hold is what nobody accounts for. Up to here it may be our own CUDA context.
+# What nobody accounts for is held by other processes, or, up to this size, by our own CUDA context.
 OWN_CONTEXT = 2 * 2**30
 
 

@@ -31,8 +31,8 @@ MIB = 2**20
 # Of the memory. The CUDA context, workspaces and rounded allocations take the rest.
 FITS = 0.95
 
-# Bytes per weight in NF4: half a byte for its code, a byte of scale per block of 64, and in fp32 a
-# scale of those per 256 of them.
+# Bytes per weight in NF4: half a byte for its code, a one-byte scale per block of 64 weights, and a
+# scale in fp32 per 256 of those.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 # --- the recipes ----------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def remedies_for(model: Any, shape: Shape, *, memory_bytes: int) -> list[Remedy]
     """The recipes in the order to try, each with the predicted peak of itself and all above it.
 
     A recipe that saves nothing here is left out. The two with adapters start from the plain step on
-    another base, and take micro-batches, chunks and checkpoints from above. What 8-bit states and
-    the offload save is no longer there: adapters have few states.
+    another base, and take micro-batches, chunks and checkpoints from above. They do without 8-bit
+    states and the offload: adapters have few states to save.
     """
     rows = _Rows(budget_of(model, shape), limit=FITS * memory_bytes)
     shape = _enough_micro_batches(rows, model, shape)

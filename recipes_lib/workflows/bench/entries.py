@@ -11,7 +11,7 @@ Each entry takes a `Bench` and a fresh model and gives the step to measure:
         return plain_training(bench, model, plan)
 
 The notebooks explain the techniques; the entries are for a quick look at your own model and sizes.
-Every entry imports what it uses. So it can be copied whole, and to ask for the names is quick.
+Every entry imports what it uses. So it can be copied whole, and listing the names is quick.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def activation_offload(bench: Bench, model: Any) -> Arranged:
 
 
 def chunked_cross_entropy(bench: Bench, model: Any) -> Arranged:
-    """Output layer and loss of some tokens at a time."""
+    """The output layer and the loss see some tokens at a time."""
     from recipes_lib.memory.chunked_cross_entropy import (
         apply_chunked_cross_entropy,
         estimate_chunked_cross_entropy,
