@@ -155,6 +155,8 @@ def test_layer_equals_dequantized_weight(
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])
 def test_bytes_are_predicted_exactly(family, double_quant):
+    # With the first model, the library makes a table of its own that stays.
+    quantize_nf4(model_of_shape(family, layers=1, device="cpu"))
     before = alive()
     model = model_of_shape(family, layers=3, device="cpu")
     linears = [
@@ -277,6 +279,9 @@ PRECISIONS = [
 def test_merged_model_computes_the_same(family, dtype, compute_dtype, tolerance, batch):
     """Also where Q, K and V have biases (Qwen2.5), which stay as they are."""
     model = model_of_shape(family, dtype=dtype, device="cpu")
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # zeros in a new model: nobody would miss them
+            torch.nn.init.normal_(parameter, std=0.1)
     model = train_a_little(apply_qlora(model, rank=4, alpha=8, compute_dtype=compute_dtype))
     expected = run(model, batch)
     merged = merge_qlora(model)

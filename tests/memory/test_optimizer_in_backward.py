@@ -7,6 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from recipes_lib.core.budget import Shape
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, marked
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
@@ -162,6 +163,22 @@ def test_a_second_backward_before_step(llama, batch):
     handle.step()
     with pytest.raises(RuntimeError, match="without a backward"):
         handle.step()
+
+
+def test_after_a_backward_that_was_cut_short_the_next_is_the_first(llama, batch):
+    """Otherwise one error that was caught would end the training."""
+
+    def fail(*_):
+        raise KeyError("mine")
+
+    handle = apply_optimizer_in_backward(llama, lr=1e-3)
+    hook = decoder_blocks(llama)[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        llama(**batch, use_cache=False).loss.backward()
+    hook.remove()
+    handle.zero_grad()
+    llama(**batch, use_cache=False).loss.backward()
+    handle.step()
 
 
 def test_clipping_is_refused_and_the_trap_is_as_documented(llama, batch):
