@@ -18,7 +18,7 @@ Saves      Time: `predicted_share_of_pairs` is the share of the pairs that is le
            what flash attention keeps.
 Costs      It is another model: what lies outside the pattern reaches a token only through the
            layers in between, and a pretrained model has to be trained further. Keeping documents
-           apart (stride=1: all blocks) loses nothing.
+           apart with stride=1, which reads all blocks, loses nothing.
 Use when   Attention is a large part of a step (half of it at S = 12 D), or documents share a row.
 Not when   The sequence is a few blocks long, or single far tokens decide, as in retrieval.
 In production   PyTorch's `flex_attention` with `create_block_mask`, here on CUDA; documents:
@@ -98,8 +98,9 @@ def plain_block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, **pattern: int
 def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) -> Any:
     """Give every attention layer of a Hugging Face causal LM this `Pattern`; returns `model`.
 
-    Right padding is exact. Rows with `position_ids` that restart (no attention mask,
-    `use_cache=False`) are documents. `model.set_attn_implementation("sdpa")` takes it back.
+    Right padding is exact. Where `position_ids` restart within a row, a new document begins: give
+    no attention mask then, and `use_cache=False`. `model.set_attn_implementation("sdpa")` takes it
+    back.
     Raises ValueError for a pattern that does not exist, for capped scores, and for a model whose
     attention cannot be exchanged; the model's forward raises one for whatever else does not go with
     the pattern.

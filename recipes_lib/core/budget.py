@@ -224,7 +224,7 @@ def estimate(order: Order) -> Callable[[Estimate], Estimate]:
 def compose(
     budget: Budget, model: Any, shape: Shape, recipes: Iterable[tuple[Estimate, dict[str, Any]]]
 ) -> Budget:
-    """Apply the estimates (with their options) in their right order, whatever the order given."""
+    """Apply the estimates, each with its options, in their right order, whatever order is given."""
     for recipe, options in sorted(recipes, key=lambda pair: pair[0].order):
         budget = recipe(budget, model, shape, **options)
     return budget

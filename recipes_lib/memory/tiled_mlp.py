@@ -58,8 +58,8 @@ from recipes_lib.memory.tiled_mlp_arithmetic import (
     sizes_of,
 )
 
-# The fewest tokens of a tile by default. The products of fewer tokens are short beside the sum of
-# the weights' gradients, which runs once per tile.
+# The fewest tokens of a tile by default. With fewer, the products of a tile take little time beside
+# adding its part to the weights' gradients.
 LEAST_TILE = 1024
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -87,11 +87,11 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
     `copy.deepcopy` work as before.
 
     Args:
-        tile_size: tokens of all rows together. None: the hidden size (6 t F are then twice the
-            MLP's own weights), but at least 1024.
-    Raises ValueError for a tile size below 1; an `mlp` that is missing, a mixture of experts or
-    reads more than the hidden states; `norms` where they are LayerNorms; and a model that is tiled
-    already.
+        tile_size: tokens of a tile, of all rows together. None takes the hidden size, with which
+            the 6 t F elements are twice the MLP's own weights, but at least 1024.
+    Raises ValueError for a tile size below 1; for an `mlp` that is missing, is a mixture of experts
+    or reads more than the hidden states; for `norms` where they are LayerNorms; and for a model
+    that is tiled already.
     """
     require_causal_lm(model)
     tile_size = _tile_size(model, tile_size)

@@ -9,10 +9,10 @@ Idea       Try, and on out-of-memory try again with smaller micro-batches. The e
                k = 2   [ 4 x S ] + [ 4 x S ]           out of memory
                k = 4   [ 2 x S ] + ... + [ 2 x S ]     fits: the gradient of the same 8 rows
 
-           What people do instead, a smaller *batch* with the same accumulation, changes the
-           training: gradient noise, learning rate and the number of steps per epoch belong to the
-           effective batch.
-Saves      (1 - 1/k) of activations and loss, with the smallest k that fits found at run time.
+           A smaller *batch* with the same accumulation, which is what people do instead, changes
+           the training: gradient noise, learning rate and steps per epoch belong to the effective
+           batch.
+Saves      (1 - 1/k) of activations and loss, where k is the smallest that fits, found by trying.
 Costs      The failed attempts: each runs until memory ends. Afterwards nothing, if k is kept.
 Use when   Memory is unknown or shared, or sequence lengths vary.
 Not when   `predicted_micro_batches` tells k in advance. Not in several processes: one that repeats
