@@ -116,7 +116,7 @@ print(f"{name}: {model.num_parameters():,} parameters, batch of {B} x {S} tokens
 
 # %%
 train = load_instructions(tokenizer, split="train", max_tokens=min(S, 96), limit=40 if fast() else 400)  # short
-held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=8 if fast() else 32)
+held_out = load_instructions(tokenizer, split="validation", max_tokens=min(S, 96), limit=12 if fast() else 32)
 feed = {"pad_token_id": tokenizer.pad_token_id, "device": here.device}
 batch = next(batches(train, batch_size=B, length=S, **feed))
 tokens = sum(map(len, train[:B]["input_ids"]))  # without the padding

@@ -348,7 +348,8 @@ for name, batches in work.items():
 # %%
 climb("everything combined", combined, pack_sequences(train, length=combined.seq_len, seed=0), here.compute_dtype)
 answers, text, took = answers_of(model), on_python(model), {row: [] for row in again}
-for row in [*again, *reversed(again)]:  # there and back; the first step of each warms up
+back = [] if fast() else reversed(again)
+for row in [*again, *back]:  # there and back; the first step of each warms up
     took[row] += [step for _, step in zip(range(2), again[row]())][1:]
     ladder.retime(row, sum(s.seconds for s in took[row]) / len(took[row]), tokens=took[row][0].tokens)
 ladder
