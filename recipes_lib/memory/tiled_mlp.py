@@ -141,6 +141,8 @@ def _needs_backward(module: nn.Module, hidden: torch.Tensor) -> bool:
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
+# torch.compile would trace `_SaveInput` into a node of its own, which has no `size` and no `tiles`.
+@torch.compiler.disable
 def _checkpointed_tiles(forward: Any, tokens: torch.Tensor, size: int) -> list[torch.Tensor]:
     """`forward` of each tile of tokens [1, T, D], which backward runs once more.
 

@@ -231,6 +231,13 @@ def test_under_distributed_data_parallel(llama, batch):
     assert_same_gradients({"loss": expected["loss"]} | gradients(llama), expected)
 
 
+def test_a_compiled_model_has_the_same_gradients(llama, batch):
+    """Catches tiles that are traced: the compiler puts a node of its own in the place of ours."""
+    expected = run(apply_tiled_mlp(llama, tile_size=10), batch)
+    llama.compile(backend="eager")
+    assert_same_gradients(run(llama, batch), expected)
+
+
 def test_backward_twice(llama, batch):
     """The tiles of the first backward must not stay: the second one makes its own."""
     loss = apply_tiled_mlp(llama, tile_size=10, norms=True)(**batch, use_cache=False).loss
