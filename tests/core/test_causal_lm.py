@@ -65,7 +65,8 @@ def test_bert_as_a_decoder_passes():
 
 
 def test_the_blocks_are_the_longest_list(llama):
-    """A mixture of experts has lists of experts as well, in each of its blocks."""
+    """A mixture of experts has lists of experts as well, and a list may come before the blocks."""
+    llama.model.embed_tokens.parts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     first = llama.model.layers[0]
     first.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     assert decoder_blocks(llama) is llama.model.layers

@@ -275,6 +275,7 @@ def test_what_axolotl_would_choose_otherwise():
         "lora_o_kernel": False,
     }
     assert {key: config[key] for key in wanted} == wanted
+    assert config["datasets"][0]["train_on_eos"] == "turn"  # every answer learns its end
     # "smollm2" is a name of ours.
     assert config["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert axolotl_config(change(base_model="org/model"))["base_model"] == "org/model"

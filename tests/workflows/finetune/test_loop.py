@@ -9,7 +9,7 @@ import torch
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.data import collate
-from recipes_lib.precision.mixed_precision import mixed_precision
+from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.exact_resume import rows_of_step
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.loop import (
@@ -84,6 +84,21 @@ def test_packed_rows_give_the_loss_of_the_padded_ones():
     expected = losses_of(training_steps(fresh(), rows, run=whole, pad_token_id=0))
     found = losses_of(training_steps(fresh(), packed, run=in_packs, pad_token_id=0))
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_was_skipped_does_not_count_in_the_schedule(monkeypatch):
+    """In fp16 gradients overflow now and then: nothing is updated, and the warm-up waits."""
+    take_step = MixedPrecision.step
+    updated = iter([False, True, True, True, True])
+
+    def step(self, optimizer, **options):
+        take_step(self, optimizer, **options)
+        return next(updated)
+
+    monkeypatch.setattr(MixedPrecision, "step", step)
+    steps = training_steps(fresh(), make_rows(), run=change(), pad_token_id=0)
+    rates = [step.learning_rate for step in steps]
+    assert rates[:4] == [0, 0, 0.5e-3, 1e-3]
 
 
 # --- stopped and resumed ------------------------------------------------------------------------
@@ -178,8 +193,13 @@ def test_the_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
     for name, value in {"learning_rate": 1.0, "rows_per_step": 2}.items():
         with pytest.raises(ValueError, match=rf"another run .*{name}"):
             start(rows, model=model, folder=tmp_path, resume=True, **{name: value})
-    with pytest.raises(ValueError, match=r"another run .*data"):
-        start(rows[1:], model=model, folder=tmp_path, resume=True)
+    whole_texts = [row | {"labels": row["input_ids"]} for row in rows]
+    for other_rows in (rows[1:], whole_texts):
+        with pytest.raises(ValueError, match=r"another run .*data"):
+            start(other_rows, model=model, folder=tmp_path, resume=True)
+    resumed = {"folder": tmp_path, "resume": True, "base": "of another model"}
+    with pytest.raises(ValueError, match=r"another run .*base"):
+        next(training_steps(model, rows, run=run, pad_token_id=0, **resumed))
     assert (tmp_path / CHECKPOINT).read_bytes() == kept
 
 
