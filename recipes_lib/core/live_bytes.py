@@ -62,6 +62,13 @@ class LiveBytes(TorchDispatchMode):
         self.current = 0
         self.peak = 0
 
+    def ignore_compile_internals(self) -> bool:
+        """Asked by torch.compile, which otherwise compiles nothing inside of a dispatch mode.
+
+        On a GPU FlexAttention runs compiled or, with all of its scores, not at all.
+        """
+        return self._device_type == "cuda"
+
     def __enter__(self) -> LiveBytes:
         self._storages = {}
         self.current = 0
@@ -100,6 +107,9 @@ class LiveBytes(TorchDispatchMode):
         # A dry run counts its own fake tensors; those of torch.compile hold no memory.
         of_another_mode = getattr(tensor, "fake_mode", None) is not self._fake_mode
         if tensor.layout != torch.strided or of_another_mode:
+            return None
+        # Under `torch.vmap` a tensor stands for many, and has no storage of its own.
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
         if storage.device.type != self._device_type:

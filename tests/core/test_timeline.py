@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
+from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.core import timeline as timeline_module
 from recipes_lib.core.measure import PeakMemory, dry_run, measure
 from recipes_lib.core.model import model_of_shape
@@ -227,6 +228,16 @@ def test_a_model_that_the_block_drops_leaves_no_account_behind():
     assert memory.timeline.points[-1].total == with_weights - weights
 
 
+def test_a_tensor_under_vmap_is_none_of_its_own():
+    """Catches an account that asks it for its storage. FlexAttention makes its mask with it."""
+    x = torch.randn(ROWS, WIDTH)
+    with PeakMemory() as memory:
+        before = memory.current
+        doubled = torch.vmap(torch.Tensor.double)(x)
+        assert memory.current - before == 2 * FULL
+    assert doubled.shape == x.shape
+
+
 def test_a_storage_may_be_freed_at_any_moment(monkeypatch):
     """Catches a sample that mixes two moments: the collector may run in any line of a listener."""
     waiting = [torch.empty(ROWS, WIDTH)]
@@ -259,3 +270,25 @@ def test_on_cuda_it_follows_the_allocator():
     # The allocator rounds each tensor up to 512 bytes, and libraries have workspaces.
     assert measured.timeline.peak <= measured.peak_bytes
     assert [name for name, _, _ in measured.timeline.phases()] == ["forward", "backward", "step"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [True, False])
+def test_compiled_attention_on_cuda(warm):
+    """Catches an account in which FlexAttention is not compiled, or that looks into its mask."""
+    torch._dynamo.reset()
+    model = model_of_shape("tiny-llama", device="cuda", dtype=torch.bfloat16)
+    apply_block_sparse(model, block_size=128)
+    ids = torch.randint(0, 128, (1, 2048), device="cuda")
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    if warm:
+        step()
+    with PeakMemory(model=model) as watched:
+        step()
+    with PeakMemory() as plain:
+        step()
+    assert watched.peak == pytest.approx(plain.peak, rel=0.05)
