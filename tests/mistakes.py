@@ -821,14 +821,6 @@ MEMORY = [
         tests="memory/test_tiled_mlp.py",
         suffers="The predicted peak leaves out what adds up the gradients of tiles.",
     ),
-    mistake(
-        "norm behind the MLP",
-        file="memory/tiled_mlp_arithmetic.py",
-        right="gradients += tensor - sizes.T * sizes.D * sizes.norm_keeps",
-        wrong="pass",
-        tests="memory/test_tiled_mlp.py",
-        suffers="The predicted peak of Gemma 2 is wrong.",
-    ),
 ]
 
 FINE_TUNING = [
