@@ -72,7 +72,7 @@ def report(chosen: Iterable[Mistake], copy: Path) -> int:
     # A test that fails without any mistake proves nothing.
     broken = failing_tests(seen_by, copy, stop=False)
     for test in broken:
-        print(f"PROVES NOTHING  {test} fails without a mistake, too")
+        print(f"PROVES NOTHING  {seen_by[test].name}: {test} fails without the mistake, too")
     return int(bool(missed or broken))
 
 
@@ -112,6 +112,7 @@ def failing_tests(tests: Iterable[str], copy: Path, *, stop: bool = True) -> lis
     done = subprocess.run(
         command, cwd=copy, env=environment(copy), capture_output=True, text=True, timeout=LONGEST
     )
+    # pytest ends with 0 if all tests pass and with 1 if some fail; above, it could not run them.
     tests_ran = done.returncode in (0, 1)
     if not tests_ran:
         last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-200:]]
