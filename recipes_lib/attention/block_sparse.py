@@ -44,7 +44,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from recipes_lib.attention.block_sparse_cpu import BlocksOnCPU
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_heads, check_whole
+from recipes_lib.core.sizes import parts_needed
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -159,7 +160,7 @@ def block_pattern(*, seq_len: int, **pattern: int | None) -> list[list[int]]:
     Raises ValueError for a pattern that does not exist.
     """
     checked = _checked_pattern(seq_len=seq_len, **pattern)
-    blocks = -(-seq_len // checked.block_size)  # rounded up
+    blocks = parts_needed(seq_len, checked.block_size)
     return [_blocks_read_by(own, checked) for own in range(blocks)]
 
 
@@ -227,14 +228,7 @@ def _refuse_model(model: Any) -> None:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape
-    fits = fits and len(k) == len(q) and k.shape[2:] == q.shape[2:]
-    fits = fits and q.shape[1] % k.shape[1] == 0
-    if not fits:
-        raise ValueError(
-            f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: "
-            f"give q [B, H, S, E], and k and v [B, K, S, E] with H a multiple of K"
-        )
+    check_heads(q, k, v, allowed="q [B, H, S, E], and k and v [B, K, S, E] with H a multiple of K")
     B, _, S, _ = q.shape
     if documents is not None and documents.shape != (B, S):
         raise ValueError(

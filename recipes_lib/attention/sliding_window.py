@@ -45,7 +45,7 @@ from torch._guards import active_fake_mode
 
 from recipes_lib.attention.sliding_window_banded import banded_attention, block_length
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_heads, check_whole
 from recipes_lib.core.plain_step import without_grouped_heads
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -120,7 +120,7 @@ def sliding_window_attention(
     """
     check_whole(window=window)
     check_whole(sinks=sinks, least=0)
-    _check_tensors(q, k, v)
+    check_heads(q, k, v, allowed="[B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV")
     if kernel not in ("auto", "banded", "flex") or (kernel == "flex" and not q.is_cuda):
         raise ValueError(
             f"kernel={kernel!r} on {q.device.type}: choose auto, banded or, on CUDA, flex"
@@ -143,7 +143,7 @@ def sliding_window_attention(
         groups = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(groups, dim=1)  # [B, H, S, E]
         v = v.repeat_interleave(groups, dim=1)  # [B, H, S, E]
-    return banded_attention(q, k, v, window, sinks, scale)
+    return banded_attention(q, k, v, window=window, sinks=sinks, scale=scale)
 
 
 def _flex_is_fast(device: torch.device) -> bool:
@@ -173,20 +173,6 @@ def _flex(
     if on_cuda:
         attend = torch.compile(flex_attention)
     return functools.partial(attend, block_mask=mask)
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape
-    fits = fits and len(k) == len(q) and k.shape[2:] == q.shape[2:]
-    fits = fits and q.shape[1] % k.shape[1] == 0
-    if not fits:
-        raise ValueError(
-            f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: "
-            f"give [B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

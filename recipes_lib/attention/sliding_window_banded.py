@@ -32,7 +32,7 @@ from torch._guards import active_fake_mode
 
 
 def banded_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int, scale: float | None
 ) -> Tensor:
     """Token i reads i - window + 1 … i and the first `sinks`: [B, H, S, E], for any device.
 
@@ -47,12 +47,13 @@ def banded_attention(
     blocks_end = length - rest
 
     pieces = [_head_of_text(q[:, :, :head], k, v, scale)]  # [B, …, H, E] each
+    options = {"window": window, "sinks": sinks, "scale": scale}
     if blocks_end > head:
         queries = q[:, :, head:blocks_end]
-        pieces.append(_blocks(queries, k, v, window, sinks, scale, start=head, block=block))
-    if rest:
+        pieces.append(_blocks(queries, k, v, start=head, block=block, **options))
+    if rest:  # one block, shorter than the others
         queries = q[:, :, blocks_end:]
-        pieces.append(_blocks(queries, k, v, window, sinks, scale, start=blocks_end, block=rest))
+        pieces.append(_blocks(queries, k, v, start=blocks_end, block=rest, **options))
 
     out = pieces[0]
     if len(pieces) > 1:
@@ -93,12 +94,12 @@ def _blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: int,
-    sinks: int,
-    scale: float | None,
     *,
     start: int,
     block: int,
+    window: int,
+    sinks: int,
+    scale: float | None,
 ) -> Tensor:
     """The queries q [B, H, N*C, E], the first of which stands at `start`, -> [B, N*C, H, E].
 
@@ -116,14 +117,19 @@ def _blocks(
     q = q.transpose(2, 3)  # [B, KV, N, G, C, E]
     q = q.flatten(3, 4).flatten(0, 1)  # [B*KV, N, G*C, E]
 
-    bias = block_bias(block, window, sinks, G, q.dtype, q.device, active_fake_mode())
-    out = F.scaled_dot_product_attention(
-        q,
-        _windows(k, start, end, block, window, sinks),
-        _windows(v, start, end, block, window, sinks),
-        bias,
-        scale=scale,
-    )  # [B*KV, N, G*C, E]
+    bias = block_bias(
+        block=block,
+        window=window,
+        sinks=sinks,
+        groups=G,
+        dtype=q.dtype,
+        device=q.device,
+        dry_run=active_fake_mode(),
+    )  # [G*C, sinks + W + C]
+    places = {"start": start, "end": end, "block": block, "window": window, "sinks": sinks}
+    keys = _windows(k, **places)  # [B*KV, N, sinks + W + C, E]
+    values = _windows(v, **places)  # [B*KV, N, sinks + W + C, E]
+    out = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)  # [B*KV, N, G*C, E]
 
     out = out.unflatten(2, (G, block))  # [B*KV, N, G, C, E]
     out = out.unflatten(0, (B, KV))  # [B, KV, N, G, C, E]
@@ -131,7 +137,7 @@ def _blocks(
     return out.flatten(3, 4).flatten(1, 2)  # [B, N*C, H, E]
 
 
-def _windows(x: Tensor, start: int, end: int, block: int, window: int, sinks: int) -> Tensor:
+def _windows(x: Tensor, *, start: int, end: int, block: int, window: int, sinks: int) -> Tensor:
     """What each block of the queries from `start` to `end` reads: [B*KV, N, sinks + W + C, E]."""
     near = x[:, :, start - window : end]  # [B, KV, W + N*C, E]
     near = near.flatten(0, 1)  # [B*KV, W + N*C, E]
@@ -161,6 +167,7 @@ def band(queries: int, keys: int, window: int, sinks: int, device: torch.device)
 @functools.lru_cache(maxsize=2)
 @torch.inference_mode(False)
 def block_bias(
+    *,
     block: int,
     window: int,
     sinks: int,

@@ -65,3 +65,16 @@ def check_choice(allowed: Iterable[Any], **given: Any) -> None:
     for name, value in given.items():
         if value not in choices:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+
+
+def check_heads(q: Any, k: Any, v: Any, *, allowed: str) -> None:
+    """Queries [B, H, S, E] go with keys and values [B, K, S, E], as attention takes them.
+
+    Every head of keys serves the same number of heads of queries. Raises ValueError, which says
+    with `allowed` what to give, in the letters of the caller.
+    """
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape
+    fits = fits and len(k) == len(q) and k.shape[2:] == q.shape[2:]
+    fits = fits and q.shape[1] % k.shape[1] == 0
+    if not fits:
+        raise ValueError(f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: give {allowed}")

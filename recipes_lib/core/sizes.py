@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 
+def parts_needed(count: int, size: int) -> int:
+    """How many parts of `size` hold `count`: the quotient, rounded up. The last may not be full.
+
+    `//` rounds down, so -5 // 4 is -2. With the sign turned back it is 2, and 5 / 4 rounded up.
+    """
+    return -(-count // size)
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the elements, whatever else shares the storage."""
     return tensor.numel() * tensor.element_size()

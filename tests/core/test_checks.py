@@ -2,8 +2,9 @@ import math
 
 import numpy
 import pytest
+import torch
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_heads, check_number, check_whole
 
 
 @pytest.mark.parametrize("value", [1, 7, numpy.int64(3)])
@@ -59,3 +60,19 @@ def test_choices():
     check_choice(["block", "selective"], mode="block")
     with pytest.raises(ValueError, match="mode='blok': choose one of block, selective"):
         check_choice(["block", "selective"], mode="blok")
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((4, 5, 8), (4, 5, 8), (4, 5, 8)),  # no batch
+        ((2, 4, 5, 8), (2, 2, 5, 8), (2, 4, 5, 8)),  # k and v differ
+        ((2, 4, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)),  # another batch, which would broadcast
+        ((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)),  # another length
+        ((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)),  # heads without a partner
+    ],
+)
+def test_heads_that_do_not_go_together(q, k, v):
+    check_heads(torch.ones(2, 4, 5, 8), torch.ones(2, 2, 5, 8), torch.ones(2, 2, 5, 8), allowed="")
+    with pytest.raises(ValueError, match=r"v \[.*\]: give what fits"):
+        check_heads(torch.ones(q), torch.ones(k), torch.ones(v), allowed="what fits")

@@ -5,12 +5,18 @@ import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.sizes import (
+    parts_needed,
     state_bytes,
     state_tensors,
     storage_bytes,
     tensor_bytes,
     weight_bytes,
 )
+
+
+def test_a_part_that_is_not_full_counts():
+    assert [parts_needed(count, 4) for count in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert parts_needed(2**60 + 1, 2) == 2**59 + 1  # a float would have lost the one
 
 
 def test_a_view_counts_its_elements_or_its_storage():
