@@ -89,8 +89,13 @@ def track(
                 f"resume_step={resume_step}, {backend} run {run_name!r} in {folder} has {values} "
                 f"values: pass it to continue a run, not to begin one"
             )
-        writer.start(settings or {}, resume_step)
-    return Tracker(writer, first_step=resume_step or 0)
+        if settings is None:
+            settings = {}
+        writer.start(settings, resume_step)
+    first_step = 0
+    if resume_step is not None:
+        first_step = resume_step
+    return Tracker(writer, first_step=first_step)
 
 
 def read_back(
@@ -104,7 +109,10 @@ def read_back(
     with only_in(path):
         points = BACKENDS[backend](path).points()
     if not points:
-        raise ValueError(f"{backend} run {run_name!r} in {folder} has no values: check the three")
+        raise ValueError(
+            f"{backend} run {run_name!r} in {folder} has no values: "
+            f"check folder, backend and run_name"
+        )
     return _newest(points)
 
 
@@ -174,7 +182,7 @@ def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _check_names(values: Iterable[str]) -> None:
