@@ -179,6 +179,28 @@ class Budget:
         always = {"weights": self.weights, "states": self.states}
         return always | self.moments()[self.peak_moment()]
 
+    def with_moment_in_a_block(self, *, as_backward_begins: int, in_a_block: int) -> Budget:
+        """The budget of a recipe whose peak may come while backward is in one of the last blocks.
+
+        In a plain step there is more as backward begins, for then all activations are alive. So
+        `moments` has nothing in between. A recipe that keeps little may have its peak there, and
+        counts it as one of the beginning:
+
+            as backward begins     as_backward_begins + the loss
+            in a block             in_a_block, the loss is free
+            what `moments` adds    activations + the loss
+
+        `activations` is such that the third is the larger of the first two: what `moments` adds to
+        the activations is taken off `in_a_block` before.
+
+        Args:
+            as_backward_begins: bytes of the activations that are alive then.
+            in_a_block: bytes of all that is alive then, beside weights, states and the carried
+                gradients, which `moments` adds in any case.
+        """
+        activations = max(as_backward_begins, in_a_block - self.after_activations)
+        return self.change(activations=activations)
+
     def change(self, **terms: Any) -> Budget:
         """A new budget with these terms."""
         return replace(self, **terms)

@@ -16,6 +16,7 @@ from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.causal_lm import (
     decoder_blocks,
     is_layer_norm,
+    leaf_names,
     norms_of,
     projection_widths,
 )
@@ -142,6 +143,14 @@ def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
 # --- the blocks -----------------------------------------------------------------------------------
 
 
+def saved_outside_the_blocks(budget: Budget, model: Any) -> int:
+    """Bytes of the activations in `budget` that no block saves.
+
+    They are those of the norm behind the blocks, and what recipes have added for the whole model.
+    """
+    return budget.activations - len(decoder_blocks(model)) * budget.one_block
+
+
 def activation_bytes(model: Any, shape: Shape) -> int:
     """Bytes that a plain forward saves for backward: T x (L blocks + the final norm)."""
     blocks = len(decoder_blocks(model)) * block_bytes(model, seq=shape.seq)
@@ -171,7 +180,7 @@ def block_bytes(model: Any, *, seq: int) -> int:
     per_score = saved_score_bytes(model)
     if per_score:  # K and V are repeated to all heads
         in_attention = size * 4 * q + per_score * config.num_attention_heads * seq
-    if "q_norm" in _leaf_names(block):
+    if "q_norm" in leaf_names(block):
         in_attention += normalising * (q + kv)
 
     in_mlp = size * feed_forward * saved_mlp_tensors(model)
@@ -199,22 +208,18 @@ def saved_mlp_tensors(model: Any) -> int:
 
     GPT-2's gelu_new is made of elementary operators, each of which saves its input.
     """
-    gated = "gate_proj" in _leaf_names(decoder_blocks(model)[0])
+    gated = "gate_proj" in leaf_names(decoder_blocks(model)[0])
     return 4 if gated else 5
 
 
 def _require_formula(model: Any, block: torch.nn.Module) -> None:
-    known_mlp = {"gate_proj", "c_fc"} & _leaf_names(block)
+    known_mlp = {"gate_proj", "c_fc"} & leaf_names(block)
     if not norms_of(block) or not known_mlp:
         raise ValueError(
             f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with "
             f"pre-norm and a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); "
             f"measure this one with PeakMemory"
         )
-
-
-def _leaf_names(block: torch.nn.Module) -> set[str]:
-    return {name.rsplit(".", 1)[-1] for name, _ in block.named_modules()}
 
 
 # --- attention scores -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import torch
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.machine import machine, require
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.sizes import parts_needed, tensor_bytes
 from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
 
 BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row
@@ -166,7 +166,9 @@ def nf4_layer(
     _guard(layer, compute_dtype)
     layer.requires_grad_(False).train(linear.training)
     # The move to a device is what quantizes.
-    return layer.to(device or linear.weight.device)
+    if device is None:
+        device = linear.weight.device
+    return layer.to(device)
 
 
 def merge_qlora(model: Any) -> Any:
@@ -298,13 +300,13 @@ def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
     total = 0
     for name, layer in target_linears(model).items():
         weights = layer.weight.numel()
-        indices = _parts(weights, 2)  # two of them in a byte
+        indices = parts_needed(weights, 2)  # two of them in a byte
         quantiles = 4 * 16
-        scales = _parts(weights, block_size_of(name, layer))
+        scales = parts_needed(weights, block_size_of(name, layer))
         scale_bytes = 4 * scales
         if double_quant:
             # A byte each, a table of 256 codes, and in fp32 scales of their own and their mean.
-            scale_bytes = scales + 4 * (256 + _parts(scales, BLOCK_OF_SCALES) + 1)
+            scale_bytes = scales + 4 * (256 + parts_needed(scales, BLOCK_OF_SCALES) + 1)
         total += indices + quantiles + scale_bytes
     return total
 
@@ -330,8 +332,3 @@ def estimate_qlora(
         # Beside the activations there is the loss, and after it one dequantized layer at a time.
         loss=max(plan.loss, max(full)),
     )
-
-
-def _parts(count: int, size: int) -> int:
-    """How many parts of `size` hold `count`, the last one perhaps not full."""
-    return -(-count // size)

@@ -46,6 +46,7 @@ from recipes_lib.core.plain_step import (
     head_trains,
     is_linear,
     require_adapters,
+    saved_outside_the_blocks,
 )
 from recipes_lib.core.recompute import (
     caches_among,
@@ -172,7 +173,7 @@ def _keep_matmuls() -> tuple:
 CONTEXTS = {"block": noop_context_fn, "selective": _keep_matmuls}
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
@@ -202,8 +203,7 @@ def estimate_activation_checkpointing(
     plain_blocks = len(blocks) - checkpointed_blocks
     stored = checkpointed_blocks * kept + plain_blocks * budget.one_block
 
-    outside_the_blocks = budget.activations - len(blocks) * budget.one_block
-    as_backward_begins = stored + outside_the_blocks
+    as_backward_begins = stored + saved_outside_the_blocks(budget, model)
     last_is_checkpointed = (len(blocks) - 1) % every == 0
     if not last_is_checkpointed:  # it is free before any other block is recomputed
         return budget.change(activations=as_backward_begins)
@@ -211,9 +211,9 @@ def estimate_activation_checkpointing(
     in_last_block = stored - kept + budget.one_block + budget.block_gradients
     if head_trains(budget, model):
         in_last_block += tensor_bytes(head_of(model))
-    # The budget adds the loss to its activations. It is free by the time of this second moment.
-    activations = max(as_backward_begins, in_last_block - budget.after_activations)
-    return budget.change(activations=activations)
+    return budget.with_moment_in_a_block(
+        as_backward_begins=as_backward_begins, in_a_block=in_last_block
+    )
 
 
 def _kept_bytes(budget: Budget, model: Any, mode: str) -> int:

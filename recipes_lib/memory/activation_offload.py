@@ -39,6 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.plain_step import saved_outside_the_blocks
 from recipes_lib.memory.activation_offload_stores import DiskStore, HostStore, SavedStorage
 
 # Where "disk" writes if nobody says: /tmp may be memory, /var/tmp is meant to survive a restart.
@@ -247,7 +248,7 @@ class Offloader:
                 self._coming_back.add(saved)
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _device_of_blocks(model: Any) -> torch.device:
@@ -280,9 +281,7 @@ def estimate_activation_offload(budget: Budget, model: Any, shape: Shape) -> Bud
     backward begins           all activations, less those of L-1 blocks + the loss
     it is in the last block   that block + the gradients inside it (the loss is free)
     """
-    elsewhere = (len(decoder_blocks(model)) - 1) * budget.one_block
-    as_backward_begins = budget.activations - elsewhere
-    in_last_block = budget.one_block + budget.block_gradients
-    # The budget adds the loss to its activations. It is free by the time of this second moment.
-    activations = max(as_backward_begins, in_last_block - budget.after_activations)
-    return budget.change(activations=activations)
+    return budget.with_moment_in_a_block(
+        as_backward_begins=budget.one_block + saved_outside_the_blocks(budget, model),
+        in_a_block=budget.one_block + budget.block_gradients,
+    )

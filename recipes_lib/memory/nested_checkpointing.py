@@ -34,7 +34,6 @@ Shapes: T = B*S tokens of a batch, D hidden, L layers, g blocks of a group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from recipes_lib.core.causal_lm import decoder_blocks, is_layer_norm, norms_of, 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
 from recipes_lib.core.mixing import mix_in, unmix
-from recipes_lib.core.plain_step import require_adapters, trainable_bytes
+from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks, trainable_bytes
 from recipes_lib.core.recompute import (
     caches_among,
     nothing_to_recompute,
@@ -54,6 +53,7 @@ from recipes_lib.core.recompute import (
     require_no_checkpoints,
     without_caches,
 )
+from recipes_lib.core.sizes import parts_needed
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -259,18 +259,17 @@ def estimate_nested_checkpointing(
     require_adapters(budget, model)
     blocks = decoder_blocks(model)
     _check(blocks, group)
-    groups = math.ceil(len(blocks) / group)
+    groups = parts_needed(len(blocks), group)
     one_input = shape.tokens * model.dtype.itemsize * model.config.hidden_size
-    outside_the_blocks = budget.activations - len(blocks) * budget.one_block
-    as_backward_begins = groups * one_input + outside_the_blocks
+    inputs_of_groups = groups * one_input
 
-    inside_a_block = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
+    in_a_block = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
     if _block_saves_its_input(model):
-        inside_a_block -= one_input  # which `one_block` counts as well
-    # To its activations the budget adds the loss and the carried gradients. In this second
-    # moment the loss is free, and `_inside_blocks` has counted the carried gradients.
-    added = budget.after_activations + budget.carried
-    return budget.change(activations=max(as_backward_begins, inside_a_block - added))
+        in_a_block -= one_input  # which `one_block` counts as well
+    return budget.with_moment_in_a_block(
+        as_backward_begins=inputs_of_groups + saved_outside_the_blocks(budget, model),
+        in_a_block=in_a_block - budget.carried,  # which `_inside_blocks` has counted
+    )
 
 
 def _inside_blocks(

@@ -258,7 +258,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             unmark(parameter, GRADIENT_TAKER)
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _require_one_device(parameters: list[nn.Parameter], *, allow_cpu: bool) -> None:

@@ -39,6 +39,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.machine import require
 from recipes_lib.core.plain_step import require_adapters
+from recipes_lib.core.sizes import parts_needed
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
@@ -200,7 +201,7 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
@@ -286,7 +287,7 @@ def predicted_state_bytes(model: Any, *, embedding_bits: int = 32, paged: bool =
     for group in _groups(model, embedding_bits):
         for parameter in group["params"]:
             elements = parameter.numel()
-            blocks = -(-elements // BLOCK)
+            blocks = parts_needed(elements, BLOCK)
             if elements < SMALLEST or group["optim_bits"] == 32:
                 averages = 8 * elements
                 scales = 0

@@ -44,6 +44,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import (
     decoder_blocks,
     is_layer_norm,
+    leaf_names,
     norms_of,
     projection_widths,
 )
@@ -106,8 +107,11 @@ def mixed_precision(
         device: "cpu" or "cuda"; default is this machine's.
     Raises ValueError for another dtype, or for "cuda" on a machine without it.
     """
-    dtype = dtype or machine().compute_dtype
-    device = torch.device(device or machine().device).type
+    if dtype is None:
+        dtype = machine().compute_dtype
+    if device is None:
+        device = machine().device
+    device = torch.device(device).type
     check_choice(NAMES, dtype=dtype)
     # Here GradScaler would only warn, switch itself off, and let fp16 gradients vanish.
     if device == "cuda" and not torch.cuda.is_available():
@@ -215,7 +219,7 @@ class MixedPrecision:
         return f"{NAMES[self.dtype]} autocast on {self.device}, fp32 weights, {scaling}"
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -332,7 +336,7 @@ def _attention_bytes(model: Any, *, seq: int, norm_trains: bool) -> int:
         if config.model_type.startswith("gemma2"):
             per_score = 8
         total += per_score * config.num_attention_heads * seq
-    if _has(model, "q_norm"):
+    if "q_norm" in leaf_names(decoder_blocks(model)[0]):
         # An fp32 copy of the 16-bit input, and the normalised one if a trained weight reads it.
         per_element = 4
         if norm_trains:
@@ -344,7 +348,7 @@ def _attention_bytes(model: Any, *, seq: int, norm_trains: bool) -> int:
 def _mlp_bytes(model: Any) -> int:
     """What the feed-forward part saves beside the inputs of its linear layers."""
     _, _, feed_forward = projection_widths(model.config)
-    if _has(model, "gate_proj"):
+    if "gate_proj" in leaf_names(decoder_blocks(model)[0]):
         # Gate, activated gate and up; the down projection keeps its own input.
         return 2 * 3 * feed_forward
     # GPT-2's gelu_new keeps four tensors. On CUDA its power, and what follows, runs in fp32: three
@@ -352,12 +356,6 @@ def _mlp_bytes(model: Any) -> int:
     if model.device.type == "cpu":
         return 4 * 2 * feed_forward
     return (2 + 3 * 4) * feed_forward
-
-
-def _has(model: Any, name: str) -> bool:
-    """Whether the first block has a module of this name."""
-    block = decoder_blocks(model)[0]
-    return any(path.rsplit(".", 1)[-1] == name for path, _ in block.named_modules())
 
 
 def _cast_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -45,6 +45,7 @@ from torch.optim.adamw import adamw
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.plain_step import require_adapters
+from recipes_lib.core.sizes import parts_needed
 
 # Of each rounding: bytes of the states per parameter, and of the step per element of its chunk.
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}
@@ -77,7 +78,7 @@ def stochastic_round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def random_bits(count: int, *, generator: torch.Generator) -> torch.Tensor:
     """Draw `count` int32 numbers from 0 to 2**16 - 1 on the generator's device."""
     # Four of them come from each 64-bit number.
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=generator.device)
+    words = torch.empty(parts_needed(count, 4), dtype=torch.int64, device=generator.device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.uint16)[:count].to(torch.int32)
 
@@ -293,7 +294,7 @@ def _chunk(parameter: torch.Tensor) -> int:
     return 2**17 if parameter.device.type == "cpu" else 2**22
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _check(parameters: list[torch.Tensor], *, rounding: str) -> None:

@@ -227,7 +227,7 @@ def _next_divisor(k: int, batch_size: int) -> int | None:
     return None
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _check(model: Any, batch_size: int, micro_batches: int) -> None:

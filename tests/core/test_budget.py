@@ -59,6 +59,17 @@ def test_the_loss_or_the_gradients_inside_a_block_join_the_activations():
     assert plan.change(block_gradients=9).peak == 1 + 2 + 5 + 9
 
 
+@pytest.mark.parametrize("block_gradients", [1, 9])  # the loss of 6 joins the activations, or they
+def test_a_peak_inside_a_block_is_the_larger_moment(block_gradients):
+    """The loss is free by then: added to it, the moment would be too large."""
+    plan = budget(one_block=0, block_gradients=block_gradients)
+    added = max(6, block_gradients)
+    earlier = plan.with_moment_in_a_block(as_backward_begins=30, in_a_block=30)
+    assert earlier.peak == 1 + 2 + 30 + added
+    later = plan.with_moment_in_a_block(as_backward_begins=30, in_a_block=50)
+    assert later.peak == 1 + 2 + 50
+
+
 def test_the_parts_of_the_peak_add_up_to_it():
     plan = budget(carried=2)
     assert sum(plan.at_peak().values()) == plan.peak
