@@ -297,7 +297,17 @@ def _cast_gradient_bytes(model: Any) -> int:
 def _change_per_token(
     model: Any, rank: int, targets: dict[str, torch.nn.Module], *, dropout: float
 ) -> int:
-    """Bytes per token that the adapters save for backward, less what frozen layers leave out."""
+    """Bytes per token that the adapters save for backward, less what frozen layers leave out.
+
+    An example: in an fp32 model with D = 512, q_proj, k_proj and v_proj read the same tensor of 512
+    numbers. The frozen base in `estimate_lora` still counts it once, with 4 x 512 = 2048 bytes. On
+    q_proj alone stands an adapter of rank 16. Added are always 4 x 16 = 64 bytes, for A x. Then:
+
+        dropout = 0     the adapter reads the tensor itself, which stays saved       +64
+        dropout > 0     the adapter saves its own (CPU: 8 bytes per number), and
+                        nobody needs the shared one any more        +64 + 8 x 512 - 2048
+        no adapter on any of the three: nobody needs the shared one                -2048
+    """
     own_input = _own_input_bytes(model, dropout)
     change = 0
     for layer in targets.values():

@@ -44,6 +44,7 @@ from recipes_lib.core.causal_lm import (
     ROUTERS,
     decoder_blocks,
     is_layer_norm,
+    leaf_names,
     norms_of,
     require_causal_lm,
     trunk,
@@ -141,35 +142,50 @@ def _needs_backward(module: nn.Module, hidden: torch.Tensor) -> bool:
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
+# How the tiles go with a checkpoint around the whole block, the outer checkpoint.
+#
+# In backward, the outer checkpoint runs the block again until it has every tensor that the block
+# saved, and stops there. With the plain checkpoints of `tiled_by_hand` the last of these tensors is
+# the input of the last tile. On the way to it all other tiles run a third time. So of all tiles the
+# outer checkpoint shall see one tensor only, their whole input. It takes four steps:
+#
+#   1. forward    `_SaveInput` saves the whole input [1, T, D]. This the outer checkpoint sees: it
+#                 drops the tensor, and makes it again when somebody asks for it.
+#   2. forward    Each tile runs in a checkpoint of its own. What that saves goes through the hooks
+#                 `_as_it_is`, which lie above those of the outer checkpoint: it sees nothing of it.
+#   3. forward    No checkpoint of a tile may hold the input, or dropping it would free nothing. So
+#                 they share a list of tiles, which is emptied at the end, and they know the node
+#                 of `_SaveInput` in autograd's graph, `saved_input`.
+#   4. backward   The list is empty, so `_run_tile` asks `_saved_tiles`. With the first question the
+#                 outer checkpoint runs the block again as far as step 1, and stops there. The tiles
+#                 of the input are kept at the node for the others, until the last has had its turn.
+
+
 # torch.compile would trace `_SaveInput` into a node of its own, which has no `size` and no `tiles`.
 @torch.compiler.disable
 def _checkpointed_tiles(forward: Any, tokens: torch.Tensor, size: int) -> list[torch.Tensor]:
     """`forward` of each tile of tokens [1, T, D], which backward runs once more.
 
-    `tiled_by_hand` with one difference, for the case that a checkpoint is around the whole block.
-    In backward, the outer checkpoint runs the block again until it has every tensor that the block
-    saved. With plain checkpoints in it, the last of these is the input of the last tile, and on the
-    way there all other tiles run a third time. Here, of all tiles the outer checkpoint sees one
-    tensor, their whole input. `_SaveInput` saves it, and the outer checkpoint stops there.
+    It is `tiled_by_hand`, made so that a checkpoint around the whole block costs no third run. The
+    comment above tells how.
     """
     _refuse_selective_checkpointing()
     # The tiles reach the checkpoints in a list that autograd does not see. What it sees is this
     # empty tensor. From it `checkpoint` knows the device whose random state it has to restore, and
     # as it needs a gradient, there is a backward even if the tokens need none.
     empty = tokens.new_empty(0, requires_grad=True)
-    tokens = _SaveInput.apply(tokens, empty, size)
+    tokens = _SaveInput.apply(tokens, empty, size)  # step 1
     saved_input = tokens.grad_fn
     tiles = list(tokens.split(size, dim=1))  # each [1, t, D]
     outputs = []
-    # These hooks take what the tiles' checkpoints save, so an outer checkpoint does not see it.
+    # Step 2: these hooks take what the tiles' checkpoints save.
     with saved_tensors_hooks(_as_it_is, _as_it_is):
         for index in range(len(tiles)):
             output = checkpoint(
                 _run_tile, empty, forward, tiles, saved_input, index, use_reentrant=False
             )
             outputs.append(output)
-    # The checkpoints hold the list until backward. They must not hold the input: `_SaveInput` has
-    # saved it, in a way that lets an outer checkpoint drop it.
+    # Step 3: the checkpoints hold this list until backward. They must not hold the input with it.
     tiles.clear()
     return outputs
 
@@ -178,7 +194,7 @@ def _run_tile(
     empty: torch.Tensor, forward: Any, tiles: list[torch.Tensor], saved_input: Any, index: int
 ) -> torch.Tensor:
     """`forward` of tile number `index`: one of `tiles` in forward, a saved one in backward."""
-    if not tiles:
+    if not tiles:  # step 4: this is backward
         tiles = _saved_tiles(saved_input)
     return forward(tiles[index])
 
@@ -261,9 +277,8 @@ def _why_not(module: nn.Module | None) -> str | None:
         return "is all that is found: a block has to hold its MLP as `mlp`"
 
     # The weights of experts are often one tensor, [experts, D, F].
-    names = {name.rpartition(".")[2] for name, _ in module.named_modules()}
     has_experts = any(parameter.dim() > 2 for parameter in module.parameters())
-    if has_experts or names & (ROUTERS | EXPERTS):
+    if has_experts or leaf_names(module) & (ROUTERS | EXPERTS):
         return (
             "is a mixture of experts, whose router may look at all tokens: "
             "only dense MLPs can be tiled"
