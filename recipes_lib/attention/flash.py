@@ -184,7 +184,9 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
     query_width, _, _ = projection_widths(config)
     cap = getattr(config, "attn_logit_softcapping", None)
     drops = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)
-    computes_in = dtype or model.dtype
+    computes_in = dtype
+    if dtype is None:
+        computes_in = model.dtype
 
     if _cuda_generation(model.device) not in able.generations:
         return f"needs CUDA capability {able.generations[0]}.x"

@@ -65,7 +65,9 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ValueError(_unknown(name)) from error
     # from_pretrained returns eval mode; a recipe trains, and generation asks for eval itself.
-    return model.to(device or machine().device).train()
+    if device is None:
+        device = machine().device
+    return model.to(device).train()
 
 
 def load_tokenizer(name: str = "smollm2") -> Any:
@@ -111,8 +113,10 @@ def model_of_shape(
         pad_token_id=None,
         **_widths(sizes, layers),
     )
+    if device is None:
+        device = machine().device
     # Drawing the weights where they will live spares a copy of the model in host memory.
-    with torch.device(device or machine().device):
+    with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 

@@ -102,7 +102,8 @@ def timeline_chart(
     """
     size = (9, 2.6 * len(timelines) + 0.4)
     figure, panels = blank_figure(timelines, size, nrows=len(timelines), squeeze=False)
-    predicted = predicted or {}
+    if predicted is None:
+        predicted = {}
     highest = max(timeline.peak for timeline in timelines.values())
     top = max([highest, *predicted.values()]) / MIB
     for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):

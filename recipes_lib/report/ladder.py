@@ -35,7 +35,9 @@ class Rows:
     def __init__(self, name: str, *, folder: Path | None = None) -> None:
         if not name or Path(name).name != name:
             raise ValueError(f"name={name!r}: give a plain file name without a folder")
-        self.path = (folder or runs_dir()) / f"{name}.json"
+        if folder is None:
+            folder = runs_dir()
+        self.path = folder / f"{name}.json"
         self.rows: list[Any] = []
         self.facts: dict[str, Any] = {}
 

@@ -87,6 +87,8 @@ def save_checkpoint(
             base model.
         parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling.
     """
+    if parts is None:
+        parts = {}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # `detach` shares the memory: nothing is copied before it is written.
@@ -95,7 +97,7 @@ def save_checkpoint(
         "step": step,
         "weights": {name: p.detach() for name, p in _trainable(model).items()},
         "optimizer": optimizer.state_dict(),
-        "parts": {name: part.state_dict() for name, part in (parts or {}).items()},
+        "parts": {name: part.state_dict() for name, part in parts.items()},
         "random": _random_states(),
     }
     # Under another name first: a kill from here on leaves the checkpoint before.
@@ -120,7 +122,8 @@ def load_checkpoint(
     Everything is compared before anything is changed. Raises ValueError if the file is missing or
     damaged, if a fact of the run differs, or if the trainable weights have other names or shapes.
     """
-    parts = parts or {}
+    if parts is None:
+        parts = {}
     # All checks first: a refused checkpoint leaves the model as it is.
     state = _read(Path(path))
     _check_run(path, saved=state["run"], given=run)
@@ -170,7 +173,7 @@ def _set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> dict[str, Any]:

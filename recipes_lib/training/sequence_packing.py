@@ -250,7 +250,9 @@ def estimate_sequence_packing(
     Each layer keeps its mask [L, L], in the `dtype` that attention computes in (None: the model's),
     and the K and V heads repeated to as many as Q has.
     """
-    size = (dtype or model.dtype).itemsize
+    if dtype is None:
+        dtype = model.dtype
+    size = dtype.itemsize
     query_width, key_width, _ = projection_widths(model.config)
     repeated = 2 * (query_width - key_width)  # elements per token: K and V
     mask = shape.seq  # elements per token: one row of the mask
