@@ -81,7 +81,9 @@ def _pairs_of_standard_library(
 
     Longer ones of a user's file are refused; of these there are enough.
     """
-    count = limit or DEFAULT_LIMIT
+    count = limit
+    if count is None:
+        count = DEFAULT_LIMIT
     # Below two held-out rows there is no interval.
     counts = {"train": count, "validation": max(2, count // 8)}
     found = []
