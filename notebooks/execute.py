@@ -89,7 +89,7 @@ def run_cells(nb: NotebookNode, path: Path) -> None:
     # As if the environment were activated, so that a cell's `!command` finds its tools.
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     code = [index for index, cell in enumerate(nb.cells) if cell.cell_type == "code"]
-    # Progress bars without ipywidgets are text bars; a warning on every import of tqdm says no more.
+    # Progress bars without ipywidgets are text bars: the warning on every import says no more.
     env = os.environ | {"PATH": search, "PYTHONWARNINGS": "ignore:IProgress not found"}
     with client.setup_kernel(cwd=str(NOTEBOOKS), env=env):
         for number, index in enumerate(code, 1):

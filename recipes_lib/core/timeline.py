@@ -97,7 +97,7 @@ def record_timeline(
 
     AdamW makes its states in the first step: take one step before. It works alike on a CPU, on
     a GPU and in a dry run (on a model that was made in it), because the account is of tensors, not
-    of what an allocator rounds up or keeps.
+    of what an allocator rounds up or keeps. It does not see what compiled code allocates inside.
     """
     gc.collect()  # a dead reference cycle would count as alive
     recorder = TimelineRecorder(model, optimizer)
@@ -134,7 +134,7 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self._phase = "forward"
         self._stepping = False
         self._recording = False
-        self._hooks = contextlib.ExitStack()
+        self._open = contextlib.ExitStack()  # what is switched on while it records
 
     # --- what the account tells ---
 
@@ -171,20 +171,21 @@ class TimelineRecorder(contextlib.AbstractContextManager):
     # --- recording ---
 
     def __enter__(self) -> TimelineRecorder:
-        self.account.__enter__()
-        self._label_what_is_there()
-        self._hooks.enter_context(self._watch_gradients())
-        self._hooks.enter_context(self._watch_steps())
+        with contextlib.ExitStack() as undo:  # an error in here leaves nothing switched on
+            undo.enter_context(self.account)
+            self._label_what_is_there()
+            undo.enter_context(self._watch_gradients())
+            undo.enter_context(self._watch_steps())
+            self._open = undo.pop_all()
         self._recording = True
         self._sample()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._recording = False
-        self._hooks.close()
         self._label_what_is_there()  # states that the step has made
         self._sample()
-        self.account.__exit__(*error)
+        self._open.close()
 
     def _label_what_is_there(self) -> None:
         # The block may have dropped them: then their tensors have the kinds that they had before.
@@ -218,11 +219,10 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         def label(parameter: torch.Tensor) -> None:
             self._label([parameter.grad], "gradients")
 
-        handles = []
-        for parameter in self._model().parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(label))
-                _call_last_hook_first(parameter)
+        # No name in here may hold a parameter: the block is free to drop the model.
+        trained = (p for p in self._model().parameters() if p.requires_grad)
+        handles = [_hook_before_others(parameter, label) for parameter in trained]
+        del trained
         try:
             yield
         finally:
@@ -270,13 +270,15 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         return Timeline(points)
 
 
-def _call_last_hook_first(parameter: torch.Tensor) -> None:
+def _hook_before_others(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """An optimizer that steps in backward frees the gradient in its hook: be there before it."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks = parameter._post_accumulate_grad_hooks
     *earlier, last = hooks.items()
     # Autograd reads the order of insertion, which `move_to_end` does not change.
     hooks.clear()
     hooks.update([last, *earlier])
+    return handle
 
 
 def _in_backward() -> bool:

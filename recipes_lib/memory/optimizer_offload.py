@@ -243,7 +243,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         masters = state_dict.get("masters")
         if masters is None:
             masters = [slot.parameter for slot in slots]
-        for slot, master in zip(slots, masters):
+        for slot, master in zip(slots, masters, strict=True):
             slot.master.copy_(master)
             slot.parameter.copy_(slot.master)
             slot.version = slot.parameter._version

@@ -239,7 +239,7 @@ def _adamw_without_compiler() -> type[torch.optim.Optimizer]:
         """Runs operator by operator, slowly, where torch.compile cannot.
 
         That is on a CPU without a C++ compiler, and under a mode that looks at every operator, as
-        `PeakMemory` does on a CPU.
+        `PeakMemory` does on a CPU, and for a timeline on a GPU.
         """
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
