@@ -851,8 +851,8 @@ FINE_TUNING = [
     mistake(
         "merged without adapters",
         file="fine_tuning/qlora.py",
-        right="weight = weight + adapted.get_delta_weight(adapter)",
-        wrong="pass",
+        right="weight = weight + sum(corrections)",
+        wrong="weight = weight.clone()",
         tests=["fine_tuning/test_qlora.py", "fine_tuning/test_adapter_files.py"],
         suffers="The merged model has forgotten the fine-tuning.",
     ),
