@@ -126,8 +126,8 @@ def _out_of_the_collectors_sight() -> Iterator[None]:
     """Let the collector forget the objects that are there, until the end of this context.
 
     `PeakMemory` walks through all objects to find the tensors that are alive. In a dry run only
-    its fake tensors count, and they are made inside: half a million older objects need no look. A
-    search takes a hundred dry steps, and the walk would be most of each.
+    its fake tensors count, and they are made inside: older objects need no look. A search takes
+    many dry steps, and the walk would be most of each.
     """
     if gc.get_freeze_count() > 0:  # somebody has done so before, and would lose it at our end
         yield
