@@ -57,7 +57,8 @@ from pathlib import Path
 if importlib.util.find_spec("recipes_lib") is None:
     code = Path(".." if Path("../recipes_lib").exists() else "llm-training-recipes").resolve()
     if not code.exists():
-        subprocess.run(["git", "clone", "-q", "https://github.com/your-username/llm-training-recipes"], check=True)
+        url = "https://github.com/your-username/llm-training-recipes"
+        subprocess.run(["git", "clone", "-q", url, str(code)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True)
     sys.path.insert(0, str(code))
 
