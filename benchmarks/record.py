@@ -134,7 +134,12 @@ def newest(
 
 
 def _has_row(content: dict[str, Any], name: str) -> bool:
-    return any(row["name"] == name for row in content["rows"])
+    return any(plain_name(row["name"]) == plain_name(name) for row in content["rows"])
+
+
+def plain_name(name: str) -> str:
+    """A row's name without the "+ " that runs before 2026-11-23 wrote in front of some."""
+    return name.removeprefix("+ ")
 
 
 def machine_line(run: dict[str, Any]) -> str:

@@ -1,12 +1,16 @@
-"""Write recorded numbers into README.md, CHEATSHEET.md and the notebook sources, between markers.
+"""Write recorded numbers and docstrings into the texts, between markers.
 
-python -m benchmarks.render            write, and draw the README's chart
-python -m benchmarks.render --check    exit 1 if a text differs from the results
+python -m benchmarks.render            write, and draw the README's pictures and the printed page
+python -m benchmarks.render FILE …     write these texts only
+python -m benchmarks.render --check    exit 1 if a text differs from what would be written
 
     <!-- numbers:headline-01 -->     a block, replaced up to   <!-- end -->
-    <!--m 01 + QLoRA-->              inside a line, up to      <!--/m-->
+    <!-- cards:memory -->            likewise: cards of the techniques in recipes_lib/memory
+    <!-- traps:worst -->             likewise: the rows of TRAPS.md that are in bold
+    <!--m 01 QLoRA-->                inside a line, up to      <!--/m-->
 
-No number enters a text in any other way, so none can disagree with what a run measured.
+No number enters a text in any other way, so none can disagree with what a run measured. A place
+without a recorded run is left empty.
 """
 
 from __future__ import annotations
@@ -16,9 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sentences, tables
-from benchmarks.record import LADDERS, RESULTS, machine_line, newest
-from recipes_lib.report.charts import chart
+from benchmarks import arithmetic, cards, sentences, tables, traps
+from benchmarks.record import LADDERS, RESULTS, newest, plain_name
 from recipes_lib.report.style import percent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,30 +31,46 @@ DEVICES = {"cpu": "cpu", "gpu": "cuda"}  # the name in a marker, and torch's
 
 
 def block(key: str, *, folder: Path = RESULTS) -> str:
-    """The markdown of one block. Raises KeyError for an unknown key.
+    """The markdown of one block, with its heading; nothing where no run is recorded.
 
-    headline-01    the result of a notebook in one sentence
+    headline-01    the result of a notebook in a few sentences (no heading)
     table-01       its ladder, measured on a CPU
     gpu-01         its ladder, measured on a GPU
     versus-gpu     the recipes beside the libraries, on a CPU or GPU
     finetune-cpu   QLoRA by our loop beside the Trainer, likewise
+    source-01      where the weights of the notebook's run came from (no heading)
+    doctor-8b      the doctor's remedies for an 8-billion model, by arithmetic (no heading)
+
+    Raises KeyError for an unknown key.
     """
-    kind, which = key.rsplit("-", 1)
-    if kind == "versus":
-        return tables.versus(newest("versus", DEVICES[which], folder=folder))
-    if kind == "finetune":
-        return tables.finetune(newest("finetune", DEVICES[which], folder=folder))
-    if kind == "gpu":
-        return ladder(which, newest(LADDERS[which], "cuda", folder=folder))
-    run = newest(LADDERS[which], "cpu", folder=folder)
-    if kind == "table":
-        other = None
-        if run is not None:  # there may be a run on the other kind of CPU
-            other = newest(LADDERS[which], "cpu", bf16=not run["native_bf16"], folder=folder)
-        return ladder(which, run, other)
+    kind, _, which = key.partition("-")
     if kind == "headline":
-        return sentences.headline(which, run)
-    raise KeyError(f"numbers:{key} is no block")
+        return sentences.headline(which, newest(LADDERS[which], "cpu", folder=folder))
+    if kind == "source":
+        return sentences.source(newest(LADDERS[which or "01"], "cpu", folder=folder))
+    if key == "doctor-8b":
+        return arithmetic.doctor_table()
+    if kind not in TABLES:
+        raise KeyError(f"numbers:{key} is no block")
+    title, table = TABLES[kind](which, folder)
+    if not table:
+        return ""
+    return f"### {title}\n\n{table}"
+
+
+def cpu_ladder(number: str, folder: Path) -> tuple[str, str]:
+    """The ladder of a notebook on a CPU: its heading and its table."""
+    run = newest(LADDERS[number], "cpu", folder=folder)
+    other = None
+    if run is not None:  # there may be a run on the other kind of CPU
+        other = newest(LADDERS[number], "cpu", bf16=not run["native_bf16"], folder=folder)
+    return f"Notebook {number} on a CPU", ladder(number, run, other)
+
+
+def gpu_ladder(number: str, folder: Path) -> tuple[str, str]:
+    """The ladder of a notebook on a GPU."""
+    run = newest(LADDERS[number], "cuda", folder=folder)
+    return f"Notebook {number} on a GPU", ladder(number, run)
 
 
 def ladder(number: str, run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> str:
@@ -61,17 +80,41 @@ def ladder(number: str, run: dict[str, Any] | None, other: dict[str, Any] | None
     return tables.ladder(run, other, number=number)
 
 
+def beside_libraries(device: str, folder: Path) -> tuple[str, str]:
+    """The recipes beside the libraries that do the same."""
+    title = f"The recipes beside the libraries, on a {device.upper()}"
+    return title, tables.versus(newest("versus", DEVICES[device], folder=folder))
+
+
+def beside_trainer(device: str, folder: Path) -> tuple[str, str]:
+    """QLoRA by our loop beside the Trainer."""
+    title = f"QLoRA beside the Trainer, on a {device.upper()}"
+    return title, tables.finetune(newest("finetune", DEVICES[device], folder=folder))
+
+
+TABLES = {
+    "table": cpu_ladder,
+    "gpu": gpu_ladder,
+    "versus": beside_libraries,
+    "finetune": beside_trainer,
+}
+
 # --- a cell -------------------------------------------------------------------------------------
 
 
 def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
-    """A row of a ladder, or a fact beside it, as the cell of a table: first on CPU, then on GPU."""
+    """A row of a ladder, or a fact beside it, as the cell of a table: first on CPU, then on GPU.
+
+    Nothing where no run has it.
+    """
+    if (number, name) == ("doctor", "8b"):
+        return arithmetic.doctor_line()
     shown = []
     for device in DEVICES.values():
         text = cell_on(device, number, name, folder=folder)
         if text:
             shown.append(text)
-    return "; ".join(shown) or "not measured on this kind of machine yet"
+    return "; ".join(shown)
 
 
 def cell_on(device: str, number: str, name: str, *, folder: Path = RESULTS) -> str:
@@ -95,14 +138,14 @@ def cell_on(device: str, number: str, name: str, *, folder: Path = RESULTS) -> s
 def row_in_words(run: dict[str, Any], name: str, *, in_tokens: bool) -> str:
     """A row against the baseline of its run: length and time, or memory and time."""
     first = run["rows"][0]
-    rows = {row["name"]: row for row in run["rows"]}
-    row = rows[name]
+    rows = {plain_name(row["name"]): row for row in run["rows"]}
+    row = rows[plain_name(name)]
     if in_tokens:
         length = row["tokens"] / first["tokens"]
         time = row["seconds"] / first["seconds"]
         return f"{length:.1f}× the baseline's length, {time:.2f}× its time per token"
     memory = percent(row["peak_bytes"] / first["peak_bytes"] - 1)
-    return f"{memory} peak, {sentences.time_ratio(row, first):.2f}× time"
+    return f"{memory} peak, {sentences.time_in_words(row, first)} time"
 
 
 def where(run: dict[str, Any], latest: dict[str, Any]) -> str:
@@ -140,9 +183,21 @@ def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
         begin, number, name, end = match.groups()
         return begin + cell(number, name, folder=folder) + end
 
+    def fill_cards(match: re.Match) -> str:
+        begin, room, end = match.groups()
+        return f"{begin}\n{cards.of_room(room)}\n{end}"
+
+    def fill_traps(match: re.Match) -> str:
+        begin, end = match.groups()
+        return f"{begin}{traps.worst()}\n{end}"
+
     prefix = re.escape(comment)
-    marked_block = rf"({prefix}<!-- numbers:([\w-]+) -->\n)[\s\S]*?({prefix}<!-- end -->)"
+    rest = r"[\s\S]*?"  # what stood there before
+    marked_block = rf"({prefix}<!-- numbers:([\w-]+) -->\n){rest}({prefix}<!-- end -->)"
     text = re.sub(marked_block, fill_block, text)
+    text = re.sub(rf"(<!-- cards:(\w+) -->\n){rest}(<!-- end -->)", fill_cards, text)
+    # A row of TRAPS.md may have a number, so the cells come last.
+    text = re.sub(rf"(<!-- traps:worst -->\n){rest}(<!-- end -->)", fill_traps, text)
     marked_cell = r"(<!--m (\w+) ([^>]+?)-->).*?(<!--/m-->)"
     return re.sub(marked_cell, fill_cell, text)
 
@@ -152,8 +207,10 @@ def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
 
 def texts() -> list[Path]:
     """All texts with numbers."""
-    sources = sorted((ROOT / "notebooks" / "source").glob("*.py"))
-    return [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sources]
+    pages = [ROOT / name for name in ("README.md", "CHEATSHEET.md", "TRAPS.md")]
+    pages += sorted((ROOT / "docs").glob("*.md"))
+    pages += sorted((ROOT / "notebooks" / "source").glob("*.py"))
+    return [page for page in pages if page.exists()]
 
 
 def stale_texts() -> dict[Path, str]:
@@ -171,26 +228,28 @@ def stale_texts() -> dict[Path, str]:
 
 
 def draw() -> None:
-    """The chart of the README, from the same recorded run as its numbers."""
-    run = newest(LADDERS["01"], "cpu")
-    if run is None:
-        return
-    folder = ROOT / "docs"
-    folder.mkdir(exist_ok=True)
-    figure = chart(run["rows"], title=machine_line(run))
-    figure.savefig(folder / "ladder-01.png", dpi=110)
+    """The README's pictures and the printed cheatsheet, from the same results as the numbers."""
+    from benchmarks import page, pictures  # here, because both take long to import
+
+    pictures.draw()
+    page.write()
 
 
 def main(arguments: list[str]) -> int:
     """Write the texts, or only check them; gives the exit code."""
+    checking = "--check" in arguments
+    only = [Path(given).resolve() for given in arguments if given != "--check"]
     stale = stale_texts()
+    if only:
+        stale = {path: text for path, text in stale.items() if path in only}
     names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale) or "nothing"
-    if "--check" in arguments:
+    if checking:
         print(f"stale: {names}")
         return int(bool(stale))
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
-    draw()
+    if not only:
+        draw()
     print(f"written: {names}")
     return 0
 

@@ -13,9 +13,12 @@ from recipes_lib.report.style import MIB
 
 
 def headline(number: str, run: dict[str, Any] | None) -> str:
-    """The result of a notebook in one sentence, how well it was predicted, and where it is from."""
+    """The result of a notebook in one sentence, how well it was predicted, and where it is from.
+
+    Nothing where no run is recorded.
+    """
     if run is None:
-        return "*No run is recorded yet.*"
+        return ""
     sentence = HEADLINES[number](run)
     return f"> {sentence} {prediction(run)}\n>\n> Measured on {machine_line(run)}."
 
@@ -36,19 +39,49 @@ def prediction(run: dict[str, Any]) -> str:
 
 
 def less_memory(run: dict[str, Any]) -> str:
-    """Notebook 01 in one sentence."""
+    """Notebook 01: memory against full fine-tuning, and the held-out loss of every curve."""
     first = run["rows"][0]["peak_bytes"]
     last = run["rows"][-1]["peak_bytes"]
-    # Two curves of (optimizer step, held-out loss): plain LoRA, and everything combined.
-    lora, combined = run["facts"]["held_out_loss"].values()
-    steps, loss_after = combined[-1]
     return (
-        f"**{first / MIB:,.0f} MiB → {last / MIB:,.0f} MiB:** fine-tuning a real "
-        f"pretrained model at the same effective batch with "
-        f"**{1 - last / first:.0%} less peak memory of tensors**, held-out loss "
-        f"{combined[0][1]:.2f} → {loss_after:.2f} in {steps} steps "
-        f"(plain LoRA: {lora[0][1]:.2f} → {lora[-1][1]:.2f})."
+        f"**{first / MIB:,.0f} MiB → {last / MIB:,.0f} MiB:** the peak memory of tensors of one "
+        f"training step of a real pretrained model, from full fine-tuning in fp32 to everything "
+        f"combined, on the same batch: **{1 - last / first:.0%} less**. "
+        f"{held_out_curves(run['facts']['held_out_loss'])}"
     )
+
+
+def held_out_curves(curves: dict[str, list[tuple[int, float]]]) -> str:
+    """Where the held-out loss of each kind of training began and ended.
+
+    Args:
+        curves: points of (optimizer step, loss) by the name of the training. All have as many
+            steps.
+    """
+    changes = []
+    for name, points in curves.items():
+        _, before = points[0]
+        steps, after = points[-1]
+        changes.append(f"{name.removesuffix(', fp32')} {before:.2f} → {after:.2f}")
+    return f"Held-out loss in {steps} steps, one run each: {'; '.join(changes)}."
+
+
+def source(run: dict[str, Any] | None) -> str:
+    """Which weights a run trained, and what that means for its losses; nothing if it does not say.
+
+    The default model may come from the hub, or from a file of four-bit numbers.
+    """
+    if run is None:
+        return ""
+    where = run["facts"].get("source")
+    if where is None:
+        return ""
+    meaning = "These are the original weights."
+    if "4-bit" in where:
+        meaning = (
+            "They were rounded to four bits before, so what QLoRA's four bits cost this model is "
+            "not what they cost a model in 16 bits."
+        )
+    return f"The weights of the recorded run: {where}. {meaning}"
 
 
 def longer_texts(run: dict[str, Any]) -> str:
@@ -86,6 +119,7 @@ def better_model(run: dict[str, Any]) -> str:
     )
 
 
+# By the number of the notebook.
 HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "01": less_memory,
     "04": longer_texts,
@@ -99,6 +133,21 @@ HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
 def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> float:
     """Time per token against the first row, whose batch may have another number of them."""
     return first["tokens_per_second"] / row["tokens_per_second"]
+
+
+def time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """`time_ratio` of the median, and of the fastest and the slowest turn: 1.16× (1.05–1.30).
+
+    Without turns, as in runs before 2026-11-23, there is no spread to tell.
+    """
+    ratio = time_ratio(row, first)
+    low = row.get("seconds_low")
+    high = row.get("seconds_high")
+    if low is None or high is None:
+        return f"{ratio:.2f}×"
+    fastest = ratio * low / row["seconds"]
+    slowest = ratio * high / row["seconds"]
+    return f"{ratio:.2f}× ({fastest:.2f}–{slowest:.2f})"
 
 
 def beside(production: dict[str, Any], library: str) -> str:

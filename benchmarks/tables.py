@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.record import machine_line
-from benchmarks.sentences import time_ratio
+from benchmarks.sentences import time_in_words
 from recipes_lib.report.style import mib, percent
 
-NONE_YET = (
-    "*No such run is recorded yet: `make gpu` makes one, "
-    "`python -m benchmarks.render` writes it here.*"
-)
 UNSURE = (
     "Times are of a few steps each: on a shared CPU they change from run to run, and bytes do not."
 )
 # What the columns of a ladder mean, by the number of the notebook.
 NOTES = {
     "01": (
-        "Time is relative to the baseline's step; rows with + keep checkpointing on. "
+        "To the baseline: peak memory. Time is relative to the baseline's step. "
         "Mixed precision has a row where 16-bit products are not emulated."
     ),
     "04": (
@@ -27,6 +23,10 @@ NOTES = {
     ),
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
 }
+SHARE = (
+    "Share of the limit: the time that the step's operations would take at the machine's measured "
+    "rate of matrix products, over the time that it took."
+)
 
 # --- ladders ------------------------------------------------------------------------------------
 
@@ -34,36 +34,93 @@ NOTES = {
 def ladder(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, number: str) -> str:
     """The ladder of bytes of a notebook, with a column for the time on `other`, if that differs.
 
+    Nothing where no run is recorded.
+
     Args:
         other: a run on the other kind of CPU, with or without native bf16.
         number: of the notebook.
     """
     if run is None:
-        return NONE_YET
-    notes = [f"{machine_line(run)}. {NOTES[number]}"]
-    notes += _how_sure(run)
+        return ""
     columns = ["step", "predicted", "measured", "to the baseline", "time"]
-    other_times: dict[str, str] = {}
-    if other is not None and other["native_bf16"] != run["native_bf16"]:
+    notes = [f"{machine_line(run)}. {NOTES[number]}", *_how_sure(run)]
+    if any(row["name"].startswith("+ ") for row in run["rows"]):
+        notes.append("Rows with + keep checkpointing on.")  # later runs have a group of them
+
+    more: list[dict[str, str]] = []  # further columns: what stands there, by the name of the row
+    shares = _shares(run)
+    if shares:
+        columns.append("share of the limit")
+        notes.append(SHARE)
+        more.append(shares)
+    if _is_other_kind(other, run):
         columns.append(_other_column(other))
         notes.append(f"Last column: the time on {machine_line(other)}.")
-        other_times = _times(other)
+        more.append(_times(other))
+    else:
+        other = None
+    return _table(columns, _ladder_lines(run, other, more, len(columns)), notes)
 
-    times = _times(run)
-    first = run["rows"][0]
+
+def _ladder_lines(
+    run: dict[str, Any], other: dict[str, Any] | None, more: list[dict[str, str]], width: int
+) -> list[str]:
+    """The rows by groups, each below its name; last in a group, the rows that only `other` has."""
+    rows = {row["name"]: row for row in run["rows"]}
+    names = dict.fromkeys(rows)  # in their order, each once
+    groups = {name: row.get("group", "") for name, row in rows.items()}
+    if other is not None:
+        names |= dict.fromkeys(row["name"] for row in other["rows"])
+        groups = {row["name"]: row.get("group", "") for row in other["rows"]} | groups
+
     lines = []
-    for row in run["rows"]:
-        name = row["name"]
+    for group in dict.fromkeys(groups[name] for name in names):
+        if group:
+            lines.append(_line([f"**{group}**", *[""] * (width - 1)]))
+        for name in names:
+            if groups[name] == group:
+                cells = [name, *_measured(rows.get(name), run)]
+                cells += [column.get(name, "") for column in more]
+                lines.append(_line(cells))
+    return lines
+
+
+def _measured(row: dict[str, Any] | None, run: dict[str, Any]) -> list[str]:
+    """A row's bytes and time; empty cells for a row that this run does not have."""
+    if row is None:
+        return [""] * 4
+    first = run["rows"][0]
+    change = ""
+    if row is not first:
         change = percent(row["peak_bytes"] / first["peak_bytes"] - 1)
-        cells = [name, mib(row["predicted_bytes"]), mib(row["peak_bytes"]), change, times[name]]
-        if name in other_times:  # else the row ends one cell earlier, which markdown allows
-            cells.append(other_times[name])
-        lines.append(_line(cells))
-    # Rows that only the other machine has, for instance of mixed precision.
-    for name, time in other_times.items():
-        if name not in times:
-            lines.append(f"| {name} | | | | | {time} |")
-    return _table(columns, lines, notes)
+    return [mib(row["predicted_bytes"]), mib(row["peak_bytes"]), change, time_in_words(row, first)]
+
+
+def _times(run: dict[str, Any]) -> dict[str, str]:
+    """The time of each row per token, relative to the first row of its run."""
+    first = run["rows"][0]
+    return {row["name"]: time_in_words(row, first) for row in run["rows"]}
+
+
+def _shares(run: dict[str, Any]) -> dict[str, str]:
+    """How much of the machine's rate each row reaches, as far as it is known."""
+    shares = {}
+    for row in run["rows"]:
+        share = row.get("share_of_limit")
+        if share is not None:
+            shares[row["name"]] = f"{share:.0%}"
+    return shares
+
+
+def _is_other_kind(other: dict[str, Any] | None, run: dict[str, Any]) -> bool:
+    """Whether `other` is of a CPU with other products, and a run of today's form as `run` is."""
+    if other is None or other["native_bf16"] == run["native_bf16"]:
+        return False
+    return _has_groups(other) == _has_groups(run)
+
+
+def _has_groups(run: dict[str, Any]) -> bool:
+    return any(row.get("group") for row in run["rows"])
 
 
 def _other_column(other: dict[str, Any]) -> str:
@@ -72,16 +129,10 @@ def _other_column(other: dict[str, Any]) -> str:
     return "time, no native bf16"
 
 
-def _times(run: dict[str, Any]) -> dict[str, str]:
-    """The time of each row per token, relative to the first row of its run."""
-    first = run["rows"][0]
-    return {row["name"]: f"{time_ratio(row, first):.2f}×" for row in run["rows"]}
-
-
 def lengths(run: dict[str, Any] | None) -> str:
-    """A ladder of lengths."""
+    """A ladder of lengths. Nothing where no run is recorded."""
     if run is None:
-        return NONE_YET
+        return ""
     first = run["rows"][0]
     lines = []
     for row in run["rows"]:
@@ -103,6 +154,16 @@ def lengths(run: dict[str, Any] | None) -> str:
 
 
 def _how_sure(run: dict[str, Any]) -> list[str]:
+    """How a time came about: over how many turns, or, in older runs, of a few steps."""
+    turns = [row["turns"] for row in run["rows"] if row.get("turns")]
+    if turns:
+        count = f"{min(turns)}"
+        if max(turns) > min(turns):
+            count = f"{min(turns)} to {max(turns)}"
+        return [
+            f"A time is the median of {count} turns, in brackets are the lowest and the highest; "
+            f"where the brackets of two rows overlap, neither is called faster."
+        ]
     if run["device"] == "cpu":
         return [UNSURE]
     return []
@@ -112,9 +173,9 @@ def _how_sure(run: dict[str, Any]) -> list[str]:
 
 
 def versus(run: dict[str, Any] | None) -> str:
-    """Our recipes beside the libraries that do the same."""
+    """Our recipes beside the libraries that do the same. Nothing where no run is recorded."""
     if run is None:
-        return NONE_YET
+        return ""
     lines = []
     for technique, pair in run["pairs"].items():
         cells = [technique.replace("_", " "), pair["library"]]
@@ -141,9 +202,9 @@ def limits(run: dict[str, Any]) -> str:
 
 
 def finetune(run: dict[str, Any] | None) -> str:
-    """QLoRA by our loop beside the Trainer."""
-    if run is None:  # no default part, because it takes minutes: say how to ask for it
-        return NONE_YET.replace("make gpu", 'make gpu ARGS="--parts finetune"')
+    """QLoRA by our loop beside the Trainer. Nothing where no run is recorded."""
+    if run is None:
+        return ""
     base = run["ways"]["Trainer"].get("tokens_per_second")  # a Trainer that failed has none
     lines = [_way(name, row, base) for name, row in run["ways"].items()]
     notes = [_settings(run)]
