@@ -138,7 +138,10 @@ class Budget:
 
     @property
     def after_activations(self) -> int:
-        """What joins all activations: the loss, or what backward makes in the last block."""
+        """What joins all activations: the loss, or what backward makes in the last block.
+
+        Not both: the loss is free when backward reaches a block.
+        """
         return max(self.loss, self.block_gradients)
 
     def terms(self) -> dict[str, int]:
@@ -146,23 +149,27 @@ class Budget:
         return {name: getattr(self, name) for name in TERMS}
 
     def moments(self) -> dict[str, dict[str, int]]:
-        """The moments that can be the peak: what is alive in each, beside weights and states."""
+        """The moments that can be the peak: what is alive in each, beside weights and states.
+
+        Every moment has the same PARTS. A part that is not alive then has 0 bytes.
+        """
+        beside_activations = {"loss": self.loss}
+        if self.block_gradients > self.loss:
+            beside_activations = {"block gradients": self.block_gradients}
         return {
-            "backward begins": {
-                "gradients": self.carried,
-                "activations": self.activations,
-                "loss": self.after_activations,
-            },
-            "backward enters the first block": {
-                "gradients": self.gradients - self.last_gradients,
-                "activations": self.one_block + self.block_gradients,
-                "loss": 0,
-            },
-            "the last gradient arrives": {
-                "gradients": self.gradients + self.embedding_gradient,
-                "activations": 0,
-                "loss": 0,
-            },
+            "backward begins": _parts(
+                {"gradients": self.carried, "activations": self.activations} | beside_activations
+            ),
+            "backward enters the first block": _parts(
+                {
+                    "gradients": self.gradients - self.last_gradients,
+                    "activations": self.one_block,
+                    "block gradients": self.block_gradients,
+                }
+            ),
+            "the last gradient arrives": _parts(
+                {"gradients": self.gradients, "embedding copies": self.embedding_gradient}
+            ),
         }
 
     def peak_moment(self) -> str:
@@ -171,11 +178,7 @@ class Budget:
         return max(moments, key=lambda name: sum(moments[name].values()))
 
     def at_peak(self) -> dict[str, int]:
-        """What the peak consists of, as weights, states, gradients, activations and loss.
-
-        Copies of the embedding count as gradients, and gradients inside the last block as loss if
-        they are more than the loss.
-        """
+        """What the peak consists of: weights, states and the PARTS of its moment, in bytes."""
         always = {"weights": self.weights, "states": self.states}
         return always | self.moments()[self.peak_moment()]
 
@@ -206,12 +209,27 @@ class Budget:
         return replace(self, **terms)
 
     def __str__(self) -> str:
-        lines = [_line(name.replace("_", " "), size) for name, size in self.terms().items()]
+        lines = [_line(in_words(name), size) for name, size in self.terms().items()]
         return "\n".join([*lines, _line("predicted peak", self.peak)])
 
 
 FACTS = ("shape", "base_frozen", "applied")  # what a budget knows beside its terms
 TERMS = tuple(each.name for each in fields(Budget) if each.name not in FACTS)
+
+# What is alive at a moment beside weights and states. Each part is one term of the equation.
+PARTS = ("gradients", "embedding copies", "activations", "block gradients", "loss")
+
+
+def _parts(alive: dict[str, int]) -> dict[str, int]:
+    """All PARTS in their order; those that are not `alive` have 0 bytes."""
+    return dict.fromkeys(PARTS, 0) | alive
+
+
+def in_words(term: str) -> str:
+    """The name of a term for people: `embedding_gradient` counts copies of the embedding."""
+    if term == "embedding_gradient":
+        return "embedding copies"
+    return term.replace("_", " ")
 
 
 def _line(name: str, size: int) -> str:

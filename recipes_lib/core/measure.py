@@ -30,7 +30,8 @@ class Measurement:
     """What one recipe costs.
 
     `seconds` per step (median), `peak_bytes` of tensors, the `result` of the last step, and the
-    `timeline` of the step under the memory account, if the model was named.
+    `timeline` of the step under the memory account, if the model was named. `seconds_low` and
+    `seconds_high` are the fastest and the slowest step, if more than one was timed.
     """
 
     seconds: float
@@ -38,6 +39,8 @@ class Measurement:
     tokens: int | None
     result: Any = None
     timeline: Timeline | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -69,13 +72,18 @@ def measure(
     for _ in range(warmup):
         step()
     with PeakMemory(model=model, optimizer=optimizer) as memory:
-        under_account, result = _timed(step)
+        under_account, result = timed(step)
     seconds = []
     for _ in range(repeats):
-        took, result = _timed(step)
+        took, result = timed(step)
         seconds.append(took)
     median = statistics.median(seconds or [under_account])
-    return Measurement(median, memory.peak, tokens, result, memory.timeline)
+    low = None
+    high = None
+    if len(seconds) > 1:
+        low = min(seconds)
+        high = max(seconds)
+    return Measurement(median, memory.peak, tokens, result, memory.timeline, low, high)
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
@@ -84,19 +92,26 @@ def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[st
     What slows the machine for a while then slows all of them. Warm up before, and compare by the
     median. Raises ValueError for less than one round.
     """
-    check_whole(rounds=rounds)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    there = list(steps)
-    for turn in range(rounds):
-        forth = turn % 2 == 0
-        names = there if forth else there[::-1]
+    for names in there_and_back(list(steps), rounds=rounds):
         for name in names:
-            took, _ = _timed(steps[name])
+            took, _ = timed(steps[name])
             seconds[name].append(took)
     return seconds
 
 
-def _timed(step: Callable[[], Any]) -> tuple[float, Any]:
+def there_and_back(names: list[str], *, rounds: int) -> Iterator[list[str]]:
+    """The order of each round: as given, then reversed, then as given again.
+
+    Raises ValueError for less than one round.
+    """
+    check_whole(rounds=rounds)
+    for turn in range(rounds):
+        forth = turn % 2 == 0
+        yield names if forth else names[::-1]
+
+
+def timed(step: Callable[[], Any]) -> tuple[float, Any]:
     """The seconds of one step, and what it returned."""
     synchronize()
     start = time.perf_counter()

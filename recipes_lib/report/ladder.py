@@ -1,139 +1,50 @@
 """The table of a notebook: one row per step, predicted beside measured, saved after every row.
 
-ladder = Ladder("01_large_models_limited_hardware")
-ladder.add("baseline", measure(step, tokens=1024), predicted=plan.peak, loss=3.88)
-ladder            # a table in Jupyter, text in a terminal
-ladder.chart()    # a matplotlib figure
-ladder.path       # the JSON file: machine, versions, date, commit, rows
+ladder = Ladder("01_large_models_limited_hardware", tokens=576, rates=measure_matrix_rates())
+ladder.climb("baseline", baseline, predicted=plan)    # predict, measure, add a row
+ladder.take_turns(rounds=5)                           # the times of all rows, in turns
+ladder                                                # a table in Jupyter, text in a terminal
+ladder.timelines["baseline"]                          # memory over the step that was measured
+ladder.chart()                                        # a matplotlib figure
 """
 
 from __future__ import annotations
 
-import datetime
-import html
-import json
-import os
-from dataclasses import asdict, dataclass, replace
+import gc
+import statistics
+import textwrap
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.machine import machine, provenance, runs_dir
-from recipes_lib.core.measure import Measurement
+import torch
+
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.machine import machine
+from recipes_lib.core.measure import Measurement, measure
+from recipes_lib.core.timeline import Timeline
 from recipes_lib.report import charts
+from recipes_lib.report.ladder_text import (
+    HEADER,
+    WIDTH,
+    cells,
+    what_came,
+    what_changes,
+    wrapped,
+)
+from recipes_lib.report.rows import Rows
 from recipes_lib.report.style import mib, percent
-
-# --- the rows of any ladder: kept in a file, shown as a table -------------------------------------
-
-
-class Rows:
-    """Rows in the order of the steps, the first is the baseline.
-
-    They are kept in `<folder>/<name>.json`, without a folder in `runs_dir()`. A kind of ladder says
-    with `table` what its rows look like. Raises ValueError for a name that is no plain file name.
-    """
-
-    def __init__(self, name: str, *, folder: Path | None = None) -> None:
-        if not name or Path(name).name != name:
-            raise ValueError(f"name={name!r}: give a plain file name without a folder")
-        if folder is None:
-            folder = runs_dir()
-        self.path = folder / f"{name}.json"
-        self.rows: list[Any] = []
-        self.facts: dict[str, Any] = {}
-
-    def append(self, row: Any) -> Any:
-        """Append a finished row, save the file and return the row.
-
-        Raises ValueError for a name that is taken.
-        """
-        if any(other.name == row.name for other in self.rows):
-            raise ValueError(
-                f"the ladder already has a row {row.name!r}: give this step another name"
-            )
-        if not self.rows:  # a run that never gets a row leaves the file of the last one alone
-            self._put_last_run_aside()
-        self.rows.append(row)
-        self.save()
-        return row
-
-    def note(self, **facts: Any) -> None:
-        """Keep other measured facts (held-out losses, counts) beside the rows."""
-        self.facts |= facts
-        self.save()
-
-    def save(self) -> None:
-        """Write the file whole or not at all: a run that dies keeps the rows before."""
-        content = {
-            "ladder": self.path.stem,
-            **provenance(),
-            "facts": self.facts,
-            "rows": [asdict(row) for row in self.rows],
-        }
-        scratch = self.path.with_suffix(".json.part")
-        scratch.write_text(json.dumps(content, indent=1) + "\n")
-        # A rename is one step: there is no moment at which the file is half written.
-        os.replace(scratch, self.path)
-
-    def table(self) -> list[list[str]]:
-        """Header and rows as text cells."""
-        raise NotImplementedError
-
-    def __getitem__(self, name: str) -> Any:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"no row {name!r}; the ladder has {[row.name for row in self.rows]}")
-
-    def __str__(self) -> str:
-        cells = self.table()
-        columns = zip(*cells, strict=True)
-        widths = [max(map(len, column)) for column in columns]
-        lines = []
-        for name, *values in cells:
-            # The name of a step reads from the left, numbers end at the right.
-            padded = [name.ljust(widths[0])]
-            padded += [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
-            lines.append("  ".join(padded).rstrip())
-        header, *rows = lines
-        rule = "-" * max(map(len, lines))
-        return "\n".join([header, rule, *rows])
-
-    __repr__ = __str__  # what a terminal shows
-
-    # What Jupyter shows, by this name.
-    def _repr_html_(self) -> str:
-        header, *rows = self.table()
-        lines = [_html_row(header, tag="th")]
-        lines += [_html_row(row, tag="td") for row in rows]
-        return f"<table>{''.join(lines)}</table>"
-
-    def _replace(self, name: str, **values: Any) -> None:
-        """Change values of one row, and save. Raises KeyError if there is no such row."""
-        old = self[name]
-        self.rows[self.rows.index(old)] = replace(old, **values)
-        self.save()
-
-    def _put_last_run_aside(self) -> None:
-        """An earlier run keeps its rows, in a file named after the time they were measured."""
-        if self.path.exists():
-            measured_at = datetime.datetime.fromtimestamp(self.path.stat().st_mtime)
-            os.replace(self.path, self.path.with_suffix(f".{measured_at:%Y%m%d-%H%M%S}.json"))
-
-
-def _html_row(cells: list[str], *, tag: str) -> str:
-    # A step may be named "<b>".
-    inside = [f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells]
-    return f"<tr>{''.join(inside)}</tr>"
-
-
-# --- the ladder of bytes --------------------------------------------------------------------------
+from recipes_lib.report.turns import Build, ReadyStep, groups_that_fit, take_turns
 
 
 @dataclass(frozen=True)
 class Row:
     """One step: bytes, seconds and tokens per second as measured.
 
-    `predicted_bytes` were computed before.
+    `predicted_bytes` were computed before. `seconds` are the median of `turns` steps,
+    `seconds_low` and `seconds_high` the fastest and the slowest of them. `ratio` is the time over
+    that of the baseline in the same round, with its range likewise. `share_of_limit` is the time
+    that the `operations` of the step take at the measured rate of the device, over `seconds`.
     """
 
     name: str
@@ -142,6 +53,15 @@ class Row:
     seconds: float
     tokens_per_second: float | None
     loss: float | None
+    group: str = ""
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    turns: int = 0
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    operations: int | None = None
+    share_of_limit: float | None = None
 
     @property
     def prediction_error(self) -> float:
@@ -150,12 +70,111 @@ class Row:
 
 
 class Ladder(Rows):
-    """How many bytes and seconds each step takes."""
+    """How many bytes and seconds each step takes.
+
+    Args:
+        tokens: that every step trains on, for tokens per second.
+        rates: operations per second of matrix products by dtype, for the share of the limit:
+            what `core.matrix_rate.measure_matrix_rates` returns.
+
+    `plans` and `timelines` hold the budget and the memory over time of every row that climbed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        folder: Path | None = None,
+        tokens: int | None = None,
+        rates: dict[torch.dtype, float] | None = None,
+    ) -> None:
+        super().__init__(name, folder=folder)
+        self.tokens = tokens
+        self.rates = {} if rates is None else rates
+        self.plans: dict[str, Budget] = {}
+        self.timelines: dict[str, Timeline] = {}
+        self._builds: dict[str, Build] = {}
+        self._dtypes: dict[str, torch.dtype | None] = {}
+
+    # --- add a row ---
+
+    def climb(
+        self,
+        name: str,
+        build: Build,
+        *,
+        predicted: Budget,
+        group: str = "",
+        after: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Row:
+        """Predict a step, measure it, and add its row; the model dies when this returns.
+
+        The step warms up until its optimizer has states, then runs once under the memory account.
+        Its seconds are a first impression: `take_turns` brings those that can be compared.
+
+        Args:
+            build: returns the model, its optimizer and a function `step(model, optimizer)`, which
+                takes one training step and returns the loss.
+            predicted: the budget of the step.
+            group: the heading above this row in the table.
+            after: the row with which budget and loss are compared; by default the first one.
+            dtype: of the matrix products, for the share of the limit.
+        Raises ValueError for a name that is taken, and for a row `after` that does not exist.
+        """
+        self._check_new(name)
+        reference = self._reference(after)
+        print(f"{name}: predicted {mib(predicted.peak)}")
+        if reference is None:
+            print(f"  the peak is when {predicted.peak_moment()}")
+        elif reference.name in self.plans:
+            print(wrapped(what_changes(self.plans[reference.name], predicted)))
+
+        row = self._measure(name, build, predicted=predicted, group=group, dtype=dtype)
+        gc.collect()  # the model may hang in a reference cycle: free it before the next is built
+        self.plans[name] = predicted
+        self._builds[name] = build
+        self._dtypes[name] = dtype
+        self.append(row)
+        print(wrapped(what_came(row, baseline=self.rows[0], reference=reference)))
+        return row
+
+    def _measure(
+        self, name: str, build: Build, *, predicted: Budget, group: str, dtype: torch.dtype | None
+    ) -> Row:
+        step = ReadyStep(build)
+        losses = []
+        measured = measure(
+            lambda: losses.append(step()),
+            warmup=0,  # it is warm
+            repeats=_repeats(),
+            model=step.model,
+            optimizer=step.optimizer,
+        )
+        self.timelines[name] = measured.timeline
+        operations = None
+        return Row(
+            name=name,
+            predicted_bytes=predicted.peak,
+            peak_bytes=measured.peak_bytes,
+            seconds=measured.seconds,
+            tokens_per_second=self._speed(measured.seconds),
+            loss=losses[0],  # that of the step under the account, whatever is timed after it
+            group=group,
+            operations=operations,
+            share_of_limit=self._share(operations, dtype, measured.seconds),
+        )
 
     def add(
-        self, name: str, measured: Measurement, *, predicted: int, loss: float | None = None
+        self,
+        name: str,
+        measured: Measurement,
+        *,
+        predicted: int,
+        loss: float | None = None,
+        group: str = "",
     ) -> Row:
-        """Append a row, save the file and return the row.
+        """Append a row that was measured elsewhere, save the file and return the row.
 
         Raises ValueError for a name that is taken.
         """
@@ -166,12 +185,96 @@ class Ladder(Rows):
             seconds=measured.seconds,
             tokens_per_second=measured.tokens_per_second,
             loss=loss,
+            group=group,
+            seconds_low=measured.seconds_low,
+            seconds_high=measured.seconds_high,
         )
         return self.append(row)
 
+    def _reference(self, after: str | None) -> Row | None:
+        """The row with which a new one is compared; None if it will be the first."""
+        names = [row.name for row in self.rows]
+        if after is None:
+            return self.rows[0] if self.rows else None
+        if after not in names:
+            raise ValueError(f"after={after!r}: give the name of a row that is there, of {names}")
+        return self[after]
+
+    def _speed(self, seconds: float) -> float | None:
+        """Tokens per second, if somebody said how many tokens a step has."""
+        return None if self.tokens is None else self.tokens / seconds
+
+    def _share(
+        self, operations: int | None, dtype: torch.dtype | None, seconds: float
+    ) -> float | None:
+        """The part of the device's rate of matrix products that a step reaches; None if unknown."""
+        if operations is None or dtype not in self.rates:
+            return None
+        return operations / self.rates[dtype] / seconds
+
+    # --- time in turns ---
+
+    def take_turns(self, rounds: int = 5) -> None:
+        """Time all rows that climbed again, in turns, each with a fresh model.
+
+        The rows are put into groups whose models fit into half of the memory together. In a group
+        the steps take turns, there and back: what slows the machine for a while slows all of them.
+        The baseline is in every group, and the others are compared with it round by round. A row
+        whose build or step fails keeps its first time. The file is saved after every round.
+
+        Raises ValueError for less than one round, and if no row climbed.
+        """
+        climbed = {row.name: self.plans[row.name] for row in self.rows if row.name in self._builds}
+        if not climbed:
+            raise ValueError("no row can take turns: add rows with climb, which knows their builds")
+        groups = groups_that_fit(climbed, limit_bytes=machine().memory_bytes / 2)
+        baseline = groups[0][0]
+        baseline_seconds: list[float] = []  # of all groups
+        for number, names in enumerate(groups, 1):
+            line = f"in turns, group {number} of {len(groups)}: {', '.join(names)}"
+            print(textwrap.shorten(line, WIDTH, placeholder=" …"), flush=True)
+            builds = {name: self._builds[name] for name in names}
+            turns: list[dict[str, float]] = []
+            for took in take_turns(builds, rounds=rounds):
+                turns.append(took)
+                if baseline in took:
+                    baseline_seconds.append(took[baseline])
+                self._set_times(turns, baseline, baseline_seconds)
+
+    def _set_times(
+        self, turns: list[dict[str, float]], baseline: str, baseline_seconds: list[float]
+    ) -> None:
+        """Give the rows of a group the times of its turns so far, and save."""
+        for name in turns[-1]:
+            seconds = [took[name] for took in turns if name in took]
+            ratios = [
+                took[name] / took[baseline] for took in turns if {name, baseline} <= took.keys()
+            ]
+            if name == baseline:
+                seconds = baseline_seconds
+                # What it is compared with is its own median: the range shows the noise.
+                ratios = [each / statistics.median(seconds) for each in seconds]
+            self._change(name, **self._times(name, seconds), **_ratio(ratios))
+        self.save()
+
+    def _times(self, name: str, seconds: list[float]) -> dict[str, Any]:
+        median = statistics.median(seconds)
+        row = self[name]
+        return {
+            "seconds": median,
+            "seconds_low": min(seconds),
+            "seconds_high": max(seconds),
+            "turns": len(seconds),
+            "tokens_per_second": self._speed(median),
+            "share_of_limit": self._share(row.operations, self._dtypes[name], median),
+        }
+
     def retime(self, name: str, seconds: float, *, tokens: int) -> None:
         """Give a row the time of steps on `tokens` that took turns with those of the other rows."""
-        self._replace(name, seconds=seconds, tokens_per_second=tokens / seconds)
+        self._change(name, seconds=seconds, tokens_per_second=tokens / seconds)
+        self.save()
+
+    # --- what it says ---
 
     def saved(self, name: str) -> float:
         """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
@@ -194,39 +297,26 @@ class Ladder(Rows):
         return sentence
 
     def table(self) -> list[list[str]]:
-        """Header and rows as text cells; the Δ columns compare the measured peaks."""
-        header = ["step", "predicted", "measured", "off by", "Δ previous", "Δ baseline"]
-        header += ["s/step", "tokens/s", "loss"]
-        cells = [header]
-        for position, row in enumerate(self.rows):
-            cells.append(self._cells(row, position))
-        return cells
-
-    def _cells(self, row: Row, position: int) -> list[str]:
-        to_previous = ""
-        to_baseline = ""
-        if position > 0:  # the baseline has nothing to be compared with
-            to_previous = percent(row.peak_bytes / self.rows[position - 1].peak_bytes - 1)
-            to_baseline = percent(row.peak_bytes / self.rows[0].peak_bytes - 1)
-        speed = ""
-        if row.tokens_per_second:
-            speed = f"{row.tokens_per_second:,.0f}"
-        loss = ""
-        if row.loss is not None:
-            loss = f"{row.loss:.4f}"
-        return [
-            row.name,
-            mib(row.predicted_bytes),
-            mib(row.peak_bytes),
-            f"{row.prediction_error:+.1%}",
-            to_previous,
-            to_baseline,
-            f"{row.seconds:.2f}",
-            speed,
-            loss,
-        ]
+        """Header and rows as text cells. Memory and time are compared with the first row."""
+        return [HEADER, *[cells(row, self.rows[0]) for row in self.rows]]
 
     def chart(self, *, title: str | None = None) -> Any:
         """Bars of the measured peaks with the predictions as ticks. Returns the figure."""
         rows = [asdict(row) for row in self.rows]
         return charts.chart(rows, title=title or machine().name)
+
+
+def _ratio(ratios: list[float]) -> dict[str, float | None]:
+    """The times over the baseline's: median and range; None where it had no turn."""
+    if not ratios:
+        return {"ratio": None, "ratio_low": None, "ratio_high": None}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
+
+
+def _repeats() -> int:
+    """Steps on the clock, for a first time. On a CPU the one under the account is near enough."""
+    return 3 if machine().device == "cuda" else 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes_lib.core.machine import machine
 from recipes_lib.report import charts
-from recipes_lib.report.ladder import Rows
+from recipes_lib.report.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class LengthLadder(Rows):
 
     def retime(self, name: str, seconds: float) -> None:
         """Give a row the time of a step that took turns with those of the other rows."""
-        self._replace(name, seconds=seconds)
+        self._change(name, seconds=seconds)
+        self.save()
 
     def gain(self, name: str) -> float:
         """How many times as long as the baseline's."""

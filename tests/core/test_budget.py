@@ -76,9 +76,23 @@ def test_the_parts_of_the_peak_add_up_to_it():
     assert plan.at_peak()["gradients"] == 2
 
 
+def test_every_part_of_a_moment_has_its_own_name():
+    """The mistake: copies of the embedding shown as gradients, or gradients in a block as loss."""
+    moments = budget(carried=2, block_gradients=9).moments()
+    names = {"gradients", "embedding copies", "activations", "block gradients", "loss"}
+    assert all(set(parts) == names for parts in moments.values())
+    alive = [{name: size for name, size in parts.items() if size} for parts in moments.values()]
+    assert alive == [
+        {"gradients": 2, "activations": 5, "block gradients": 9},  # the loss of 6 is free by then
+        {"gradients": 2, "activations": 4, "block gradients": 9},
+        {"gradients": 3, "embedding copies": 7},
+    ]
+    assert budget().moments()["backward begins"]["loss"] == 6
+
+
 def test_text_names_every_term():
     text = str(budget(weights=5 * 2**20))
-    assert "weights" in text and "5 MiB" in text and "embedding gradient" in text
+    assert "weights" in text and "5 MiB" in text and "embedding copies" in text
     assert text.splitlines()[-1].startswith("predicted peak")
     # What a budget knows beside its terms is no term.
     assert "shape" not in text and "applied" not in text

@@ -1,0 +1,114 @@
+"""Steps that take turns on the clock: which of them fit into memory at once, and how each is built.
+
+    build() -> model, optimizer, step        step(model, optimizer) -> loss
+
+To time all rows of a ladder in turns, their models have to be alive together. Where memory is too
+small for all, they are put into groups. Each group has the baseline, with which it is compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from recipes_lib.core.budget import Budget
+from recipes_lib.core.measure import there_and_back, timed
+
+Build = Callable[[], tuple[Any, Any, Callable[[Any, Any], float]]]
+
+# A step may be skipped, as those of fp16 are while the loss scale is too large. An optimizer that
+# keeps no states at all (plain SGD) takes this many steps to warm up.
+MOST_WARM_UP_STEPS = 20
+
+
+class ReadyStep:
+    """A model, its optimizer and a step that has warmed up. Call it to take the next step.
+
+    Warm means that the optimizer has its states: AdamW makes them in the first step.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.model, self.optimizer, self._step = build()
+        self()
+        taken = 1
+        while not self.optimizer.state and taken < MOST_WARM_UP_STEPS:
+            self()
+            taken += 1
+
+    def __call__(self) -> float:
+        """Take a step and return its loss."""
+        return self._step(self.model, self.optimizer)
+
+
+def groups_that_fit(plans: dict[str, Budget], *, limit_bytes: float) -> list[list[str]]:
+    """The rows in groups whose models fit into `limit_bytes` together, by their plans.
+
+    The first row is the baseline, and the first of every group. A row that does not fit beside it
+    is a group of its own.
+    """
+    baseline, *others = plans
+    groups = [[baseline]]
+    alone = []
+    for name in others:
+        if _bytes_together([plans[each] for each in (*groups[-1], name)]) <= limit_bytes:
+            groups[-1].append(name)
+        elif _bytes_together([plans[baseline], plans[name]]) <= limit_bytes:
+            groups.append([baseline, name])
+        else:
+            alone.append([name])
+    return groups + alone
+
+
+def _bytes_together(plans: list[Budget]) -> int:
+    """What all models keep between their steps, and the largest peak on top of that."""
+    kept = [plan.weights + plan.states + plan.gradients for plan in plans]
+    return sum(kept) + max(plan.peak for plan in plans)
+
+
+def take_turns(builds: dict[str, Build], *, rounds: int) -> Iterator[dict[str, float]]:
+    """Build all steps, then yield the seconds of each round by name; free the models at the end.
+
+    Each round goes in the other direction. A step that cannot be built or fails is missing from
+    then on, and a line says why. Raises ValueError for less than one round.
+    """
+    steps = {}
+    for name, build in builds.items():
+        step = _ready(name, build)
+        if step is not None:
+            steps[name] = step
+    for names in there_and_back(list(steps), rounds=rounds):
+        took = {}
+        for name in names:
+            if name in steps:
+                seconds = _seconds_of(name, steps[name])
+                if seconds is None:
+                    del steps[name]
+                else:
+                    took[name] = seconds
+        yield took
+    steps.clear()
+    gc.collect()  # a model may hang in a reference cycle
+
+
+def _ready(name: str, build: Build) -> ReadyStep | None:
+    try:
+        return ReadyStep(build)
+    except Exception as error:
+        _say_why(name, error)
+        return None
+
+
+def _seconds_of(name: str, step: ReadyStep) -> float | None:
+    try:
+        seconds, _ = timed(step)
+    except Exception as error:
+        _say_why(name, error)
+        return None
+    return seconds
+
+
+def _say_why(name: str, error: Exception) -> None:
+    reason = textwrap.shorten(f"{type(error).__name__}: {error}", 60, placeholder=" …")
+    print(f"  {name} keeps its first time: {reason}", flush=True)
