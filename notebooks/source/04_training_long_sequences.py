@@ -67,8 +67,9 @@ from recipes_lib.core.data import load_text
 from recipes_lib.core.machine import GIB, fast, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory, dry, in_turns
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.report.charts import growth_chart, position_chart, slope
+from recipes_lib.report.growth_chart import growth_chart, slope
 from recipes_lib.report.length_ladder import LengthLadder
+from recipes_lib.report.loss_charts import position_chart
 from recipes_lib.report.records import recorded
 from recipes_lib.report.show import show
 from recipes_lib.workflows.longest import predicted_longest, search

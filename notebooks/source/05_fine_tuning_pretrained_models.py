@@ -69,8 +69,8 @@ from recipes_lib.core.chat import IGNORED, decode_with_mask, tokenize_chat
 from recipes_lib.core.data import collate, load_instructions, load_text
 from recipes_lib.core.machine import fast, machine, runs_dir, seed_everything
 from recipes_lib.core.measure import in_turns, measure
-from recipes_lib.report.charts import change_chart
 from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.loss_charts import change_chart
 from recipes_lib.report.show import show
 from recipes_lib.workflows.finetune import command, export, libraries, loop
 from recipes_lib.workflows.finetune.settings import Settings

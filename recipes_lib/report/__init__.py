@@ -5,8 +5,15 @@ ladder_text     the lines that a ladder prints, and the cells of its table
 rows            rows of any kind of ladder, kept in a file and shown as a table
 turns           steps that take turns on the clock, as many as fit into memory together
 length_ladder   the same with tokens in place of bytes: how long may the sequence be?
-charts          every chart of the notebooks and of the README
-style           what all charts have in common: colours with one meaning each, frames, units
+charts          charts of bars: ladders of bytes and of lengths, budgets, kinds of operators
+timeline_chart  live bytes over a step, one panel per step
+loss_charts     curves and changes of the held-out loss, the loss by position
+growth_chart    bytes against tokens, and the exponent of their growth
+style           what all charts have in common: colours with one meaning each, units, sources
+figure          the page and the figure: title, key and source around the axes
+bars            rows in groups with their names, labels and whiskers
+curves          lines that differ without colour, names at their ends
+labels          text that fits, and keeps apart
 show            print code as it is in the package
 records         results that another machine measured, from benchmarks/results
 """

@@ -1,325 +1,358 @@
-"""Every chart of the notebooks and of the README. Each takes plain numbers and returns the figure.
+"""Charts of bars, one per row of a ladder. Each takes plain numbers and returns the figure.
 
-bytes      chart          measured peaks of a ladder, predictions as ticks, seconds beside them
-           budget_chart   of which terms the predicted peaks consist
-           timeline_chart live bytes during a step, by kind, one panel per step
-losses     loss_chart     held-out loss against optimizer steps
-           change_chart   changes of the loss with their intervals
-           position_chart loss against the position in a text
-lengths    length_chart   the longest sequences of a ladder
-           growth_chart   bytes against tokens; `slope` is the exponent of the growth
+chart          measured peaks with predictions as ticks, times with spread, share of the limit
+budget_chart   of which terms the predicted peaks consist
+operator_chart in which kinds of operators the time of a step goes
+length_chart   the longest sequences of a ladder
+
+Charts of curves are in `timeline_chart`, `loss_charts` and `growth_chart`.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.machine import GIB
-from recipes_lib.core.timeline import KINDS, Timeline
+from recipes_lib.report.bars import (
+    BAR,
+    Slots,
+    bar_colors,
+    draw_ticks,
+    draw_whisker,
+    label_segments,
+    room_for_labels,
+    stack,
+    without_scale,
+    write_beside,
+)
+from recipes_lib.report.figure import WIDTH, Key, blank_figure, ink, muted, page
 from recipes_lib.report.style import (
-    KIND_COLORS,
-    MIB,
-    PREDICTED,
-    RECIPE,
+    BY_ARITHMETIC,
+    LINES,
     REFERENCE,
+    SHARE,
     TERMS,
     TIME,
-    blank_figure,
-    legend_beside,
+    Unit,
+    measured_here,
     percent,
+    three_digits,
 )
 
-BAR = 0.65  # the height of a bar; the next one begins at 1
+LABEL = 9.5  # the size of a label beside a bar
+INSIDE = 8  # the size of a label inside a bar
 
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-def chart(rows: list[dict[str, Any]], *, title: str) -> Any:
-    """Draw the rows of a ladder or of a recorded results file.
-
-    Peak memory is on the left, time per step on the right.
-    """
-    height = 0.45 * len(rows) + 1.3
-    figure, axes = blank_figure(rows, (9, height), bars=True, ncols=2, width_ratios=(3, 1))
-    memory, time = axes
-    _draw_peaks(memory, rows)
-    _draw_seconds(time, rows)
-    figure.suptitle(title, fontsize=11)
-    return figure
+# --- the ladder of bytes --------------------------------------------------------------------------
 
 
-def _draw_peaks(axes: Any, rows: list[dict[str, Any]]) -> None:
-    names = [row["name"] for row in rows]
-    peaks = [row["peak_bytes"] / MIB for row in rows]
-    predicted = [row["predicted_bytes"] / MIB for row in rows]
-    axes.barh(names, peaks, color=_bar_colors(len(rows)), height=BAR)
-    _draw_predictions(axes, predicted, names, markeredgewidth=2.5)
-    for position, peak in enumerate(peaks):
-        text = f"{peak:,.0f}"
-        if position > 0:
-            text += f"  ({percent(peak / peaks[0] - 1)})"
-        # Beside the bar or the tick, whichever reaches further.
-        _write_beside(axes, text, max(peak, predicted[position]), position, gap=6)
-    # Bars start at zero, and the longest leaves room for its text.
-    axes.set(xlabel="peak memory of tensors, MiB", xlim=(0, max(peaks) * 1.22))
-    axes.legend(loc="lower right", frameon=False)
-
-
-def _draw_seconds(axes: Any, rows: list[dict[str, Any]]) -> None:
-    names = [row["name"] for row in rows]
-    seconds = [row["seconds"] for row in rows]
-    axes.barh(names, seconds, color=TIME, height=BAR)
-    for position, value in enumerate(seconds):
-        text = f"{value:.0f}"
-        if value < 10:
-            text = f"{value:.2g}"
-        _write_beside(axes, text, value, position, gap=4)
-    axes.set(xlabel="seconds per step", xlim=(0, max(seconds) * 1.25))
-
-
-def budget_chart(budgets: dict[str, Budget]) -> Any:
-    """Draw predicted budgets as stacked bars, one per step: which term does each recipe shrink?"""
-    figure, axes = blank_figure(budgets, (9, 0.4 * len(budgets) + 1.3), bars=True)
-    left = [0.0] * len(budgets)  # where the next part of each bar begins
-    for term, color in TERMS.items():
-        sizes = [budget.at_peak()[term] / MIB for budget in budgets.values()]
-        axes.barh(list(budgets), sizes, left=left, color=color, height=BAR, label=term)
-        left = [begin + size for begin, size in zip(left, sizes, strict=True)]
-    axes.set(xlabel="predicted bytes at the moment of the peak, MiB")
-    axes.legend(loc="lower right", frameon=False)
-    return figure
-
-
-def timeline_chart(
-    timelines: dict[str, Timeline], *, predicted: dict[str, int] | None = None
+@page()
+def chart(
+    rows: Sequence[dict[str, Any]], *, title: str | None = None, source: str | None = None
 ) -> Any:
-    """Draw the live bytes of one step per panel, stacked by kind, on one scale.
+    """Draw the rows of a ladder or of a recorded results file, grouped by row["group"].
 
-    The phases are shaded and named, the peak is marked with what it consists of, and `predicted`
-    (bytes by the same names) is a dashed line.
+    Peak memory is on the left, time per step beside it, the share of the limit where it is known.
+
+    Args:
+        rows: as `Ladder` keeps them: name, peak_bytes, predicted_bytes, seconds, and where known
+            group, seconds_low, seconds_high and share_of_limit.
+        title: the message; by default what the ladder as a whole has saved.
+        source: where the numbers are from; by default this machine and today.
+    Raises ValueError if there are no rows.
     """
-    size = (9, 2.6 * len(timelines) + 0.4)
-    figure, panels = blank_figure(timelines, size, nrows=len(timelines), squeeze=False)
-    if predicted is None:
-        predicted = {}
-    highest = max(timeline.peak for timeline in timelines.values())
-    top = max([highest, *predicted.values()]) / MIB
-    for axes, (name, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
-        _stack_kinds(axes, timeline)
-        axes.set(ylim=(0, 1.3 * top), ylabel="live bytes, MiB")
-        axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
-        _shade_phases(axes, timeline)
-        _mark_peak(axes, timeline)
-        if name in predicted:
-            _draw_prediction_line(axes, predicted[name] / MIB)
-    panels[-1, 0].set(xlabel="operators of the step, in their order")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    # Outside of the panels: inside there is always a timeline that runs through it.
-    figure.legend(handles, labels, loc="outside upper right", frameon=False, ncols=len(KINDS))
-    return figure
-
-
-def _stack_kinds(axes: Any, timeline: Timeline) -> None:
-    operators = [point.operator for point in timeline.points]
-    # What stays for the whole step is at the bottom, what comes and goes is above it.
-    layers = [_mib_of_kind(timeline, kind) for kind in KINDS]
-    colors = [KIND_COLORS[kind] for kind in KINDS]
-    # Between two points nothing changes: the bytes go up and down in steps.
-    axes.stackplot(operators, layers, colors=colors, labels=KINDS, step="post", linewidth=0)
-    axes.set(xlim=(operators[0], operators[-1]))
-
-
-def _mib_of_kind(timeline: Timeline, kind: str) -> list[float]:
-    return [point.bytes[kind] / MIB for point in timeline.points]
-
-
-def _shade_phases(axes: Any, timeline: Timeline) -> None:
-    width = timeline.points[-1].operator - timeline.points[0].operator
-    for number, (phase, first, last) in enumerate(timeline.phases()):
-        if number % 2 == 1:
-            axes.axvspan(first, last, color=REFERENCE, alpha=0.18, linewidth=0, zorder=0)
-        if last - first > 0.08 * width:  # a narrower phase has no room for its name
-            place = ((first + last) / 2, 0.97)
-            axes.annotate(phase, place, xycoords=("data", "axes fraction"), ha="center", va="top")
-
-
-def _mark_peak(axes: Any, timeline: Timeline) -> None:
-    point = timeline.highest
-    height = point.total / MIB
-    kinds = [
-        f"{kind} {size / MIB:,.0f}"
-        for kind, size in point.bytes.items()
-        if size > 0.01 * point.total
-    ]
-    text = f"peak {height:,.0f} MiB\n" + "\n".join(kinds)
-    axes.plot([point.operator], [height], "o", color=PREDICTED, markersize=4)
-    # The text goes to the side that has more room.
-    first = timeline.points[0].operator
-    last = timeline.points[-1].operator
-    in_right_half = point.operator - first > (last - first) / 2
-    side = "right" if in_right_half else "left"
-    offset = (-8, -4) if in_right_half else (8, -4)
-    box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 2}
-    axes.annotate(
-        text,
-        (point.operator, height),
-        offset,
-        textcoords="offset points",
-        ha=side,
-        va="top",
-        fontsize=8,
-        bbox=box,
+    rows = list(rows)
+    slots = Slots(rows)
+    widths = [2.4, 1.5]
+    if any(row.get("share_of_limit") for row in rows):
+        widths.append(0.9)
+    figure, panels = blank_figure(
+        rows,
+        (WIDTH, slots.inches + 0.3),
+        title=title or ladder_message(rows),
+        source=measured_here() if source is None else source,
+        key=_key_of_ladder(rows),
+        bars=True,
+        ncols=len(widths),
+        width_ratios=widths,
     )
+    slots.write_names(panels[0])
+    _draw_peaks(panels[0], rows, slots)
+    _draw_seconds(panels[1], rows, slots)
+    if len(widths) > 2:
+        _draw_shares(panels[2], rows, slots)
+    return figure
 
 
-def _draw_prediction_line(axes: Any, height: float) -> None:
-    axes.axhline(height, color=PREDICTED, linestyle="--", linewidth=1)
-    text = f"predicted {height:,.0f} MiB"
-    place = (0.005, height)
-    axes.annotate(
-        text,
-        place,
-        (0, 3),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        fontsize=8,
+def ladder_message(rows: Sequence[dict[str, Any]]) -> str:
+    """What the rows say, in one sentence: from the baseline's peak to the lowest one."""
+    if len(rows) < 2:
+        return "Peak memory of a training step"
+    first = rows[0]["peak_bytes"]
+    peaks = {row["name"]: row["peak_bytes"] for row in rows}
+    lowest = min(peaks, key=peaks.__getitem__)
+    unit = Unit(first)
+    change = f"{unit.number(first)} → {unit.text(peaks[lowest])} of peak memory"
+    return f"{change} with {lowest}"
+
+
+def _key_of_ladder(rows: Sequence[dict[str, Any]]) -> list[Key]:
+    key = [Key("predicted before the run", ink(), "tick")]
+    if any(_has_spread(row) for row in rows):
+        key.append(Key("from the fastest to the slowest turn", ink(), "whisker"))
+        key.append(Key("its turns overlap the baseline's", ink(), "≈"))
+    return key
+
+
+def _has_spread(row: dict[str, Any]) -> bool:
+    return row.get("seconds_low") is not None and row.get("seconds_high") is not None
+
+
+def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
+    peaks = [row["peak_bytes"] for row in rows]
+    unit = Unit(max(peaks))
+    predicted = [row.get("predicted_bytes") or 0 for row in rows]
+    bars = [unit.of(peak) for peak in peaks]
+    ticks = [unit.of(size) for size in predicted]
+    axes.barh(slots.places, bars, color=bar_colors(len(rows)), height=BAR)
+    draw_ticks(axes, ticks, slots.places)
+    labels = [unit.number(peak) for peak in peaks]
+    for position in range(1, len(rows)):
+        labels[position] += f"  ({percent(peaks[position] / peaks[0] - 1)})"
+    # Beside the bar or the tick, whichever reaches further.
+    ends = [max(pair) for pair in zip(bars, ticks, strict=True)]
+    without_scale(axes, f"peak memory of tensors, {unit.name}")
+    slots.draw_zero(axes)
+    room_for_labels(axes, ends, labels, LABEL)
+    for end, place, label in zip(ends, slots.places, labels, strict=True):
+        write_beside(axes, label, end, place, fontsize=LABEL)
+
+
+def _draw_seconds(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
+    seconds = [row["seconds"] for row in rows]
+    axes.barh(slots.places, seconds, color=TIME, height=BAR)
+    ends = list(seconds)
+    labels = []
+    for position, (row, place) in enumerate(zip(rows, slots.places, strict=True)):
+        labels.append(_time_in_words(row, rows[0]))
+        if _has_spread(row):
+            draw_whisker(axes, row["seconds_low"], row["seconds"], row["seconds_high"], place)
+            ends[position] = max(row["seconds"], row["seconds_high"])
+    without_scale(axes, "seconds per step")
+    slots.draw_zero(axes)
+    room_for_labels(axes, ends, labels, LABEL)
+    for end, place, label in zip(ends, slots.places, labels, strict=True):
+        write_beside(axes, label, end, place, fontsize=LABEL)
+
+
+def _time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """The seconds, and the ratio to the baseline where the turns of the two do not overlap."""
+    words = three_digits(row["seconds"])
+    if row is first or not (_has_spread(row) and _has_spread(first)):
+        return words
+    overlap = (
+        row["seconds_low"] <= first["seconds_high"] and first["seconds_low"] <= row["seconds_high"]
     )
+    if overlap:
+        return f"{words}  ≈"
+    return f"{words}  {row['seconds'] / first['seconds']:.2f}×"
 
 
-# --- losses ---------------------------------------------------------------------------------------
+def _draw_shares(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
+    without_scale(axes, "share of the limit")
+    slots.draw_zero(axes)
+    axes.axvline(1, color=REFERENCE, linewidth=1)  # nothing gets beyond it
+    axes.set_xlim(0, 1.12)
+    for row, place in zip(rows, slots.places, strict=True):
+        share = row.get("share_of_limit")
+        if share:
+            axes.barh([place], [share], color=SHARE, height=BAR)
+            # Inside a long bar: beside it the number would lie on the line.
+            gap = -4 if share > 0.5 else 4
+            side = "right" if share > 0.5 else "left"
+            write_beside(axes, f"{share:.0%}", share, place, gap=gap, ha=side, fontsize=LABEL)
 
 
-def loss_chart(curves: dict[str, list[tuple[int, float]]]) -> Any:
-    """Draw curves of (optimizer step, held-out loss), one line per training run."""
-    points = [point for curve in curves.values() for point in curve]
-    figure, axes = blank_figure(points, (7, 3))
-    for name, curve in curves.items():
-        steps, losses = zip(*curve, strict=True)
-        axes.plot(steps, losses, marker="o", label=name)
-    axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
-    axes.locator_params(axis="x", integer=True)
-    legend_beside(axes)
-    return figure
+# --- budgets --------------------------------------------------------------------------------------
 
 
-class Change(Protocol):
-    """A measured change with its interval; whatever has these three numbers can be drawn."""
+@page()
+def budget_chart(
+    budgets: dict[str, Budget],
+    *,
+    title: str | None = None,
+    source: str = BY_ARITHMETIC,
+    limits: dict[str, int] | None = None,
+) -> Any:
+    """Draw predicted peaks as stacked bars, one per step: which term does each recipe shrink?
 
-    difference: float
-    low: float
-    high: float
-
-
-def change_chart(changes: dict[str, Change]) -> Any:
-    """Draw changes of the held-out loss with their intervals, beside the line of no change."""
-    figure, axes = blank_figure(changes, (7, 0.35 * len(changes) + 1), bars=True)
-    for name, change in changes.items():
-        below = change.difference - change.low
-        above = change.high - change.difference
-        reach = [[below], [above]]  # two lengths: an interval need not be symmetric
-        axes.errorbar(change.difference, name, xerr=reach, fmt="o", color=RECIPE, capsize=4)
-    axes.axvline(0, color=REFERENCE, linewidth=1)
-    label = "change of the held-out loss, nats per token (left of the line: better)"
-    axes.set(xlabel=label, ymargin=0.15)
-    return figure
-
-
-def position_chart(curves: dict[str, list[float]], *, window: int, trained: int, title: str) -> Any:
-    """Draw the loss of every `window` tokens against their position in the text.
-
-    A line marks where the length of the training ends.
+    Args:
+        budgets: by the name of the step. The unit is MiB or GiB, by the largest of them.
+        title: the message.
+        source: at the bottom; by default that it is arithmetic.
+        limits: bytes of devices by name, drawn as lines: what is left of one fits.
+    Raises ValueError if there are no budgets.
     """
-    figure, axes = blank_figure(curves, (8, 3.2))
-    for name, losses in curves.items():
-        # Each loss is the mean of a window, so its point belongs into the middle.
-        middles = [(index + 0.5) * window for index in range(len(losses))]
-        axes.plot(middles, losses, label=name, alpha=0.8)
-    axes.axvline(trained, color=REFERENCE, linestyle="--", linewidth=1)
-    axes.set(
-        xlabel="position in the text (dashed: length of the training)",
-        ylabel="loss, nats per token",
+    unit = Unit(max((budget.peak for budget in budgets.values()), default=0))
+    at_peak = [budget.at_peak() for budget in budgets.values()]
+    terms = {}
+    for term in TERMS:
+        sizes = [unit.of(each.get(term, 0)) for each in at_peak]
+        if any(sizes):
+            terms[term] = sizes
+    return _stacked_chart(
+        list(budgets),
+        terms,
+        TERMS,
+        words=unit.words,
+        title=title or "What the predicted peak of each step consists of",
+        source=source,
+        heading=f"predicted bytes at the moment of the peak, {unit.name}",
+        limits={name: unit.of(size) for name, size in (limits or {}).items()},
     )
-    legend_beside(axes)
-    figure.suptitle(title, fontsize=11)
-    return figure
+
+
+@page()
+def operator_chart(
+    profiles: dict[str, dict[str, float]],
+    *,
+    title: str | None = None,
+    source: str | None = None,
+    limits: dict[str, float] | None = None,
+) -> Any:
+    """Draw in which kinds of operators the time of a step goes: a stacked bar per row.
+
+    Args:
+        profiles: {name of the row: {kind of operator: seconds}}, see `core.operator_profile`.
+        limits: seconds by the name of the row that the step takes at the machine's own rate of
+            matrix products; drawn as ticks.
+    Raises ValueError if there are no profiles.
+    """
+    totals: dict[str, float] = {}
+    for profile in profiles.values():
+        for kind, seconds in profile.items():
+            totals[kind] = totals.get(kind, 0) + seconds
+    # The kind that takes most comes first; what is left over always comes last.
+    kinds = sorted(totals, key=totals.__getitem__, reverse=True)
+    kinds.sort(key=_is_rest)
+    parts = {kind: [profile.get(kind, 0.0) for profile in profiles.values()] for kind in kinds}
+    colors = dict(zip(kinds, OPERATOR_COLORS * len(kinds), strict=False))
+    colors |= {kind: REFERENCE for kind in kinds if _is_rest(kind)}
+    return _stacked_chart(
+        list(profiles),
+        parts,
+        colors,
+        words=three_digits,
+        title=title or "Where the time of a step goes",
+        source=measured_here() if source is None else source,
+        heading="seconds per step, by kind of operator",
+        ticks=limits or {},
+    )
+
+
+OPERATOR_COLORS = LINES[1:]
+
+
+def _is_rest(kind: str) -> bool:
+    return kind.startswith(("other", "rest", "everything else"))
 
 
 # --- lengths --------------------------------------------------------------------------------------
 
 
-def length_chart(rows: list[dict[str, Any]], *, title: str) -> Any:
+@page()
+def length_chart(
+    rows: Sequence[dict[str, Any]], *, title: str | None = None, source: str | None = None
+) -> Any:
     """Draw the rows of a ladder of lengths or of a recorded results file.
 
-    The axis is logarithmic: recipes multiply the length.
+    Each row says how many times the baseline's length it reaches.
+
+    Args:
+        rows: name, tokens and predicted_tokens, and where known group.
+        title: the message; by default how many times longer the longest is.
+        source: where the numbers are from; by default this machine and today.
+    Raises ValueError if there are no rows.
     """
-    figure, axes = blank_figure(rows, (9, 0.42 * len(rows) + 1.3), bars=True)
-    names = [row["name"] for row in rows]
+    rows = list(rows)
+    slots = Slots(rows)
     tokens = [row["tokens"] for row in rows]
-    predicted = [row["predicted_tokens"] for row in rows]
-    axes.barh(names, tokens, color=_bar_colors(len(rows)), height=BAR)
-    _draw_predictions(axes, predicted, names)
-    for position, length in enumerate(tokens):
-        _write_beside(axes, f"{length:,}", length, position, gap=8)
-    axes.set(
-        xscale="log",
-        xlabel="longest sequence that fits, tokens",
-        xlim=(min(tokens) / 2, max(tokens) * 2),
+    longest = max(tokens, default=0)
+    figure, axes = blank_figure(
+        rows,
+        (WIDTH, slots.inches + 0.3),
+        title=title or f"The longest sequence that fits: {longest:,} tokens",
+        source=measured_here() if source is None else source,
+        key=[Key("predicted before the search", ink(), "tick")],
+        bars=True,
     )
-    axes.legend(loc="upper right", frameon=False)
-    figure.suptitle(title, fontsize=11)
+    slots.write_names(axes)
+    predicted = [row.get("predicted_tokens") or 0 for row in rows]
+    axes.barh(slots.places, tokens, color=bar_colors(len(rows)), height=BAR)
+    draw_ticks(axes, predicted, slots.places)
+    labels = [f"{length:,}" for length in tokens]
+    for position in range(1, len(rows)):
+        labels[position] += f"  ×{_factor(tokens[position] / tokens[0])}"
+    ends = [max(pair) for pair in zip(tokens, predicted, strict=True)]
+    without_scale(axes, "longest sequence that fits, tokens")
+    slots.draw_zero(axes)
+    room_for_labels(axes, ends, labels, LABEL)
+    for end, place, label in zip(ends, slots.places, labels, strict=True):
+        write_beside(axes, label, end, place, fontsize=LABEL)
     return figure
 
 
-def growth_chart(curves: dict[str, dict[int, int]], *, fixed_bytes: int, limit_bytes: int) -> Any:
-    """Draw bytes beyond the fixed ones against tokens, both logarithmic.
+def _factor(ratio: float) -> str:
+    if ratio < 10:
+        return f"{ratio:.1f}"
+    return f"{ratio:,.0f}"
 
-    The legend gives the slope at the end. With a slope of 2, twice the tokens take four times the
-    memory.
-    """
-    figure, axes = blank_figure(curves, (8, 3.6))
-    for name, curve in curves.items():
-        tokens = sorted(curve)
-        grown = [(curve[length] - fixed_bytes) / GIB for length in tokens]
-        label = f"{name}: slope {slope(curve, fixed_bytes):.2f}"
-        axes.plot(tokens, grown, marker="o", markersize=3.5, label=label)
-    left_for_tokens = (limit_bytes - fixed_bytes) / GIB
-    label = f"the limit: {limit_bytes / GIB:.1f} GiB"
-    axes.axhline(left_for_tokens, color=REFERENCE, linestyle="--", linewidth=1, label=label)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="tokens in the sequence",
-        ylabel="GiB beyond weights and states",
+
+# --- what stacked charts have in common -----------------------------------------------------------
+
+
+def _stacked_chart(
+    names: list[str],
+    parts: dict[str, list[float]],
+    colors: dict[str, str],
+    *,
+    words: Callable[[float], str],
+    title: str,
+    source: str,
+    heading: str,
+    limits: dict[str, float] | None = None,
+    ticks: dict[str, float] | None = None,
+) -> Any:
+    """A stacked bar per name, with its parts and its sum as text."""
+    rows = [{"name": name} for name in names]
+    slots = Slots(rows)
+    key = [Key(part, colors[part]) for part in parts]
+    if ticks:
+        key.append(Key("at the machine's own rate of matrix products", ink(), "tick"))
+    figure, axes = blank_figure(
+        rows, (WIDTH, slots.inches + 0.5), title=title, source=source, key=key, bars=True
     )
-    legend_beside(axes)
+    slots.write_names(axes)
+    layers = stack(axes, slots.places, parts, colors)
+    sums = [sum(column) for column in zip(*parts.values(), strict=True)]
+    marks = [(ticks or {}).get(name, 0) for name in names]
+    draw_ticks(axes, marks, slots.places)
+    ends = [max(pair) for pair in zip(sums, marks, strict=True)]
+    labels = [words(total) for total in sums]
+    without_scale(axes, heading)
+    slots.draw_zero(axes)
+    room_for_labels(axes, ends, labels, LABEL)
+    for end, place, label in zip(ends, slots.places, labels, strict=True):
+        write_beside(axes, label, end, place, fontsize=LABEL, fontweight="bold")
+    for layer, (part, values) in zip(layers, parts.items(), strict=True):
+        label_segments(axes, layer, part, [words(value) for value in values], INSIDE)
+    _draw_limits(axes, limits or {}, slots.end)
     return figure
 
 
-def slope(curve: dict[int, int], fixed_bytes: int = 0) -> float:
-    """Exponent of the growth between the two longest lengths of a curve {tokens: bytes}.
-
-    `fixed_bytes` are there at any length, and do not grow.
-    """
-    before_last, last = sorted(curve)[-2:]
-    growth = (curve[last] - fixed_bytes) / (curve[before_last] - fixed_bytes)
-    return math.log(growth) / math.log(last / before_last)
-
-
-# --- what the bars of ladders have in common ------------------------------------------------------
-
-
-def _bar_colors(count: int) -> list[str]:
-    """The first row is the baseline, the others are recipes."""
-    return [REFERENCE] + [RECIPE] * (count - 1)
-
-
-def _draw_predictions(axes: Any, values: list[float], names: list[str], **options: Any) -> None:
-    """A tick on each bar where the arithmetic expected its end."""
-    axes.plot(values, names, "|", color=PREDICTED, markersize=15, label="predicted", **options)
-
-
-def _write_beside(axes: Any, text: str, x: float, y: float, *, gap: int) -> None:
-    """Text to the right of (x, y), `gap` points away, whatever the scale of the axis."""
-    axes.annotate(text, (x, y), (gap, 0), textcoords="offset points", va="center")
+def _draw_limits(axes: Any, limits: dict[str, float], end: float) -> None:
+    """A dashed line per device, as far as the axis reaches, with its name at the bottom."""
+    for name, limit in limits.items():
+        if limit < axes.get_xlim()[1]:
+            axes.axvline(limit, color=muted(), linestyle="--", linewidth=1)
+            axes.annotate(name, (limit, end - 0.4), (3, 2), textcoords="offset points", va="bottom")

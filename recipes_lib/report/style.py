@@ -1,32 +1,41 @@
-"""What all charts have in common: colours with one meaning each, a figure without frames, units.
+"""What all charts have in common: colours with one meaning each, numbers in words, sources.
 
-    figure, axes = blank_figure(rows, (9, 3), bars=True)
     axes.barh(names, sizes, color=RECIPE)
+    axes.set_title(Unit(max(sizes)).text(sizes[0]))
 
-A colour means the same in every chart: whoever has read one can read the next.
+A colour means the same in every chart: whoever has read one can read the next. The colours of terms
+stay apart for colour-blind readers, and no chart needs them alone: a segment, a line or a layer
+also carries its name or its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import datetime
+import re
 from typing import Any
+
+from recipes_lib.core.machine import GIB, machine
 
 MIB = 2**20
 
 # --- the palette ----------------------------------------------------------------------------------
 
 REFERENCE = "#9aa5b1"  # what others are compared with: the baseline, a limit, the line of no change
-RECIPE = "#2f6f9f"  # what a recipe was measured to take
-PREDICTED = "#1b1f24"  # what arithmetic expected, before anything was measured
-TIME = "#c9d3dc"  # seconds, beside the bytes that are the subject
+RECIPE = "#3b82c4"  # what a recipe was measured to take
+TIME = "#8fb3cf"  # seconds, beside the bytes that are the subject
+SHARE = "#b9cbd9"  # how much of what the machine can do was used
 
-# The terms of a budget, in the order in which they are stacked.
+# The terms of a budget, in the order in which they are stacked. The copies of an embedding are
+# a darker red than the gradients they become, gradients inside a block a paler yellow than the
+# activations they belong to.
 TERMS = {
-    "weights": "#8c7361",
-    "states": "#7b5ea7",
-    "gradients": "#d1495b",
-    "activations": "#edae49",
-    "loss": "#66a182",
+    "weights": "#535b6b",
+    "states": "#773ca4",
+    "gradients": "#c34243",
+    "embedding copies": "#691924",
+    "activations": "#e89a10",
+    "block gradients": "#f4da7d",
+    "loss": "#38a58b",
 }
 
 # The kinds of a timeline have the colours of a budget's terms. It cannot tell which bytes
@@ -36,44 +45,20 @@ KIND_COLORS = {
     "states": TERMS["states"],
     "gradients": TERMS["gradients"],
     "activations": TERMS["activations"],
-    "other": "#b8c4ce",
+    "other": "#b9c2cc",
 }
 
-# --- figures --------------------------------------------------------------------------------------
+# Lines of runs that are compared: the first is what the others are compared with.
+LINES = ("#535b6b", "#3b82c4", "#d9730d", "#38a58b", "#773ca4", "#c34243", "#c2a000")
+DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
 
+# --- the page -------------------------------------------------------------------------------------
 
-def blank_figure(
-    content: Collection[Any], size: tuple[float, float], *, bars: bool = False, **options: Any
-) -> tuple[Any, Any]:
-    """A figure of `size` inches without frames, and its axes.
+# A figure is a card: its own paper and ink keep it legible on a dark page as well.
+LIGHT = {"paper": "#fbfcfd", "ink": "#1f2328", "muted": "#59636e", "faint": "#d1d9e0"}
+DARK = {"paper": "#0d1117", "ink": "#f0f6fc", "muted": "#9198a1", "faint": "#3d444d"}
 
-    Args:
-        content: what will be drawn; only looked at to refuse a chart of nothing.
-        bars: the chart has horizontal bars with names: no left frame, and the first name on top.
-        options: of `matplotlib.pyplot.subplots`, for instance `ncols`.
-    Raises ValueError if there is nothing to draw.
-    """
-    if not content:
-        raise ValueError("there is nothing to draw: add a row or a point first")
-    import matplotlib.pyplot as plt  # here, because it takes long and few callers draw
-
-    figure, axes = plt.subplots(figsize=size, sharey=bars, layout="constrained", **options)
-    # A notebook shows what a cell returns. It would show a figure that is still open once more.
-    plt.close(figure)
-    for each in figure.axes:
-        each.spines[["top", "right"]].set_visible(False)
-        if bars:
-            each.spines["left"].set_visible(False)
-            each.tick_params(axis="y", length=0)
-    if bars:
-        figure.axes[0].invert_yaxis()  # the axes share it: once turns all of them
-    return figure, axes
-
-
-def legend_beside(axes: Any) -> None:
-    """Put the legend to the right of the axes: curves may go anywhere inside."""
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-
+DPI = 200  # two dots per point of a screen: sharp on every display
 
 # --- numbers --------------------------------------------------------------------------------------
 
@@ -87,3 +72,66 @@ def percent(change: float) -> str:
 def mib(size: float) -> str:
     """Bytes as whole MiB."""
     return f"{size / MIB:,.0f} MiB"
+
+
+class Unit:
+    """MiB or GiB, by the largest size of a chart: one unit per chart."""
+
+    def __init__(self, largest: float) -> None:
+        self.name = "MiB"
+        self.bytes = MIB
+        if largest >= 10 * GIB:
+            self.name = "GiB"
+            self.bytes = GIB
+
+    def of(self, size: float) -> float:
+        """Bytes in this unit."""
+        return size / self.bytes
+
+    def number(self, size: float) -> str:
+        """Bytes in this unit as text, without its name."""
+        return self.words(self.of(size))
+
+    def words(self, value: float) -> str:
+        """A number of this unit as text."""
+        if self.bytes == GIB and value < 100:
+            return f"{value:.1f}"
+        return f"{value:,.0f}"
+
+    def text(self, size: float) -> str:
+        """Bytes in this unit as text."""
+        return f"{self.number(size)} {self.name}"
+
+
+def three_digits(seconds: float) -> str:
+    """Seconds as text, with three digits at most: 0.042, 3.10, 12.4, 125."""
+    if seconds < 0.1:
+        return f"{seconds:.2g}"
+    if seconds < 10:
+        return f"{seconds:.2f}"
+    if seconds < 100:
+        return f"{seconds:.1f}"
+    return f"{seconds:,.0f}"
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+BY_ARITHMETIC = "computed from the model's shape before anything ran"
+
+
+def measured_here() -> str:
+    """The source line of what this process has measured."""
+    here = machine()
+    today = datetime.date.today().isoformat()
+    return measured_on({"name": here.name, "device": here.device, "cores": here.cores}, today)
+
+
+def measured_on(run: dict[str, Any], date: str | None = None) -> str:
+    """The source line of a recorded run, from the facts that are stored with it."""
+    # "Intel(R) Xeon(R) Processor @ 2.70GHz" becomes "Intel Xeon".
+    name = re.sub(r"\((R|TM)\)|@.*|\b(Processor|CPU)\b", " ", run["name"])
+    parts = [" ".join(name.split())]
+    if run["device"] == "cpu":
+        parts.append(f"{run['cores']} CPU cores")
+    parts.append(date or run["date"])
+    return "measured on " + ", ".join(parts)

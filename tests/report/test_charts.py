@@ -1,146 +1,142 @@
-"""What the charts draw, read back from the figures."""
-
-from collections import namedtuple
+"""What the charts of bars draw, read back from the figures."""
 
 import pytest
 from matplotlib.colors import to_hex
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.timeline import KINDS, Point, Timeline
-from recipes_lib.report.charts import (
-    budget_chart,
-    change_chart,
-    chart,
-    growth_chart,
-    length_chart,
-    loss_chart,
-    position_chart,
-    slope,
-    timeline_chart,
-)
-from recipes_lib.report.style import MIB, RECIPE, REFERENCE
-
-Change = namedtuple("Change", "difference low high")
+from recipes_lib.report.charts import budget_chart, chart, length_chart, operator_chart
+from recipes_lib.report.style import GIB, MIB, RECIPE, REFERENCE, TERMS
 
 
-def row(name, peak, predicted, seconds):
+def row(name, peak, predicted, seconds, **more):
     sizes = {"peak_bytes": peak * MIB, "predicted_bytes": predicted * MIB}
-    return {"name": name, **sizes, "seconds": seconds}
+    return {"name": name, **sizes, "seconds": seconds, **more}
 
 
 def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def legend(axes):
-    return [text.get_text() for text in axes.get_legend().get_texts()]
+def names(axes):
+    return {label.get_text(): label.get_position()[1] for label in axes.get_yticklabels()}
 
 
-def test_chart_draws_one_bar_per_row():
-    rows = [row("baseline", 1000, 950, 2.0), row("half", 500, 525, 14.0)]
-    memory, time = chart(rows, title="a machine").axes
-    assert [round(bar.get_width()) for bar in memory.patches] == [1000, 500]
-    assert memory.get_lines()[0].get_xdata().tolist() == [950, 525]
+def widths(axes):
+    """Where each bar ends, by its place: bars that do not start at zero would end elsewhere."""
+    return {bar.get_y() + bar.get_height() / 2: bar.get_width() for bar in axes.patches}
+
+
+def test_chart_draws_each_row_at_its_name_from_zero():
+    """Catches a heading that takes the place of a row, a cut axis, a tick on another row."""
+    rows = [row("baseline", 1000, 950, 2.0, group="alone"), row("half", 500, 525, 14.0, group="b")]
+    memory, time = chart(rows).axes
+    places = names(memory)
+    assert [*places] == ["baseline", "half", "alone", "b"]
+    assert places["alone"] < places["baseline"] < places["b"] < places["half"]
+    assert widths(memory) == {places["baseline"]: 1000, places["half"]: 500}
+    assert widths(time) == {places["baseline"]: 2.0, places["half"]: 14.0}
+    for axes in (memory, time):
+        assert axes.get_xlim()[0] == 0 and axes.get_xscale() == "linear"
+    ticks = {line.get_ydata().mean(): line.get_xdata()[0] for line in memory.get_lines()}
+    assert ticks == {places["baseline"]: 950, places["half"]: 525}
     assert texts(memory) == ["1,000", "500  (-50%)"]
     assert memory.texts[1].xy[0] == 525, "the text stands beside the tick where that is further"
-    assert [bar.get_width() for bar in time.patches] == [2.0, 14.0]
-    assert texts(time) == ["2", "14"]
+    assert texts(time) == ["2.00", "14.0"]
+
+
+def test_chart_shows_the_spread_and_ranks_nothing_within_it():
+    """Catches ends of a whisker that are swapped, and a ratio for a difference that is noise."""
+    spread = [(2.0, 1.8, 2.5), (2.3, 2.2, 2.9), (5.0, 4.0, 5.1)]
+    rows = [
+        row(str(number), 100, 100, middle, seconds_low=low, seconds_high=high)
+        for number, (middle, low, high) in enumerate(spread)
+    ]
+    _, time = chart(rows).axes
+    ends = [bars.get_segments()[0][:, 0].tolist() for bars in time.collections[:3]]
+    assert ends == [pytest.approx([low, high]) for _, low, high in spread]
+    assert texts(time) == ["2.00", "2.30  ≈", "5.00  2.50×"]
+    assert time.texts[0].xy[0] == 2.5, "the text does not lie on the whisker"
+
+
+def test_chart_leaves_a_share_out_that_nobody_knows():
+    """Catches an unknown share that reads as zero."""
+    rows = [row("a", 9, 9, 1, share_of_limit=0.75), row("b", 9, 9, 1, share_of_limit=None)]
+    _, _, share = chart(rows).axes
+    assert texts(share) == ["75%"]
+    assert [bar.get_width() for bar in share.patches] == [0.75]
+    assert len(chart([row("a", 9, 9, 1)]).axes) == 2, "a panel without any number"
+
+
+def budgets():
+    terms = dict.fromkeys(("carried", "block_gradients", "last_gradients"), 0)
+    terms |= {"weights": 10 * MIB, "states": 20 * MIB, "loss": 8 * MIB, "one_block": 3 * MIB}
+    forward = Budget(**terms, gradients=5 * MIB, activations=40 * MIB, embedding_gradient=MIB)
+    backward = Budget(**terms, gradients=50 * MIB, activations=0, embedding_gradient=4 * MIB)
+    return {"a": forward, "b": backward}
 
 
 def test_budget_chart_stacks_what_is_alive_at_the_peak():
-    """The mistake: terms of different moments are stacked, which are never alive together."""
-    terms = dict.fromkeys(("carried", "block_gradients", "last_gradients"), 0)
-    terms |= {"weights": 10, "states": 20, "loss": 8, "one_block": 3}
-    forward = Budget(**terms, gradients=5, activations=40, embedding_gradient=1)
-    backward = Budget(**terms, gradients=50, activations=30, embedding_gradient=4)
-    at_forward = {"weights": 10, "states": 20, "gradients": 0, "activations": 40, "loss": 8}
-    at_backward = {"weights": 10, "states": 20, "gradients": 54, "activations": 0, "loss": 0}
-    assert forward.at_peak() == at_forward
-    assert backward.at_peak() == at_backward
-    (axes,) = budget_chart({"a": forward, "b": backward}).axes
-    # Two bars per term, in the order of the terms: first those of a, then those of b.
-    widths = [round(bar.get_width() * MIB) for bar in axes.patches]
-    assert widths[0::2] == list(at_forward.values())
-    assert widths[1::2] == list(at_backward.values())
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
-    assert max(ends) * MIB == pytest.approx(max(forward.peak, backward.peak))
-    assert legend(axes) == list(at_backward)
+    """Catches terms of different moments on top of each other, and a term without a colour."""
+    (axes,) = budget_chart(budgets()).axes
+    colors = {color: term for term, color in TERMS.items()}
+    for name, place in names(axes).items():
+        bars = [bar for bar in axes.patches if bar.get_y() < place < bar.get_y() + bar.get_height()]
+        drawn = {colors[to_hex(bar.get_facecolor())]: bar.get_width() for bar in bars}
+        wanted = {term: size / MIB for term, size in budgets()[name].at_peak().items()}
+        assert {term: size for term, size in drawn.items() if size} == pytest.approx(
+            {term: size for term, size in wanted.items() if size}
+        )
+        ends = [bar.get_x() + bar.get_width() for bar in bars]
+        assert max(ends) * MIB == pytest.approx(budgets()[name].peak)
+    assert {"78", "84"} <= set(texts(axes)), "each bar ends with its sum"
 
 
-def test_loss_chart_draws_a_line_per_run():
-    (axes,) = loss_chart({"a": [(0, 4.0), (5, 3.0)], "b": [(0, 4.5), (5, 2.5)]}).axes
-    assert [line.get_label() for line in axes.get_lines()] == ["a", "b"]
-    assert axes.get_lines()[1].get_ydata().tolist() == [4.5, 2.5]
+def test_every_term_of_a_budget_has_a_color():
+    """Catches a term that is counted in the peak and missing in the picture."""
+    for moment in budgets()["a"].moments().values():
+        assert {"weights", "states", *moment} <= set(TERMS)
 
 
-def test_change_chart_draws_a_point_with_its_interval_per_run():
-    """The mistake: an interval that is not symmetric is drawn as if it were."""
-    changes = {"a": Change(-0.3, -0.5, -0.2), "b": Change(0.1, -0.1, 0.2)}
-    (axes,) = change_chart(changes).axes
-    bars = [bar for collection in axes.collections for bar in collection.get_segments()]
-    assert bars[0][:, 0].tolist() == pytest.approx([-0.5, -0.2])
-    assert bars[1][:, 0].tolist() == pytest.approx([-0.1, 0.2])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
-    assert axes.yaxis_inverted()
+def test_budget_chart_of_a_large_model_counts_in_gib():
+    """Catches labels of six digits, and a limit that is drawn in another unit than the bars."""
+    large = {
+        name: Budget(**{term: 800 * size for term, size in budget.terms().items()})
+        for name, budget in budgets().items()
+    }
+    (axes,) = budget_chart(large, limits={"24 GiB": 24 * GIB}).axes
+    assert "GiB" in axes.get_title(loc="left")
+    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(65.6, abs=1)
+    (limit,) = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert limit.get_xdata()[0] == 24
 
 
-def test_position_chart_puts_each_loss_into_the_middle_of_its_window():
-    figure = position_chart({"plain": [3.0, 4.0]}, window=512, trained=512, title="texts")
-    assert figure.axes[0].lines[0].get_xdata().tolist() == [256, 768]
+def test_operator_chart_keeps_the_seconds_of_each_row():
+    """Catches a kind that only one row has, and what is left over in the middle of the bars."""
+    profiles = {"a": {"other": 3.0, "matrix products": 2.0}, "b": {"casts": 1.0, "other": 0.5}}
+    (axes,) = operator_chart(profiles).axes
+    for name, place in names(axes).items():
+        bars = [bar for bar in axes.patches if bar.get_y() < place < bar.get_y() + bar.get_height()]
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(sum(profiles[name].values()))
+        assert bars[-1].get_width() == profiles[name]["other"]
+        assert to_hex(bars[-1].get_facecolor()) == REFERENCE
 
 
-def test_length_chart_is_logarithmic_and_marks_the_baseline():
+def test_length_chart_is_linear_and_says_how_many_times():
+    """Catches bars on a logarithmic axis, whose lengths mean nothing."""
     rows = [
         {"name": "plain", "tokens": 100, "predicted_tokens": 105},
         {"name": "better", "tokens": 2000, "predicted_tokens": 1900},
     ]
-    (axes,) = length_chart(rows, title="a machine").axes
-    assert axes.get_xscale() == "log"
+    (axes,) = length_chart(rows).axes
+    assert axes.get_xscale() == "linear" and axes.get_xlim()[0] == 0
     assert [bar.get_width() for bar in axes.patches] == [100, 2000]
-    assert texts(axes) == ["100", "2,000"]
-    colors = [to_hex(bar.get_facecolor()) for bar in axes.patches]
-    assert colors == [REFERENCE, RECIPE]
+    assert texts(axes) == ["100", "2,000  ×20"]
+    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [REFERENCE, RECIPE]
 
 
-def test_growth_chart_says_the_slope_at_the_end():
-    curves = {
-        "square": {10: 110, 100: 10_010, 1000: 10**6 + 10},
-        "line": {10: 20, 100: 110, 1000: 1010},
-    }
-    assert slope(curves["square"], 10) == pytest.approx(2)
-    (axes,) = growth_chart(curves, fixed_bytes=10, limit_bytes=10**6).axes
-    assert legend(axes) == ["square: slope 2.00", "line: slope 1.00", "the limit: 0.0 GiB"]
-
-
-def timeline():
-    def point(operator, phase, activations):
-        sizes = {"weights": 4 * MIB, "states": 8 * MIB, "gradients": 0, "other": 0}
-        return Point(operator, phase, sizes | {"activations": activations * MIB})
-
-    return Timeline([point(0, "forward", 0), point(50, "backward", 6), point(100, "backward", 0)])
-
-
-def test_timeline_chart_stacks_the_kinds_up_to_the_peak():
-    """Catches a kind that is missing in the stack, panels of unequal scale, a lost prediction."""
-    figure = timeline_chart(
-        {"plain": timeline(), "lean": timeline()}, predicted={"plain": 17 * MIB}
-    )
-    plain, lean = figure.axes
-    heights = [path.get_paths()[0].vertices[:, 1].max() for path in plain.collections[: len(KINDS)]]
-    assert max(heights) == 4 + 8 + 6
-    texts = [text.get_text() for text in plain.texts]
-    assert any("peak 18 MiB" in text and "activations 6" in text for text in texts)
-    assert {"forward", "backward", "predicted 17 MiB"} <= set(texts)
-    assert not any("predicted" in text.get_text() for text in lean.texts)
-    assert plain.get_ylim() == lean.get_ylim() and plain.get_ylim()[0] == 0
-
-
-def test_nothing_to_draw():
-    """The mistake: an empty frame, or an error from deep inside matplotlib."""
+@pytest.mark.parametrize("draw", [chart, length_chart, budget_chart, operator_chart])
+def test_nothing_to_draw(draw):
+    """Catches an empty frame, or an error from deep inside matplotlib."""
+    empty = {} if draw in (budget_chart, operator_chart) else []
     with pytest.raises(ValueError, match="nothing to draw"):
-        chart([], title="")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        loss_chart({"a": []})
-    for draw in (budget_chart, change_chart):
-        with pytest.raises(ValueError, match="nothing to draw"):
-            draw({})
+        draw(empty)

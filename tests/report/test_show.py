@@ -1,16 +1,16 @@
 """`show` prints today's code, without what the text of a notebook says anyway."""
 
-from recipes_lib.report.charts import chart
+from recipes_lib.report.labels import wrap
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.report.show import show
 
 
 def test_a_function_is_printed_without_its_docstring(capsys):
-    show(chart)
+    show(wrap)
     printed = capsys.readouterr().out
-    assert printed.startswith("def chart(")
-    assert "Draw the rows" not in printed
-    assert "blank_figure(" in printed
+    assert printed.startswith("def wrap(")
+    assert "The text in lines" not in printed
+    assert "text_width(" in printed
     assert "\n\n" not in printed
 
 

@@ -6,7 +6,7 @@ from recipes_lib.report import style
 
 
 def test_a_colour_has_one_meaning():
-    colors = [style.REFERENCE, style.RECIPE, style.PREDICTED, style.TIME, *style.TERMS.values()]
+    colors = [style.REFERENCE, style.RECIPE, style.TIME, style.SHARE, *style.TERMS.values()]
     assert len(set(colors)) == len(colors)
 
 
@@ -18,16 +18,18 @@ def test_percent(change, shown):
     assert style.percent(change) == shown
 
 
-def test_a_figure_is_closed_and_has_no_frame():
-    """The mistake: a notebook shows a figure twice that is still open."""
-    import matplotlib.pyplot as plt
+@pytest.mark.parametrize(
+    ("size", "text"), [(500 * 2**20, "500 MiB"), (20 * 2**30, "20.0 GiB"), (106 * 2**30, "106 GiB")]
+)
+def test_unit(size, text):
+    """The mistake: a number that was divided by MiB and says GiB."""
+    assert style.Unit(size).text(size) == text
 
-    before = plt.get_fignums()
-    figure, axes = style.blank_figure(["a bar"], (4, 2), bars=True)
-    assert plt.get_fignums() == before
-    assert figure.axes == [axes]
-    assert not axes.spines["left"].get_visible()
-    assert axes.yaxis_inverted(), "the first row is on top"
-    _, axes = style.blank_figure(["a point"], (4, 2))
-    assert axes.spines["left"].get_visible()
-    assert not axes.yaxis_inverted()
+
+def test_a_source_names_the_machine_of_the_run():
+    """The mistake: a recorded chart says that it was measured here and today."""
+    run = {"name": "Intel(R) Xeon(R) Processor @ 2.70GHz", "device": "cpu", "cores": 2}
+    source = style.measured_on(run | {"date": "2026-11-21"})
+    assert source == "measured on Intel Xeon, 2 CPU cores, 2026-11-21"
+    card = {"name": "NVIDIA L4", "device": "cuda", "cores": 8, "date": "2026-11-21"}
+    assert style.measured_on(card) == "measured on NVIDIA L4, 2026-11-21"

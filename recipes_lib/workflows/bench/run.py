@@ -169,7 +169,7 @@ def _timeline_of(arranged: Arranged) -> Timeline:
 def _draw(timelines: dict[str, Timeline], ladder: Ladder, path: Path) -> None:
     """Both timelines in one picture, with the predicted peaks as lines."""
     # matplotlib takes half a second, and most runs draw nothing.
-    from recipes_lib.report.charts import timeline_chart
+    from recipes_lib.report.timeline_chart import timeline_chart
 
     predicted = {row.name: row.predicted_bytes for row in ladder.rows}
     timeline_chart(timelines, predicted=predicted).savefig(path)
