@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arithmetic, cards, sentences, tables, traps
+from benchmarks import arithmetic, cards, page, sentences, tables, traps
 from benchmarks.record import LADDERS, RESULTS, newest, plain_name
 from recipes_lib.report.style import percent
 
@@ -229,7 +229,7 @@ def stale_texts() -> dict[Path, str]:
 
 def draw() -> None:
     """The README's pictures and the printed cheatsheet, from the same results as the numbers."""
-    from benchmarks import page, pictures  # here, because both take long to import
+    from benchmarks import pictures  # here, because it takes long to import
 
     pictures.draw()
     page.write()
@@ -237,20 +237,22 @@ def draw() -> None:
 
 def main(arguments: list[str]) -> int:
     """Write the texts, or only check them; gives the exit code."""
-    checking = "--check" in arguments
     only = [Path(given).resolve() for given in arguments if given != "--check"]
     stale = stale_texts()
     if only:
         stale = {path: text for path, text in stale.items() if path in only}
-    names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale) or "nothing"
-    if checking:
-        print(f"stale: {names}")
-        return int(bool(stale))
+    names = [path.relative_to(ROOT).as_posix() for path in stale]
+    if "--check" in arguments:
+        if not only and not page.is_current():
+            names.append("docs/cheatsheet.pdf")
+        print(f"stale: {', '.join(names) or 'nothing'}")
+        return int(bool(names))
+
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
     if not only:
         draw()
-    print(f"written: {names}")
+    print(f"written: {', '.join(names) or 'nothing'}")
     return 0
 
 

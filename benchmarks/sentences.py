@@ -187,8 +187,11 @@ def held_out_loss(facts: dict[str, Any]) -> str:
 
 
 def eight_bit_states(facts: dict[str, Any]) -> str:
-    sizes = [f"{library} {size:.2f} bytes" for library, size in facts["state_bytes"].items()]
-    return ", ".join(sizes)
+    sizes = [
+        f"{library.removesuffix(', fused')} {size:.2f}"
+        for library, size in facts["state_bytes"].items()
+    ]
+    return f"bytes per parameter: {', '.join(sizes)}"
 
 
 def pure_bf16(facts: dict[str, Any]) -> str:
@@ -216,10 +219,7 @@ def resume(facts: dict[str, Any]) -> str:
 
 def flash(facts: dict[str, Any]) -> str:
     slopes = facts["slopes"]
-    return (
-        f"the memory grows with the power {slopes['flash attention']:.2f} of the length, "
-        f"eager {slopes['baseline']:.2f}"
-    )
+    return f"memory grows as S^{slopes['flash attention']:.2f}, eager S^{slopes['baseline']:.2f}"
 
 
 def loss(facts: dict[str, Any]) -> str:
@@ -250,8 +250,8 @@ def curriculum(facts: dict[str, Any]) -> str:
     # The mean over the seeds of each schedule.
     reached = {name: statistics.fmean(seeds) for name, seeds in facts["curriculum"].items()}
     return (
-        f"loss on long rows {reached['curriculum']:.3f}, "
-        f"fixed length {reached['fixed length']:.3f}, at equal compute"
+        f"loss {reached['curriculum']:.2f}, fixed length {reached['fixed length']:.2f}, "
+        f"at equal compute"
     )
 
 

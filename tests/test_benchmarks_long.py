@@ -176,12 +176,12 @@ def test_notebook_04_in_numbers(tmp_path):
     assert "at 64 tokens" in table
     cells = {
         "everything combined": "CPU: 30.0× the baseline's length, 2.50× its time per token",
-        "flash": "CPU: the memory grows with the power 1.00 of the length, eager 1.50",
+        "flash": "CPU: memory grows as S^1.00, eager S^1.50",
         "loss": "CPU: 0.50× the memory and 0.50× the time of all logits; "
         "of `F.linear_cross_entropy` 0.25× the time with its default, "
         "0.50× the time with 256 rows",
         "sliding window": "CPU: 5.2× faster at 16,384 tokens, 6.5× fewer pairs",
-        "curriculum": "CPU: loss on long rows 2.375, fixed length 2.625, at equal compute",
+        "curriculum": "CPU: loss 2.38, fixed length 2.62, at equal compute",
         "rope": "CPU: loss at 12,288 tokens 5.00, with YaRN 1.20",
     }
     assert {name: render.cell("04", name, folder=tmp_path) for name in cells} == cells

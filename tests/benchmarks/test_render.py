@@ -182,6 +182,7 @@ def test_the_8_billion_line_is_arithmetic_on_any_machine():
 def test_the_command_writes_what_the_check_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(render, "ROOT", tmp_path)
     monkeypatch.setattr(render, "draw", lambda: None)
+    monkeypatch.setattr(render.page, "is_current", lambda: True)
     (tmp_path / "CHEATSHEET.md").write_text("no numbers")
     readme = tmp_path / "README.md"
     readme.write_text("<!--m 01 QLoRA of nobody-->stale<!--/m-->")
@@ -202,3 +203,7 @@ def test_the_command_writes_what_the_check_found(tmp_path, monkeypatch, capsys):
 def test_texts_show_the_recorded_numbers():
     stale = [path.name for path in render.stale_texts()]
     assert stale == [], "run: python -m benchmarks.render"
+
+
+def test_the_printed_page_shows_the_recorded_numbers():
+    assert render.page.is_current(), "run: python -m benchmarks.page"

@@ -1,0 +1,118 @@
+"""The README's picture: the ladder of notebook 01, on a light and on a dark page.
+
+python -m benchmarks.pictures      write docs/ladder-01.png and docs/ladder-01-dark.png
+
+It is drawn from the newest recorded run, and narrow: a phone shows it at half its width, and its
+words stay legible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import LADDERS, RESULTS, newest, plain_name
+from recipes_lib.report.bars import (
+    BAR,
+    Slots,
+    bar_colors,
+    draw_ticks,
+    room_for_labels,
+    without_scale,
+    write_beside,
+)
+from recipes_lib.report.charts import time_ratio
+from recipes_lib.report.figure import Key, blank_figure, ink, muted, page
+from recipes_lib.report.style import Unit, measured_on, percent
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PICTURES = {"ladder-01.png": False, "ladder-01-dark.png": True}  # by name: is its page dark?
+
+WIDTH = 7.0  # inches
+LARGER = 1.2  # than the letters of a chart in a notebook
+LETTERS = 11.5
+
+
+def draw(folder: Path = DOCS) -> list[Path]:
+    """Write the pictures, and return their paths; nothing if no run was recorded."""
+    run = newest(LADDERS["01"], "cpu", folder=RESULTS)
+    if run is None:
+        return []
+    folder.mkdir(exist_ok=True)
+    written = []
+    for name, dark in PICTURES.items():
+        with page(dark=dark):
+            figure = ladder_picture(run)
+        figure.savefig(folder / name)
+        written.append(folder / name)
+    return written
+
+
+def ladder_picture(run: dict[str, Any]) -> Any:
+    """Bars of the peaks with predictions as ticks; change and time of each row as text."""
+    rows = [row | {"name": plain_name(row["name"])} for row in run["rows"]]
+    slots = Slots(rows, size=LETTERS)
+    figure, axes = blank_figure(
+        rows,
+        (WIDTH, slots.inches + 0.4),
+        title=message(rows),
+        source=measured_on(run) + _remark(rows),
+        key=[Key("predicted before the run", ink(), "tick")],
+        larger=LARGER,
+        bars=True,
+    )
+    slots.write_names(axes)
+    _draw_peaks(axes, rows, slots)
+    _write_times(axes, rows, slots)
+    return figure
+
+
+def message(rows: Sequence[dict[str, Any]]) -> str:
+    """From the baseline's peak to that of all recipes together."""
+    first = rows[0]["peak_bytes"]
+    last = rows[-1]["peak_bytes"]
+    unit = Unit(first)
+    return f"One training step, recipe by recipe: {unit.number(first)} → {unit.text(last)}"
+
+
+def _remark(rows: Sequence[dict[str, Any]]) -> str:
+    if any(time_ratio(row, rows[0]) == "≈" for row in rows):
+        return "; ≈ where the times of several turns overlap"
+    return ""
+
+
+def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
+    peaks = [row["peak_bytes"] for row in rows]
+    unit = Unit(max(peaks))
+    bars = [unit.of(peak) for peak in peaks]
+    ticks = [unit.of(row.get("predicted_bytes") or 0) for row in rows]
+    axes.barh(slots.places, bars, color=bar_colors(len(rows)), height=BAR)
+    draw_ticks(axes, ticks, slots.places)
+    labels = [unit.number(peak) for peak in peaks]
+    for position in range(1, len(rows)):
+        labels[position] += f"  {percent(peaks[position] / peaks[0] - 1)}"
+    ends = [max(pair) for pair in zip(bars, ticks, strict=True)]
+    without_scale(axes, f"peak memory of tensors, {unit.name}")
+    axes.title.set_fontsize(LETTERS)
+    slots.draw_zero(axes)
+    room_for_labels(axes, ends, labels, LETTERS)
+    for end, place, label in zip(ends, slots.places, labels, strict=True):
+        write_beside(axes, label, end, place, fontsize=LETTERS)
+
+
+def _write_times(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
+    """A column at the right edge: the time of each row over the baseline's."""
+    column = {"xycoords": ("axes fraction", "data"), "ha": "right", "annotation_clip": False}
+    place = (1.16, slots.places[0])
+    axes.annotate("1×", place, va="center", fontsize=LETTERS, **column)
+    for row, y in zip(rows[1:], slots.places[1:], strict=True):
+        text = time_ratio(row, rows[0])
+        axes.annotate(text, (1.16, y), va="center", fontsize=LETTERS, **column)
+    heading = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right"}
+    axes.annotate("time", (1.16, 1), (0, 6), fontsize=LETTERS, color=muted(), **heading)
+
+
+if __name__ == "__main__":
+    for written in draw():
+        print(written)
