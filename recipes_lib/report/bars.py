@@ -23,9 +23,11 @@ class Slots:
     """Where the rows of a chart are: one below the other, each group below its heading.
 
     A row is a dictionary with a name and perhaps a group. Rows without any group have no heading.
+    `size` is that of the names, in points.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, rows: Sequence[dict[str, Any]], *, size: float = NAME_SIZE) -> None:
+        self.size = size
         self.names = [row["name"] for row in rows]
         self.places: list[float] = []
         self.headings: dict[str, float] = {}
@@ -48,7 +50,7 @@ class Slots:
     @property
     def inches(self) -> float:
         """The height that the rows need on paper."""
-        return ROW_INCHES * self.end + 0.1
+        return ROW_INCHES * self.end * self.size / NAME_SIZE + 0.1
 
     def write_names(self, axes: Any) -> None:
         """Names and headings as the labels of the axis, all from one left edge."""
@@ -56,8 +58,8 @@ class Slots:
         axes.set_yticks([*self.places, *self.headings.values()], names)
         axes.set_ylim(self.end - 0.4, -0.6)
         # A heading may be longer than the names: nothing else is in its line.
-        widths = [text_width(name, size=NAME_SIZE) for name in self.names]
-        axes.tick_params(axis="y", pad=max(widths) + 8, labelsize=NAME_SIZE, labelcolor=ink())
+        widths = [text_width(name, size=self.size) for name in self.names]
+        axes.tick_params(axis="y", pad=max(widths) + 8, labelsize=self.size, labelcolor=ink())
         for label in axes.get_yticklabels():
             label.set(ha="left", va="center")
             if label.get_text() in self.headings:

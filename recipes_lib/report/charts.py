@@ -146,16 +146,23 @@ def _draw_seconds(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> No
 
 
 def _time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
-    """The seconds, and the ratio to the baseline where the turns of the two do not overlap."""
-    words = three_digits(row["seconds"])
-    if row is first or not (_has_spread(row) and _has_spread(first)):
-        return words
-    overlap = (
-        row["seconds_low"] <= first["seconds_high"] and first["seconds_low"] <= row["seconds_high"]
-    )
-    if overlap:
-        return f"{words}  ≈"
-    return f"{words}  {row['seconds'] / first['seconds']:.2f}×"
+    return f"{three_digits(row['seconds'])}  {time_ratio(row, first)}".rstrip()
+
+
+def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """The time over the baseline's: "1.45×", or "≈" where the turns of the two do not differ."""
+    if row is first:
+        return ""
+    ratio = row.get("ratio") or row["seconds"] / first["seconds"]
+    if row.get("ratio_low") is not None:
+        same = row["ratio_low"] <= 1 <= row["ratio_high"]
+    elif _has_spread(row) and _has_spread(first):
+        slower = row["seconds_low"] > first["seconds_high"]
+        faster = row["seconds_high"] < first["seconds_low"]
+        same = not (slower or faster)
+    else:  # a run of the time before the turns: nothing is known about its spread
+        same = False
+    return "≈" if same else f"{ratio:.2f}×"
 
 
 def _draw_shares(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
@@ -235,7 +242,9 @@ def operator_chart(
     # The kind that takes most comes first; what is left over always comes last.
     kinds = sorted(totals, key=totals.__getitem__, reverse=True)
     kinds.sort(key=_is_rest)
-    parts = {kind: [profile.get(kind, 0.0) for profile in profiles.values()] for kind in kinds}
+    parts = {}
+    for kind in kinds:
+        parts[kind] = [profile.get(kind, 0.0) for profile in profiles.values()]
     colors = dict(zip(kinds, OPERATOR_COLORS * len(kinds), strict=False))
     colors |= {kind: REFERENCE for kind in kinds if _is_rest(kind)}
     return _stacked_chart(

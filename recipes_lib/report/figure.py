@@ -91,6 +91,7 @@ def blank_figure(
     source: str = "",
     key: Collection[Key] = (),
     bars: bool = False,
+    larger: float = 1.0,
     **options: Any,
 ) -> tuple[Any, Any]:
     """A figure whose axes take `size` inches, with its title, key and source around them.
@@ -100,13 +101,14 @@ def blank_figure(
         title: the message, in one sentence.
         source: where the numbers are from, at the bottom.
         key: what colours and marks mean, below the title.
+        larger: how much larger title, key and source are, for a picture that is shown small.
         bars: the chart has horizontal bars with names: no left frame, and the first name on top.
         options: of `Figure.subplots`, for instance `ncols`.
     Raises ValueError if there is nothing to draw.
     """
     if not content:
         raise ValueError("there is nothing to draw: add a row or a point first")
-    figure = Chart(size, title=title, source=source, key=key)
+    figure = Chart(size, title=title, source=source, key=key, larger=larger)
     axes = figure.subplots(sharey=bars, **options)
     for each in figure.axes:
         if bars:
@@ -138,16 +140,18 @@ class Chart(Figure):
         title: str | None = None,
         source: str = "",
         key: Collection[Key] = (),
-        title_size: float = TITLE_SIZE,
-        key_size: float = KEY_SIZE,
+        larger: float = 1.0,
     ) -> None:
         width, height = size
+        title_size = larger * TITLE_SIZE
+        key_size = larger * KEY_SIZE
+        source_size = larger * SOURCE_SIZE
         room = (width - 2 * EDGE) * POINTS
         title_lines = wrap(title or "", room, size=title_size, bold=True)
         key_lines = _lines_of_key(list(key), room, size=key_size)
-        source_lines = wrap(source, room, size=SOURCE_SIZE)
+        source_lines = wrap(source, room, size=source_size)
         above = EDGE + _inches(title_lines, title_size) + _inches(key_lines, key_size, 1.6)
-        below = EDGE + _inches(source_lines, SOURCE_SIZE)
+        below = EDGE + _inches(source_lines, source_size)
         total = height + above + below
         super().__init__(figsize=(width, total), layout="constrained")
         sides = EDGE / width
@@ -157,7 +161,7 @@ class Chart(Figure):
         self.message = title or ""
         self._write_title(title_lines, title_size)
         self._draw_key(key_lines, key_size, down=EDGE + _inches(title_lines, title_size, 1.45))
-        self._write_source(source_lines)
+        self._write_source(source_lines, source_size)
 
     def _write_title(self, lines: list[str], size: float) -> None:
         text = self.text(
@@ -185,13 +189,13 @@ class Chart(Figure):
             box.set_in_layout(False)
             self.add_artist(box)
 
-    def _write_source(self, lines: list[str]) -> None:
+    def _write_source(self, lines: list[str], size: float) -> None:
         width, height = self.get_size_inches()
         text = self.text(
             EDGE / width,
             0.7 * EDGE / height,
             "\n".join(lines),
-            fontsize=SOURCE_SIZE,
+            fontsize=size,
             color=muted(),
             va="bottom",
         )

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.report.charts import budget_chart, chart, length_chart, operator_chart
+from recipes_lib.report.charts import budget_chart, chart, length_chart, operator_chart, time_ratio
 from recipes_lib.report.style import GIB, MIB, RECIPE, REFERENCE, TERMS
 
 
@@ -56,6 +56,17 @@ def test_chart_shows_the_spread_and_ranks_nothing_within_it():
     assert ends == [pytest.approx([low, high]) for _, low, high in spread]
     assert texts(time) == ["2.00", "2.30  ≈", "5.00  2.50×"]
     assert time.texts[0].xy[0] == 2.5, "the text does not lie on the whisker"
+
+
+def test_a_ratio_of_turns_decides_before_the_seconds_do():
+    """Catches a slow quarter of an hour of the machine that reads like a slow recipe."""
+    first = row("a", 9, 9, 2.0, seconds_low=1.9, seconds_high=2.1)
+    slow = row("b", 9, 9, 3.0, seconds_low=2.9, seconds_high=3.1)
+    assert time_ratio(slow, first) == "1.50×"
+    turns = {"ratio": 1.02, "ratio_low": 0.97, "ratio_high": 1.08}
+    assert time_ratio(slow | turns, first) == "≈"
+    assert time_ratio(slow | turns | {"ratio_low": 1.01}, first) == "1.02×"
+    assert time_ratio(row("old", 9, 9, 4.0), row("first", 9, 9, 2.0)) == "2.00×"
 
 
 def test_chart_leaves_a_share_out_that_nobody_knows():
