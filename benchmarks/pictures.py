@@ -32,6 +32,8 @@ PICTURES = {"ladder-01.png": False, "ladder-01-dark.png": True}  # by name: is i
 WIDTH = 7.0  # inches
 LARGER = 1.2  # than the letters of a chart in a notebook
 LETTERS = 11.5
+EDGE = 1.19  # the right edge of the times, in widths of the axes
+IN_POINTS = {"xycoords": "axes fraction", "textcoords": "offset points"}
 
 
 def draw(folder: Path = DOCS) -> list[Path]:
@@ -93,8 +95,7 @@ def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None
     for position in range(1, len(rows)):
         labels[position] += f"  {percent(peaks[position] / peaks[0] - 1)}"
     ends = [max(pair) for pair in zip(bars, ticks, strict=True)]
-    without_scale(axes, f"peak memory of tensors, {unit.name}")
-    axes.title.set_fontsize(LETTERS)
+    without_scale(axes, f"peak memory of tensors, {unit.name}", size=LETTERS)
     slots.draw_zero(axes)
     room_for_labels(axes, ends, labels, LETTERS)
     for end, place, label in zip(ends, slots.places, labels, strict=True):
@@ -103,14 +104,12 @@ def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None
 
 def _write_times(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
     """A column at the right edge: the time of each row over the baseline's."""
-    column = {"xycoords": ("axes fraction", "data"), "ha": "right", "annotation_clip": False}
-    place = (1.16, slots.places[0])
-    axes.annotate("1×", place, va="center", fontsize=LETTERS, **column)
-    for row, y in zip(rows[1:], slots.places[1:], strict=True):
-        text = time_ratio(row, rows[0])
-        axes.annotate(text, (1.16, y), va="center", fontsize=LETTERS, **column)
-    heading = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right"}
-    axes.annotate("time", (1.16, 1), (0, 6), fontsize=LETTERS, color=muted(), **heading)
+    column = {"fontsize": LETTERS, "ha": "right", "annotation_clip": False}
+    axes.annotate("time", (EDGE, 1), (0, 6), color=muted(), **column, **IN_POINTS)
+    for row, place in zip(rows, slots.places, strict=True):
+        text = time_ratio(row, rows[0]) or "1×"
+        where = {"xycoords": ("axes fraction", "data"), "va": "center"}
+        axes.annotate(text, (EDGE, place), **column, **where)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from benchmarks.record import LADDERS, RESULTS, newest, plain_name
 from recipes_lib.report.style import percent
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_BREAK = "\u00a0"  # a space at which no line ends
 DEVICES = {"cpu": "cpu", "gpu": "cuda"}  # the name in a marker, and torch's
 
 # --- a block ------------------------------------------------------------------------------------
@@ -132,7 +133,8 @@ def cell_on(device: str, number: str, name: str, *, folder: Path = RESULTS) -> s
         if run is None:
             return ""
         text = row_in_words(run, name, in_tokens=number == "04")
-    return f"{where(run, newest(LADDERS[number], device, folder=folder))}: {text}"
+    machine = where(run, newest(LADDERS[number], device, folder=folder))
+    return f"{machine}:{NO_BREAK}{text}"
 
 
 def row_in_words(run: dict[str, Any], name: str, *, in_tokens: bool) -> str:
@@ -145,7 +147,9 @@ def row_in_words(run: dict[str, Any], name: str, *, in_tokens: bool) -> str:
         time = row["seconds"] / first["seconds"]
         return f"{length:.1f}× the baseline's length, {time:.2f}× its time per token"
     memory = percent(row["peak_bytes"] / first["peak_bytes"] - 1)
-    return f"{memory} peak, {sentences.time_in_words(row, first)} time"
+    parts = [f"{memory} peak", f"{sentences.time_in_words(row, first)} time"]
+    # In a narrow column a line ends between the two, and not inside of them.
+    return ", ".join(part.replace(" ", NO_BREAK) for part in parts)
 
 
 def where(run: dict[str, Any], latest: dict[str, Any]) -> str:
