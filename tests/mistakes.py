@@ -420,18 +420,18 @@ PRECISION = [
     ),
     mistake(
         "no random bits",
-        file="precision/pure_bf16.py",
+        file="core/rounding.py",
         right="    raw += bits\n",
         wrong="",
-        tests="precision/test_pure_bf16.py",
+        tests="core/test_rounding.py",
         suffers="Weights are cut off instead of rounded: small updates are lost.",
     ),
     mistake(
         "masters resumed in bf16",
-        file="precision/pure_bf16.py",
-        right="self.state[parameter][name] = value.to(parameter.device, copy=True)",
+        file="core/saved_states.py",
+        right="optimizer.state[parameter][name] = value.to(parameter.device, copy=True)",
         wrong="pass",
-        tests="precision/test_pure_bf16.py",
+        tests=["precision/test_pure_bf16.py", "precision/test_sixteen_bit_adam.py"],
         suffers="A resumed run loses the lower half of its masters.",
     ),
     mistake(
@@ -460,10 +460,10 @@ PRECISION = [
     ),
     mistake(
         "rounding of not-a-number",
-        file="precision/pure_bf16.py",
-        right="clean = values.nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf)",
-        wrong="clean = values.clone()",
-        tests="precision/test_pure_bf16.py",
+        file="core/rounding.py",
+        right="    values.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)\n",
+        wrong="",
+        tests="core/test_rounding.py",
         suffers="A weight that is not a number may become a number again.",
     ),
     mistake(

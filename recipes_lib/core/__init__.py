@@ -11,11 +11,15 @@ evaluation      losses, perplexity and answers on rows that were not trained on
 live_bytes      an exact account of the bytes of live tensors
 machine         what am I running on: device, memory, native bf16, versions, tier
 marks           what techniques leave on parameters and blocks for each other
+matrix_rate     how fast this device multiplies matrices: the limit of a step
 measure         seconds per step, peak bytes of tensors, dry runs, turns
 mixing          mix a class into one module of a model, and take it out again
 model           load a model, or random weights of a public shape
+operations      how many operations of matrix products a step needs
 plain_step      the arithmetic of a plain training step, before any recipe
 recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
+rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 bits
+saved_states    load an optimizer's states in the dtypes in which they were saved
 sizes           bytes of tensors, parameters and optimizer states
 timeline        memory over time: live bytes by kind and phase
 """

@@ -14,7 +14,7 @@ Idea       Store all four in bf16 and compute each step in fp32. The difficulty 
 
            The same happens to the averages: with beta2 = 0.999 a bf16 `exp_avg_sq` can rise but
            never fall, because 0.1% of it is under half a spacing. "stochastic" rounds weights and
-           averages alike.
+           averages alike; how, is in core/rounding.py.
 Saves      Bytes per parameter: 16 in fp32 -> 8 ("stochastic", "nearest"); "master" stays at 16. The
            activations are those of a bf16 model in all three.
 Costs      On a CPU a stochastic step takes several times as long as fused AdamW's. Each rounding
@@ -35,7 +35,6 @@ Source     Zamirai et al., "Revisiting BFloat16 Training", arXiv 2010.06192. Its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,42 +44,15 @@ from torch.optim.adamw import adamw
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.plain_step import require_adapters
-from recipes_lib.core.sizes import parts_needed
+from recipes_lib.core.rounding import random_bits, stochastic_round_
+from recipes_lib.core.saved_states import load_as_saved
 
 # Of each rounding: bytes of the states per parameter, and of the step per element of its chunk.
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}
-STEP_BYTES = {"stochastic": 22, "nearest": 0, "master": 4}
+STEP_BYTES = {"stochastic": 18, "nearest": 0, "master": 4}
 
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
-
-
-def stochastic_round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to one of the two bf16 neighbours, to the nearer more often.
-
-    bf16 is the upper half of fp32. A random number below 2**16, added to the whole, carries into
-    the upper half with the probability (lower half) / 2**16; then the lower half is cut off. So
-    over all `bits` the mean is the value. What bf16 can represent stays, infinities and NaN
-    included. Above its largest number the upper neighbour is infinity, as in rounding to nearest.
-
-    Args:
-        values: fp32 [N]; bits: int32 [N] from `random_bits`.
-    """
-    # CUDA's NaN has all bits set: a carry would turn it into -0. Python's NaN, which this writes
-    # in its place, has a lower half of zeros.
-    clean = values.nan_to_num(nan=math.nan, posinf=math.inf, neginf=-math.inf)
-    raw = clean.view(torch.int32)
-    raw += bits
-    raw >>= 16
-    return raw.to(torch.int16).view(torch.bfloat16)
-
-
-def random_bits(count: int, *, generator: torch.Generator) -> torch.Tensor:
-    """Draw `count` int32 numbers from 0 to 2**16 - 1 on the generator's device."""
-    # Four of them come from each 64-bit number.
-    words = torch.empty(parts_needed(count, 4), dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)
-    return words.view(torch.uint16)[:count].to(torch.int32)
 
 
 @torch.no_grad()
@@ -211,14 +183,7 @@ class BF16AdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"the checkpoint has rounding {saved}, this optimizer {own}: make it with the same"
             )
-        super().load_state_dict(state_dict)
-        # That has cast every state to its parameter's dtype, fp32 masters to bf16. So the states
-        # are taken over once more, as they were saved.
-        for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
-            for number, parameter in zip(theirs["params"], ours["params"]):
-                for name, value in state_dict["state"].get(number, {}).items():
-                    if torch.is_tensor(value):
-                        self.state[parameter][name] = value.to(parameter.device, copy=True)
+        load_as_saved(self, state_dict)
         self._seeds.set_state(state_dict["seeds"].cpu())
 
 
@@ -260,7 +225,7 @@ def _step(
     bits = random_bits(len(gradient) + 2 * SPARE, generator=generator)
     for number, (part, value) in enumerate(zip(parts, values)):
         start = number * SPARE
-        part.copy_(stochastic_round(value, bits[start : start + len(value)]))
+        part.copy_(stochastic_round_(value, bits[start : start + len(value)]))
 
 
 def _fused_adamw(
