@@ -25,6 +25,7 @@ import subprocess
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,6 +129,58 @@ def _cpu() -> Machine:
 def fast() -> bool:
     """True under `RECIPES_FAST=1`: the small sizes that CI uses."""
     return os.environ.get("RECIPES_FAST", "0") not in ("", "0")
+
+
+class Sizes(SimpleNamespace):
+    """The sizes of a notebook as attributes; `tier` says for which kind of machine."""
+
+    def __str__(self) -> str:
+        width = max(map(len, vars(self)))
+        lines = [f"{name:<{width}}  {_size(value)}" for name, value in vars(self).items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def choose_sizes(
+    *,
+    fast: dict[str, Any],
+    cpu: dict[str, Any],
+    gpu16: dict[str, Any],
+    gpu24: dict[str, Any],
+    gpu80: dict[str, Any],
+) -> Sizes:
+    """The sizes for this machine, as attributes: one of a notebook's dicts, by FAST and the tier.
+
+        sizes = choose_sizes(fast=dict(batch=2), cpu=dict(batch=8), gpu16=dict(batch=16), …)
+        sizes.batch
+
+    It is the only place where FAST and the tier enter a notebook.
+    Raises ValueError if the dicts name different sizes: a notebook would fail on one tier only.
+    """
+    choices = {"fast": fast, "cpu": cpu, "gpu16": gpu16, "gpu24": gpu24, "gpu80": gpu80}
+    names = set(cpu)
+    for tier, sizes in choices.items():
+        if set(sizes) != names:
+            differing = sorted(names ^ set(sizes))
+            raise ValueError(
+                f"{tier} and cpu do not both have {', '.join(differing)}: "
+                f"name the same sizes for every tier"
+            )
+    tier = "fast" if _fast() else machine().tier
+    return Sizes(tier=tier, **choices[tier])
+
+
+def _fast() -> bool:
+    """`fast`, for a function in which this name means something else."""
+    return fast()
+
+
+def _size(value: Any) -> str:
+    """Numbers with separators, everything else as it is."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
 
 
 def seed_everything(seed: int = 0) -> None:

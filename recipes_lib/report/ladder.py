@@ -22,6 +22,7 @@ import torch
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import Measurement, measure
+from recipes_lib.core.operations import step_operations
 from recipes_lib.core.timeline import Timeline
 from recipes_lib.report import charts
 from recipes_lib.report.ladder_text import (
@@ -91,6 +92,10 @@ class Ladder(Rows):
         super().__init__(name, folder=folder)
         self.tokens = tokens
         self.rates = {} if rates is None else rates
+        if self.rates:
+            # "float32": a JSON file knows no dtypes.
+            named = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.rates.items()}
+            self.facts["rates"] = named
         self.plans: dict[str, Budget] = {}
         self.timelines: dict[str, Timeline] = {}
         self._builds: dict[str, Build] = {}
@@ -153,6 +158,8 @@ class Ladder(Rows):
         )
         self.timelines[name] = measured.timeline
         operations = None
+        if predicted.shape is not None:
+            operations = step_operations(step.model, predicted.shape)
         return Row(
             name=name,
             predicted_bytes=predicted.peak,
@@ -271,7 +278,13 @@ class Ladder(Rows):
 
     def retime(self, name: str, seconds: float, *, tokens: int) -> None:
         """Give a row the time of steps on `tokens` that took turns with those of the other rows."""
-        self._change(name, seconds=seconds, tokens_per_second=tokens / seconds)
+        self._change(
+            name,
+            seconds=seconds,
+            seconds_low=None,
+            seconds_high=None,
+            tokens_per_second=tokens / seconds,
+        )
         self.save()
 
     # --- what it says ---

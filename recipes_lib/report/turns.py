@@ -111,4 +111,4 @@ def _seconds_of(name: str, step: ReadyStep) -> float | None:
 
 def _say_why(name: str, error: Exception) -> None:
     reason = textwrap.shorten(f"{type(error).__name__}: {error}", 60, placeholder=" …")
-    print(f"  {name} keeps its first time: {reason}", flush=True)
+    print(f"  {name} takes no more turns: {reason}", flush=True)

@@ -1,11 +1,20 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from recipes_lib.core import machine as module
-from recipes_lib.core.machine import TIERS, fast, machine, provenance, runs_dir, seed_everything
+from recipes_lib.core.machine import (
+    TIERS,
+    choose_sizes,
+    fast,
+    machine,
+    provenance,
+    runs_dir,
+    seed_everything,
+)
 
 
 @pytest.fixture
@@ -92,3 +101,25 @@ def test_commit_is_none_outside_git(monkeypatch):
 def test_import_does_not_start_cuda():
     code = "import recipes_lib.core.machine, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+SIZES = {tier: {"batch": number, "tokens": 1024} for number, tier in enumerate(["fast", *TIERS])}
+
+
+def test_sizes_follow_fast_and_the_tier(monkeypatch):
+    """The mistake: FAST on a machine with a GPU takes the GPU's sizes, and CI runs for hours."""
+    monkeypatch.setenv("RECIPES_FAST", "1")
+    assert choose_sizes(**SIZES).batch == 0
+    monkeypatch.setenv("RECIPES_FAST", "0")
+    for number, tier in enumerate(TIERS, 1):
+        here = replace(machine(), tier=tier)
+        monkeypatch.setattr(module, "machine", lambda here=here: here)
+        sizes = choose_sizes(**SIZES)
+        assert sizes.batch == number
+        assert str(sizes).splitlines() == [f"tier    {tier}", f"batch   {number}", "tokens  1,024"]
+
+
+def test_every_tier_names_the_same_sizes():
+    """The mistake: a notebook that nobody runs on a T4 lacks a size there."""
+    with pytest.raises(ValueError, match="gpu16 and cpu do not both have batch"):
+        choose_sizes(**SIZES | {"gpu16": {"tokens": 1}})

@@ -1,11 +1,25 @@
 """The ladder of bytes: what its table compares, and that its file is whole after every row."""
 
+import gc
 import json
+import weakref
 
 import pytest
+import torch
 
+from recipes_lib.core.budget import TERMS, Budget, Shape
 from recipes_lib.core.measure import Measurement
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.operations import step_operations
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.memory.activation_checkpointing import (
+    apply_activation_checkpointing,
+    estimate_activation_checkpointing,
+)
+from recipes_lib.report import turns
 from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.ladder_text import HEADER, what_changes
 from recipes_lib.report.style import MIB
 
 
@@ -18,14 +32,14 @@ def ladder(tmp_path):
     return ladder
 
 
-def test_table_compares_with_the_previous_row_and_the_baseline(ladder):
-    """The mistake: both columns compare with the same row, or the error has the wrong sign."""
-    _, first, second, third = ladder.table()
-    assert first[3] == "-5.0%"
-    assert first[4:6] == ["", ""]
-    assert second[4:7] == ["-50%", "-50%", "4.00"]
-    assert third[4:6] == ["-50%", "-75%"]
-    assert third[7:] == ["", ""]  # neither tokens nor loss were given
+def test_table_compares_with_the_baseline(ladder):
+    """The mistake: a row is compared with the one above it, which may be another story."""
+    header, first, second, third = [dict(zip(HEADER, row, strict=True)) for row in ladder.table()]
+    assert list(header) == HEADER
+    assert (first["to baseline"], first["time"]) == ("", "1.00×")
+    assert (second["to baseline"], second["time"], second["s/step"]) == ("-50%", "2.00×", "4.00")
+    assert third["to baseline"] == "-75%"
+    assert (third["of limit"], third["loss"]) == ("", "")  # neither was given
     assert ladder.saved("less") == 0.75
 
 
@@ -95,6 +109,261 @@ def test_chart_shows_peaks_and_seconds_of_all_rows(ladder):
     memory, time = ladder.chart().axes
     assert [round(bar.get_width()) for bar in memory.patches] == [1000, 500, 250]
     assert [bar.get_width() for bar in time.patches] == [2.0, 4.0, 4.0]
+
+
+# --- climb ----------------------------------------------------------------------------------------
+
+SHAPE = Shape(batch=4, seq=64)
+RATE = 1e9
+
+
+def fresh():
+    torch.manual_seed(0)
+    return model_of_shape("tiny-llama", layers=8, device="cpu")
+
+
+def plain_step(model, optimizer):
+    ids = torch.arange(SHAPE.tokens).view(SHAPE.batch, SHAPE.seq) % 128
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def training(model):
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), plain_step
+
+
+def plain():
+    return training(fresh())
+
+
+def checkpointed():
+    return training(apply_activation_checkpointing(fresh()))
+
+
+def adapted():
+    return training(apply_lora(fresh(), rank=4, alpha=8))
+
+
+@pytest.fixture
+def climbing(tmp_path):
+    rates = {torch.float32: RATE}
+    return Ladder("steps", folder=tmp_path, tokens=SHAPE.tokens, rates=rates)
+
+
+def test_climb_measures_what_was_predicted(climbing):
+    model = fresh()
+    plan = budget_of(model, SHAPE)
+    operations = step_operations(model, SHAPE)
+    del model
+    row = climbing.climb("baseline", plain, predicted=plan, group="alone", dtype=torch.float32)
+    assert row.predicted_bytes == plan.peak == pytest.approx(row.peak_bytes, rel=0.05)
+    assert climbing.timelines["baseline"].peak == row.peak_bytes
+    assert climbing.plans["baseline"] == plan
+    assert row.operations == operations
+    assert row.share_of_limit == pytest.approx(operations / RATE / row.seconds)
+    assert row.tokens_per_second == SHAPE.tokens / row.seconds
+    saved = json.loads(climbing.path.read_text())
+    assert saved["rows"][0]["group"] == "alone"
+    assert saved["facts"]["rates"] == {"float32": RATE}
+
+
+def test_the_loss_is_that_of_the_second_step(climbing):
+    """AdamW makes its states in the first. A loss of another step compares unlike with unlike."""
+    model, optimizer, step = plain()
+    losses = [step(model, optimizer) for _ in range(2)]
+    row = climbing.climb("baseline", plain, predicted=budget_of(model, SHAPE))
+    assert row.loss == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_model_dies_with_the_row(climbing):
+    """The mistake: the ladder keeps the model for the turns, and the next row pays for it."""
+    alive = []
+
+    def watched():
+        model, optimizer, step = plain()
+        alive.append(weakref.ref(model))
+        return model, optimizer, step
+
+    climbing.climb("baseline", watched, predicted=budget_of(fresh(), SHAPE))
+    climbing.take_turns(rounds=1)
+    gc.collect()
+    assert [model() for model in alive] == [None, None]
+
+
+def test_climb_says_what_moved_and_whose_loss_it_is(climbing, capsys):
+    model = fresh()
+    plan = budget_of(model, SHAPE)
+    climbing.climb("baseline", plain, predicted=plan)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "  the peak is when backward begins"
+    assert lines[2].startswith("  measured 1") and "loss 4." in lines[2]
+
+    kept = estimate_activation_checkpointing(plan, model, SHAPE)
+    climbing.climb("activation checkpointing", checkpointed, predicted=kept)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "activations 10 → 2 MiB; the peak moves to: backward enters the first block" in text
+    assert "the baseline's to the last bit" in text
+
+    adapters = estimate_lora(plan, model, SHAPE, rank=4)
+    after = "activation checkpointing"
+    climbing.climb("LoRA", adapted, predicted=adapters, after=after)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 88 for line in lines)
+    assert "to that of activation checkpointing" in " ".join(" ".join(lines).split())
+
+
+def test_terms_that_are_alive_at_neither_peak_are_not_named():
+    """`last_gradients` of a plan without that moment would only be noise."""
+    old = plan_of(activations=100, last_gradients=50)
+    new = plan_of(activations=60, last_gradients=0)
+    text = what_changes(old, new)
+    assert text == "activations 100 → 60 MiB; the peak stays at: backward begins"
+    same = what_changes(old, old.change(activations=old.activations - 1))
+    assert same.startswith("no term changes by more than 1% of the peak")
+
+
+def test_a_step_that_is_skipped_does_not_warm_up():
+    """fp16 skips steps until its scale fits. Before that, the states are missing in the peak."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    taken = []
+
+    def skipped_twice(model, optimizer):
+        taken.append(model)
+        if len(taken) == 3:
+            optimizer.state["made"] = {}
+
+    turns.ReadyStep(lambda: ("model", optimizer, skipped_twice))
+    assert taken == ["model"] * 3
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def plan_of(**mebibytes):
+    terms = dict.fromkeys(TERMS, 0)
+    return Budget(**terms | {name: size * MIB for name, size in mebibytes.items()})
+
+
+class Named(torch.nn.Linear):
+    def __init__(self, name):
+        super().__init__(1, 1)
+        self.name = name
+
+
+def step_that(name, *, fails_from=10**6):
+    """A build of a step that takes no time, and fails after a while."""
+    taken = []
+
+    def step(model, optimizer):
+        taken.append(name)
+        if len(taken) > fails_from:
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    def build():
+        optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+        optimizer.state["made"] = {}
+        return Named(name), optimizer, step
+
+    return build
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of each step in its turn, in the order of the rounds."""
+    seconds = {}
+
+    def timed(step):
+        step()
+        return seconds[step.model.name].pop(0), None
+
+    monkeypatch.setattr(turns, "timed", timed)
+    return seconds
+
+
+def test_time_is_compared_within_a_round(climbing, clock):
+    """The machine is half as fast in the second round: no recipe may pay for that."""
+    clock |= {"baseline": [1.0, 2.0, 1.0], "other": [1.1, 2.2, 1.2]}
+    for name in clock:
+        climbing.climb(name, step_that(name), predicted=plan_of(weights=1))
+    climbing.take_turns(rounds=3)
+    row = climbing["other"]
+    assert (row.seconds, row.seconds_low, row.seconds_high, row.turns) == (1.2, 1.1, 2.2, 3)
+    assert (row.ratio, row.ratio_low, row.ratio_high) == pytest.approx((1.1, 1.1, 1.2))
+    assert row.tokens_per_second == SHAPE.tokens / 1.2
+    assert climbing.table()[2][HEADER.index("time")] == "1.10× (1.10–1.20)"
+    assert climbing.table()[1][HEADER.index("time")] == "1.00× (1.00–2.00)"
+    assert json.loads(climbing.path.read_text())["rows"][1]["seconds"] == 1.2
+
+
+def test_a_row_that_fails_keeps_its_first_time(climbing, clock, capsys):
+    """The warm-up and the step under the account are two steps: the first turn is the fourth."""
+    clock |= {"baseline": [1.0, 1.0], "fails": [1.0, 1.0], "other": [3.0, 3.0]}
+    climbing.climb("baseline", step_that("baseline"), predicted=plan_of(weights=1))
+    climbing.climb("fails", step_that("fails", fails_from=3), predicted=plan_of(weights=1))
+    climbing.climb("other", step_that("other"), predicted=plan_of(weights=1))
+    first = climbing["fails"].seconds
+    climbing.take_turns(rounds=2)
+    assert climbing["fails"].seconds == first
+    assert climbing["fails"].turns == 0
+    assert climbing["other"].ratio == 3.0
+    assert "fails takes no more turns: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_keeps_its_finished_rounds(climbing, clock, monkeypatch):
+    """The mistake: the file is written when all rounds are done."""
+    clock |= {"baseline": [5.0, KeyboardInterrupt]}
+    climbing.climb("baseline", step_that("baseline"), predicted=plan_of(weights=1))
+
+    def stopped(step):
+        seconds = clock["baseline"].pop(0)
+        if seconds is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return seconds, None
+
+    monkeypatch.setattr(turns, "timed", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        climbing.take_turns(rounds=2)
+    assert json.loads(climbing.path.read_text())["rows"][0]["seconds"] == 5.0
+
+
+def test_rows_whose_models_fit_together_are_a_group():
+    """Models that keep 30 MiB each, and 10 MiB more at their peak; the fourth is too large."""
+    small = plan_of(weights=10, states=20, loss=10)
+    large = plan_of(weights=10, states=70, loss=10)
+    plans = {"baseline": small, "b": small, "c": small, "d": large, "e": small}
+    together = turns.groups_that_fit(plans, limit_bytes=1000 * MIB)
+    assert together == [["baseline", "b", "c", "d", "e"]]
+    # Two keep 60, and the largest peak is 40.
+    groups = turns.groups_that_fit(plans, limit_bytes=100 * MIB)
+    assert groups == [["baseline", "b"], ["baseline", "c"], ["baseline", "e"], ["d"]]
+    groups = turns.groups_that_fit(plans, limit_bytes=130 * MIB)
+    assert groups == [["baseline", "b", "c"], ["baseline", "e"], ["d"]]
+    assert turns.groups_that_fit(plans, limit_bytes=1) == [[name] for name in plans]
+
+
+def test_turns_without_a_build(ladder):
+    with pytest.raises(ValueError, match="no row can take turns"):
+        ladder.take_turns()
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def test_groups_have_a_heading(tmp_path):
+    """Before the first row of each group, once, as wide as the table."""
+    ladder = Ladder("steps", folder=tmp_path)
+    for name, group in [("baseline", "alone"), ("half", "alone"), ("all", "<together>")]:
+        ladder.add(name, Measurement(1.0, MIB, 10), predicted=MIB, group=group)
+    lines = str(ladder).splitlines()
+    assert lines[2].startswith("alone ──") and lines[5].startswith("<together> ──")
+    assert len(lines) == 2 + 3 + 2
+    page = ladder._repr_html_()
+    assert page.count("colspan") == 2
+    assert "&lt;together&gt;" in page
 
 
 def test_bad_input(ladder, tmp_path):
