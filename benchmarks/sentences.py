@@ -233,7 +233,7 @@ def loss(facts: dict[str, Any]) -> str:
             ratio = ways["ours"]["seconds"] / cost["seconds"]
             against_torch.append(f"{ratio:.2f}× the time with {options or 'its default'}")
     return (
-        f"{memory:.2f}× the memory and {time:.2f}× the time of all logits; "
+        f"ours takes {memory:.2f}× the memory and {time:.2f}× the time of all logits; "
         f"of `F.linear_cross_entropy` {', '.join(against_torch)}"
     )
 
