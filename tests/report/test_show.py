@@ -1,31 +1,50 @@
-"""`show` prints today's code, without what the text of a notebook says anyway."""
+"""`show` shows today's code, without what the text of a notebook says anyway."""
 
-from recipes_lib.report.labels import wrap
+from types import SimpleNamespace
+
+from recipes_lib.report import show as module
 from recipes_lib.report.ladder import Ladder
-from recipes_lib.report.show import show
+from recipes_lib.report.length_ladder import LengthLadder
+from recipes_lib.report.show import show, shown
 
 
 def test_a_function_is_printed_without_its_docstring(capsys):
-    show(wrap)
+    show(shown)
     printed = capsys.readouterr().out
-    assert printed.startswith("def wrap(")
-    assert "The text in lines" not in printed
-    assert "text_width(" in printed
-    assert "\n\n" not in printed
+    assert printed.startswith("def shown(*functions: Any) -> str:\n    sources = []\n")
+    assert "The lines that" not in printed
+    assert "# A method is indented" in printed  # comments stay
 
 
-def test_a_method_loses_its_indentation(capsys):
+def test_a_method_loses_its_indentation():
     """The mistake: the source of a method on its own is no valid Python, so it cannot be parsed."""
-    show(Ladder.append)
-    printed = capsys.readouterr().out
-    assert printed.startswith("def append(")
-    assert "Append a finished" not in printed
-    assert "    self.save()" in printed
+    code = shown(Ladder.append)
+    assert code.startswith("def append(")
+    assert "Append a finished" not in code
+    assert "    self.save()" in code
 
 
-def test_without_a_docstring_every_line_is_printed(capsys):
+def test_without_a_docstring_every_line_is_shown():
     def bare():
         return 1
 
-    show(bare)
-    assert capsys.readouterr().out == "def bare():\n    return 1\n"
+    assert shown(bare, bare) == "def bare():\n    return 1\n\n\ndef bare():\n    return 1"
+
+
+def test_a_method_of_a_class_keeps_its_docstring():
+    """Only that of what is shown goes: the text of a class explains its methods."""
+    code = shown(LengthLadder)
+    assert "How long a sequence" not in code
+    assert '"""One row as a sentence."""' in code
+
+
+def test_jupyter_gets_a_highlighted_block(monkeypatch, capsys):
+    """And text for what cannot show Markdown. A print on top would show the code twice."""
+    displayed = []
+    kernel = SimpleNamespace(kernel=object())
+    monkeypatch.setattr("IPython.get_ipython", lambda: kernel)
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: displayed.append(data))
+    show(module.in_markdown)
+    code = shown(module.in_markdown)
+    assert displayed == [{"text/markdown": f"```python\n{code}\n```", "text/plain": code}]
+    assert capsys.readouterr().out == ""
