@@ -18,7 +18,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check lint lab notebooks gpu clean
+.PHONY: help run test check lint lab notebooks texts gpu address clean
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,16 +44,24 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-lab: $(VENV)/.lab  ## Open JupyterLab in notebooks/
-	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+lab: $(VENV)/.lab  ## Open copies of the notebooks in JupyterLab: lab/ is yours, notebooks/ stays as it is
+	@$(PY) -m tools.lab
+	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/lab $(ARGS)
 
 notebooks: $(READY)  ## Rebuild notebooks/*.ipynb from notebooks/source, with outputs; NB=02 for one
 	@$(PY) notebooks/execute.py build $(or $(NB),all)
 
+texts: $(READY)  ## Write recorded numbers, pictures and the file map into README, cheatsheet and docs/
+	@$(PY) -m tools.file_map
+	@$(PY) -m benchmarks.render
+
 gpu: $(READY)  ## Measure every recipe on this machine's GPU: TIER=cpu, gpu16, gpu24 or gpu80 sets the sizes
 	@$(PY) -m benchmarks.gpu $(if $(TIER),--tier $(TIER)) $(ARGS)
 
-clean:  ## Remove the environment and all caches; runs/ stays
+address:  ## Write the repository's new address wherever the old one stands: REPO=owner/name
+	@$(PYTHON) -m tools.address "$(REPO)"
+
+clean:  ## Remove the environment and all caches; runs/ and lab/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""What the README and its companions promise is there: commands run, paths and links resolve."""
+"""What the README and the other pages promise is there: commands run, paths and links resolve."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from recipes_lib.cli.app import main
 from recipes_lib.core.default_model import resolve
 from recipes_lib.core.model import model_of_shape
-from tests.test_architecture import owner
+from recipes_lib.fine_tuning.qlora import quantized_layers
+from tools import file_map
 
 ROOT = Path(__file__).resolve().parents[1]
-README, CHEATSHEET, CONTRIBUTING = (
-    ROOT / f"{name}.md" for name in ("README", "CHEATSHEET", "CONTRIBUTING")
-)
+README = ROOT / "README.md"
+# Everything that is written for readers.
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Made by commands, not part of the repository.
-GENERATED = ("runs/", ".venv/")
+GENERATED = ("runs/", "lab/", ".venv")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
 
 
 def text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8")
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -41,17 +43,16 @@ def commands(path: Path) -> list[list[str]]:
     return [line for line in words if line]
 
 
-MAKE = [line for line in commands(README) if line[0] == "make"]
-PYTHON_M = [
-    line
-    for line in commands(README) + commands(CHEATSHEET)
-    if Path(line[0]).name in ("python", "python3") and line[1:3] == ["-m", "recipes_lib"]
-]
+COMMANDS = [line for page in PAGES for line in commands(page)]
+MAKE = [line for line in COMMANDS if line[0] == "make"]
+PYTHON_M = [line for line in COMMANDS if line[:3] == ["python", "-m", "recipes_lib"]]
 
 
-def test_readme_shows_the_main_commands():
+def test_pages_show_the_main_commands():
+    assert ["make", "run"] in commands(README), "the first command of a new reader"
     assert {"run", "test", "lab", "gpu"} <= {word for line in MAKE for word in line[1:]}
-    assert PYTHON_M, "no python -m recipes_lib …"
+    shown = {line[3] for line in PYTHON_M}
+    assert {"list", "bench", "doctor", "finetune"} <= shown
 
 
 @pytest.mark.parametrize("line", MAKE, ids=" ".join)
@@ -65,7 +66,7 @@ def test_make_targets_exist(line):
 def small_default_model(tmp_path_factory):
     """A cache folder whose "smollm2" has two narrow layers, and the tokenizer of the real one.
 
-    The lines of the README then run as they are written, in seconds. That the real model loads is
+    The lines of the pages then run as they are written, in seconds. That the real model loads is
     tested in tests/core, and the notebooks run the same commands with it.
     """
     cache = tmp_path_factory.mktemp("cache")
@@ -105,10 +106,11 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text(path), re.S | re.M)
 
 
-def test_python_examples_import_what_exists():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_examples_import_what_exists(page):
     """A moved file would leave an import line that fails for every reader."""
     missing = []
-    for block in python_blocks(README):
+    for block in python_blocks(page):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom):
                 module = importlib.import_module(node.module)
@@ -117,28 +119,45 @@ def test_python_examples_import_what_exists():
     assert missing == []
 
 
+def test_the_example_of_the_readme_trains(monkeypatch, small_default_model):
+    """As it is written: adapters get gradients, the base is in four bits, no logits are made."""
+    monkeypatch.setenv("RECIPES_CACHE", str(small_default_model))
+    (example,) = python_blocks(README)
+    names: dict = {}
+    exec(example, names)
+    model = names["model"]
+    tokens = torch.arange(24, device=model.device).reshape(2, 12)  # [B, S]
+    output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
+    assert output.loss.isfinite()
+    assert output.logits is None
+    assert quantized_layers(model)
+    trained = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    assert trained
+    assert [name for name in trained if "lora_" not in name] == []
+
+
 def repository_files() -> list[Path]:
-    top = [path for path in ROOT.iterdir() if path.name not in (".git", ".venv", "runs")]
+    top = [path for path in ROOT.iterdir() if path.name not in (".git", ".venv", "runs", "lab")]
     return top + [below for path in top if path.is_dir() for below in path.rglob("*")]
 
 
-def test_paths_in_the_readme_exist():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_the_pages_exist(page):
     inside = re.compile(r"^[\w.-]+(/[\w.-]+)*/?$")
-    tokens = {token for token in re.findall(r"`([^`\n]+)`", text(README)) if inside.match(token)}
-    paths = {
-        token
-        for token in tokens
-        if token.endswith((".py", ".md", ".ipynb", ".txt", ".toml", ".yml", "/"))
-        or (ROOT / token.split("/")[0]).is_dir()
-    }
-    # A file map may give a path below its folder's heading, so the end of a path is enough.
+    tokens = {token for token in re.findall(r"`([^`\n]+)`", text(page)) if inside.match(token)}
+    endings = (".py", ".md", ".ipynb", ".txt", ".toml", ".yml", "/")
+    paths = set()
+    for token in tokens:
+        if token.endswith(endings) or (ROOT / token.split("/")[0]).is_dir():
+            paths.add(token)
+    # A page may give a path below a folder that it has named, so the end of a path is enough.
     known = [f"/{path.relative_to(ROOT).as_posix()}" for path in repository_files()]
-    missing = [
-        token
-        for token in paths
-        if not token.startswith(GENERATED)
-        and not any(path.endswith("/" + token.rstrip("/")) for path in known)
-    ]
+    missing = []
+    for token in paths:
+        exists = any(path.endswith("/" + token.rstrip("/")) for path in known)
+        if not exists and not token.startswith(GENERATED):
+            missing.append(token)
     assert missing == []
 
 
@@ -149,15 +168,16 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip()).replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("path", [README, CHEATSHEET, CONTRIBUTING], ids=lambda path: path.name)
-def test_links_resolve(path):
-    assert path.exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_resolve(page):
     broken = []
-    for link in re.findall(r"\]\(<?([^)>\s]+)", text(path)):
+    links = re.findall(r"\]\(<?([^)>\s]+)", text(page))
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text(page))
+    for link in links + pictures:
         if re.match(r"\w+:", link):
             continue
         file, _, anchor = link.partition("#")
-        target = path.parent / file if file else path
+        target = page.parent / file if file else page
         if not target.exists() or (
             anchor and target.suffix == ".md" and anchor not in anchors(target)
         ):
@@ -165,9 +185,19 @@ def test_links_resolve(path):
     assert broken == []
 
 
-def test_file_map_lists_every_file():
-    """All but the parts of a technique, which have its name in front."""
-    every_file = (ROOT / "recipes_lib").rglob("[!_]*.py")
-    files = [path.name for path in every_file if owner(path) == path]
-    absent = [file for file in files if not re.search(rf"\b{re.escape(file)}", text(README))]
-    assert absent == []
+def test_a_marked_number_does_not_begin_a_line():
+    """A line that begins with a comment is HTML for GitHub: its **bold** would show its stars."""
+    for page in PAGES:
+        wrong = re.findall(r"^(?:> )?<!--m .*", text(page), re.MULTILINE)
+        assert wrong == [], page.name
+
+
+def test_no_page_speaks_of_results_that_do_not_exist():
+    """An empty place says nothing: no heading, no excuse."""
+    for page in PAGES:
+        words = re.findall(r"not measured|no such run|is recorded yet", text(page).lower())
+        assert words == [], page.name
+
+
+def test_the_file_map_is_of_today():
+    assert text(file_map.MAP) == file_map.file_map(), "run: make texts"

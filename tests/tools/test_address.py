@@ -1,0 +1,126 @@
+"""The repository has one address, and one command changes it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.address import change_address, main, present_address
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = "ada-lovelace/recipes_2.0"
+
+
+def repository_files() -> list[Path]:
+    """What belongs to the repository: known to git, or new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def files():
+    try:
+        return repository_files()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a checkout of git")
+
+
+@pytest.fixture
+def copy(tmp_path, files):
+    """The repository as it is, somewhere else."""
+    for path in files:
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    return tmp_path
+
+
+def test_a_new_address_replaces_the_old_one_and_nothing_else(copy, files):
+    """The mistakes: a place that the command does not know, and a file that it damages."""
+    old = present_address(ROOT)
+    changed = change_address(copy, NEW)
+    assert present_address(copy) == NEW
+    assert copy / "README.md" in changed
+    for path in files:
+        before = path.read_bytes()
+        after = (copy / path.relative_to(ROOT)).read_bytes()
+        assert old.encode() not in after, path
+        assert after == before.replace(old.encode(), NEW.encode()), path
+
+
+def test_every_notebook_is_found_and_cloned_at_the_address(files):
+    """One badge per notebook, and one line that clones the repository."""
+    address = present_address(ROOT)
+    for path in files:
+        if path.parent.name == "source" and path.suffix == ".py":
+            text = path.read_text(encoding="utf-8")
+            assert f"colab.research.google.com/github/{address}/blob/main/notebooks/" in text
+            assert f'"https://github.com/{address}"' in text
+
+
+def test_no_other_address_of_this_repository(files):
+    """The mistake: a link that somebody wrote with an address of before."""
+    name = "llm-training-recipes"
+    here = re.compile(
+        rf"github\.com/([\w-]+/{name})\b"
+        r"|colab\.research\.google\.com/github/([\w-]+/[\w.-]+?)/blob"
+        r"|git clone [^\n]*github\.com/([\w-]+/[\w.-]*\w)"
+    )
+    others = []
+    for path in files:
+        if path.suffix in (".md", ".py", ".ipynb", ".toml", ".yml", ".svg", ".html", ""):
+            for found in here.finditer(path.read_text(encoding="utf-8")):
+                address = "".join(part or "" for part in found.groups())
+                if address != present_address(ROOT):
+                    others.append(f"{path.relative_to(ROOT)}: {address}")
+    assert others == []
+
+
+# How a line that clones begins, and the same with the folder where it goes, by kind of file.
+CLONES = {
+    ".md": (r"^git clone .*", r"^git clone \S+ llm-training-recipes$"),
+    ".py": (r"\"clone\"", r"\"clone\", \"-q\", url, str\(code\)\]"),
+}
+
+
+def test_a_clone_goes_to_a_folder_with_a_name(files):
+    """The mistake: a repository of another name is cloned into a folder that no line looks for."""
+    clones = 0
+    for path in files:
+        if path.suffix == ".md" or (path.suffix == ".py" and path.parent.name == "source"):
+            begins, whole = CLONES[path.suffix]
+            text = path.read_text(encoding="utf-8")
+            right = re.findall(whole, text, re.MULTILINE)
+            assert len(right) == len(re.findall(begins, text, re.MULTILINE)), path
+            clones += len(right)
+    assert clones >= 4, "the README and three notebooks"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "recipes", "ada/", "ada/b/c", "ada/re cipes", "https://github.com/ada/recipes", "a/b.git"],
+)
+def test_what_is_no_address_changes_nothing(tmp_path, address):
+    settings = shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with pytest.raises(ValueError, match="give the owner and the name"):
+        change_address(tmp_path, address)
+    assert Path(settings).read_bytes() == (ROOT / "pyproject.toml").read_bytes()
+
+
+def test_make_address_without_an_address_says_what_to_give():
+    make = ["make", "address"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "make address REPO=ada/recipes" in done.stderr
+
+
+def test_a_missing_setting_says_where_it_belongs(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    monkeypatch.setattr("tools.address.ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"pyproject.toml has no line Repository"):
+        main([NEW])
