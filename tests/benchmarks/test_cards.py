@@ -23,6 +23,8 @@ In production `walk(slow=True)`.
 Source     A walker.
 
 Traps: this is no part of the source.
+
+    nor is this
 """
 
 
