@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import in_turns, measure
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.workflows.bench.run import LR, Bench
 
 LOSS_TOLERANCE = 1e-2  # two ways that train the same differ by rounding only
@@ -59,6 +63,22 @@ def recipe(technique: str) -> Arrange:
     return arrange
 
 
+def offloaded_checkpoints(model: Any, bench: Bench) -> Side:
+    """Of each block only the input is kept, and it waits elsewhere, as in the entry for offload.
+
+    The copies run beside the computation.
+    """
+    model = apply_activation_checkpointing(model)
+    plain_step = bench.plain(model)
+    elsewhere = "host" if model.device.type == "cuda" else "disk"
+
+    def step() -> float:
+        with offload_activations(model, to=elsewhere):
+            return plain_step()
+
+    return Side(step)
+
+
 # --- the libraries' side ------------------------------------------------------------------------
 
 
@@ -91,6 +111,17 @@ def transformers_checkpointing(model: Any, bench: Bench) -> Side:
         model.activation_checkpointing_enable()
     else:
         model.gradient_checkpointing_enable()
+    return Side(bench.plain(model))
+
+
+def transformers_offloaded_checkpoints(model: Any, bench: Bench) -> Side:
+    """`TrainingArguments(activation_checkpointing_kwargs={"offload": True})`, from 5.16 on.
+
+    Checkpoints without re-entry, which is its default, and the inputs of the blocks in pinned
+    memory. The copies run one after the other with the computation. There is nothing to tune.
+    """
+    model.train()  # without this, transformers does not checkpoint
+    model.activation_checkpointing_enable(offload=True)
     return Side(bench.plain(model))
 
 
@@ -169,7 +200,20 @@ def pairs() -> dict[str, Pair]:
     found = {}
     for technique, (name, arrange) in libraries.items():
         found[technique] = Pair(recipe(technique), name, arrange)
+    # On a CPU there is no pinned memory: PyTorch raises an error at the library's first block.
+    if machine().device == "cuda" and transformers_offloads_checkpoints():
+        found["activation_checkpointing_and_offload"] = Pair(
+            offloaded_checkpoints,
+            "transformers activation_checkpointing_enable(offload=True)",
+            transformers_offloaded_checkpoints,
+        )
     return found
+
+
+def transformers_offloads_checkpoints() -> bool:
+    """Whether this transformers can hold the checkpoints in host memory."""
+    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    return enable is not None and "offload" in inspect.signature(enable).parameters
 
 
 def compare(bench: Bench, ours: Arrange, library: Arrange, *, rounds: int = 9) -> dict[str, Any]:

@@ -7,8 +7,10 @@ import json
 import subprocess
 
 import pytest
+import torch
 
 from benchmarks import gpu, parts, versus
+from recipes_lib.workflows.bench.run import Bench
 
 # --- the measurements ---------------------------------------------------------------------------
 
@@ -95,6 +97,37 @@ def test_recipes_train_what_the_libraries_train(results):
         assert "failed" not in pair, pair
         assert pair["loss"]["recipe"] == pytest.approx(pair["loss"]["library"], abs=1e-4), technique
         assert pair["peak_ratio"] < 1.05, technique
+
+
+def test_offloaded_checkpoints_beside_those_of_transformers(monkeypatch):
+    """Only a GPU has this pair. Here the library's hooks run with memory that is not pinned.
+
+    The mistake: one of the two sides keeps everything, or moves nothing.
+    """
+    from transformers import modeling_utils
+
+    packed = []
+
+    class Counted(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory, device_type):
+            super().__init__(self.pack, lambda tensor: tensor)
+            assert pin_memory
+
+        def pack(self, tensor):
+            packed.append(tensor.shape)
+            return tensor
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", Counted)
+    bench = Bench("tiny-llama", 16, 64, micro_batches=16, layers=4)
+    found = versus.compare(
+        bench,
+        versus.offloaded_checkpoints,
+        versus.transformers_offloaded_checkpoints,
+        rounds=1,
+    )
+    assert found["loss"]["recipe"] == pytest.approx(found["loss"]["library"], abs=1e-5)
+    assert {shape for shape in packed if len(shape) == 3 and shape[0] == 16} == {(16, 64, 64)}
+    assert found["peak_ratio"] < 1  # theirs stay here, ours are on the disk
 
 
 def test_ways_that_train_something_else_are_not_timed():
