@@ -22,7 +22,7 @@ from recipes_lib.report.bars import (
     without_scale,
     write_beside,
 )
-from recipes_lib.report.charts import time_ratio
+from recipes_lib.report.charts import SAME, time_ratio
 from recipes_lib.report.figure import Key, blank_figure, ink, muted, page
 from recipes_lib.report.style import Unit, measured_on, percent
 
@@ -79,8 +79,8 @@ def message(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _remark(rows: Sequence[dict[str, Any]]) -> str:
-    if any(time_ratio(row, rows[0]) == "≈" for row in rows):
-        return "; ≈ where the times of several turns overlap"
+    if any(time_ratio(row, rows[0]) == SAME for row in rows):
+        return f"; {SAME} where turns do not differ"
     return ""
 
 

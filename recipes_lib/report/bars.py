@@ -76,9 +76,9 @@ def bar_colors(count: int) -> list[str]:
     return [REFERENCE] + [RECIPE] * (count - 1)
 
 
-def without_scale(axes: Any, heading: str) -> None:
+def without_scale(axes: Any, heading: str, *, size: float = 9.5) -> None:
     """Bars whose numbers stand beside them need no scale: a heading says what they are."""
-    axes.set_title(heading, fontsize=9.5, color=muted(), fontweight="normal")
+    axes.set_title(heading, fontsize=size, color=muted(), fontweight="normal")
     axes.tick_params(axis="x", bottom=False, labelbottom=False)
     axes.spines["bottom"].set_visible(False)
 

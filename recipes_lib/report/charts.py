@@ -29,7 +29,7 @@ from recipes_lib.report.bars import (
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, ink, muted, page
 from recipes_lib.report.style import (
     BY_ARITHMETIC,
-    LINES,
+    OPERATORS,
     REFERENCE,
     SHARE,
     TERMS,
@@ -40,6 +40,7 @@ from recipes_lib.report.style import (
     three_digits,
 )
 
+SAME = "≈"  # a time that does not differ from the baseline's by more than the turns do
 LABEL = 9.5  # the size of a label beside a bar
 INSIDE = 8  # the size of a label inside a bar
 
@@ -100,7 +101,8 @@ def _key_of_ladder(rows: Sequence[dict[str, Any]]) -> list[Key]:
     key = [Key("predicted before the run", ink(), "tick")]
     if any(_has_spread(row) for row in rows):
         key.append(Key("from the fastest to the slowest turn", ink(), "whisker"))
-        key.append(Key("its turns overlap the baseline's", ink(), "≈"))
+    if any(time_ratio(row, rows[0]) == SAME for row in rows):
+        key.append(Key("its turns do not differ from the baseline's", ink(), SAME))
     return key
 
 
@@ -162,7 +164,7 @@ def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> str:
         same = not (slower or faster)
     else:  # a run of the time before the turns: nothing is known about its spread
         same = False
-    return "≈" if same else f"{ratio:.2f}×"
+    return SAME if same else f"{ratio:.2f}×"
 
 
 def _draw_shares(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
@@ -245,7 +247,7 @@ def operator_chart(
     parts = {}
     for kind in kinds:
         parts[kind] = [profile.get(kind, 0.0) for profile in profiles.values()]
-    colors = dict(zip(kinds, OPERATOR_COLORS * len(kinds), strict=False))
+    colors = dict(zip(kinds, OPERATORS * len(kinds), strict=False))
     colors |= {kind: REFERENCE for kind in kinds if _is_rest(kind)}
     return _stacked_chart(
         list(profiles),
@@ -257,9 +259,6 @@ def operator_chart(
         heading="seconds per step, by kind of operator",
         ticks=limits or {},
     )
-
-
-OPERATOR_COLORS = LINES[1:]
 
 
 def _is_rest(kind: str) -> bool:

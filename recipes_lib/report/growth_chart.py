@@ -8,17 +8,19 @@ from typing import Any
 from recipes_lib.core.machine import GIB
 from recipes_lib.report.curves import draw_curves, name_ends
 from recipes_lib.report.figure import WIDTH, blank_figure, ink, muted, page
-from recipes_lib.report.style import measured_here
+
+# What `workflows.longest.search` does on either device.
+STEPS = "each point is one step under the memory account: a real one on a GPU, a dry one on a CPU"
 
 
 @page()
 def growth_chart(
-    curves: dict[str, dict[int, int]],
+    curves: dict[str, dict[int, int | None]],
     *,
     fixed_bytes: int,
     limit_bytes: int,
     title: str | None = None,
-    source: str | None = None,
+    source: str = STEPS,
 ) -> Any:
     """Draw the peak against the tokens, both logarithmic.
 
@@ -26,41 +28,48 @@ def growth_chart(
     beyond the fixed part.
 
     Args:
-        curves: {tokens: bytes} by name; the first is what the others are compared with.
+        curves: {tokens: bytes} by name, with None for a length that ran out of memory; the first
+            is what the others are compared with.
         fixed_bytes: there at any length: weights and states.
         limit_bytes: what the device has.
         title: the message.
-        source: where the numbers are from; by default this machine and today.
+        source: where the numbers are from.
     Raises ValueError if there are no curves.
     """
     figure, axes = blank_figure(
         curves,
         (WIDTH, 4),
         title=title or f"How memory grows with the text: what fits into {_gib(limit_bytes)}",
-        source=measured_here() if source is None else source,
+        source=source,
     )
     points = {}
     for name, curve in curves.items():
-        points[name] = [(tokens, curve[tokens] / GIB) for tokens in sorted(curve)]
+        points[name] = [(tokens, curve[tokens] / GIB) for tokens in sorted(_known(curve))]
     axes.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="peak, GiB")
     draw_curves(axes, points, marker="o", markersize=3.5)
+    axes.set_ylim(bottom=fixed_bytes / GIB / 2)  # room for the name of the fixed part
     _draw_level(axes, limit_bytes, f"the limit: {_gib(limit_bytes)}", ink(), up=3)
     _draw_level(axes, fixed_bytes, f"weights and states: {_gib(fixed_bytes)}", muted(), up=-11)
     _ticks_at_powers_of_two(axes, points)
     _draw_guides(axes)
-    ends = {name: f"{name}: $S^{{{slope(curves[name], fixed_bytes):.2f}}}$" for name in points}
+    ends = {name: f"{name}: slope {slope(curves[name], fixed_bytes):.2f}" for name in points}
     name_ends(axes, points, ends)
     return figure
 
 
-def slope(curve: dict[int, int], fixed_bytes: int = 0) -> float:
-    """Exponent of the growth between the two longest lengths of a curve {tokens: bytes}.
+def slope(curve: dict[int, int | None], fixed_bytes: int = 0) -> float:
+    """Exponent of the growth between the two longest known lengths of a curve {tokens: bytes}.
 
     `fixed_bytes` are there at any length, and do not grow.
     """
-    before_last, last = sorted(curve)[-2:]
-    growth = (curve[last] - fixed_bytes) / (curve[before_last] - fixed_bytes)
+    sizes = _known(curve)
+    before_last, last = sorted(sizes)[-2:]
+    growth = (sizes[last] - fixed_bytes) / (sizes[before_last] - fixed_bytes)
     return math.log(growth) / math.log(last / before_last)
+
+
+def _known(curve: dict[int, int | None]) -> dict[int, int]:
+    return {tokens: size for tokens, size in curve.items() if size is not None}
 
 
 def _gib(size: float) -> str:
@@ -111,7 +120,7 @@ def _draw_guides(axes: Any) -> None:
     x = low_x * (high_x / low_x) ** 0.06
     y = low_y * (high_y / low_y) ** 0.7
     reach = (high_x / low_x) ** 0.1
-    for exponent, name in ((1, "S"), (2, "S²")):
+    for exponent, name in ((1, "S: slope 1"), (2, "S²: slope 2")):
         top = (x * reach, y * reach**exponent)
         axes.plot([x, top[0]], [y, top[1]], color=muted(), linewidth=1)
         axes.annotate(

@@ -131,5 +131,6 @@ def position_chart(
         fontsize=9,
     )
     axes.set(xlabel="position in the text, tokens", ylabel="loss, nats per token", xlim=(0, end))
+    axes.xaxis.set_major_formatter("{x:,g}")
     name_ends(axes, points, {name: name for name in points})
     return figure

@@ -49,13 +49,16 @@ KIND_COLORS = {
 }
 
 # Lines of runs that are compared: the first is what the others are compared with.
-LINES = ("#535b6b", "#3b82c4", "#d9730d", "#38a58b", "#773ca4", "#c34243", "#c2a000")
+LINES = ("#6e7781", "#3b82c4", "#aa4e19", "#14aa55", "#0f214b", "#c060ad")
 DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
+
+# Kinds of operators, in the order of their time.
+OPERATORS = ("#3b82c4", "#9fd0c0", "#16425b", "#8fc1e3", "#2f7d6b", "#b9b98a", "#66763a", "#d6dfe6")
 
 # --- the page -------------------------------------------------------------------------------------
 
 # A figure is a card: its own paper and ink keep it legible on a dark page as well.
-LIGHT = {"paper": "#fbfcfd", "ink": "#1f2328", "muted": "#59636e", "faint": "#d1d9e0"}
+LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "faint": "#d1d9e0"}
 DARK = {"paper": "#0d1117", "ink": "#f0f6fc", "muted": "#9198a1", "faint": "#3d444d"}
 
 DPI = 200  # two dots per point of a screen: sharp on every display

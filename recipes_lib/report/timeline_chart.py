@@ -110,6 +110,7 @@ def _share_one_scale(
         axes.set_ylim(0, HEADROOM * top)
         axes.tick_params(axis="y", labelsize=SMALL)
         axes.locator_params(axis="y", nbins=4)
+        axes.yaxis.set_major_formatter("{x:,g}")
     for line in panels:
         for axes in line[1:]:  # the first of a line has the numbers for all
             axes.tick_params(axis="y", labelleft=False)

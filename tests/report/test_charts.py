@@ -41,7 +41,7 @@ def test_chart_draws_each_row_at_its_name_from_zero():
     assert ticks == {places["baseline"]: 950, places["half"]: 525}
     assert texts(memory) == ["1,000", "500  (-50%)"]
     assert memory.texts[1].xy[0] == 525, "the text stands beside the tick where that is further"
-    assert texts(time) == ["2.00", "14.0"]
+    assert texts(time) == ["2.00", "14.0  7.00×"]
 
 
 def test_chart_shows_the_spread_and_ranks_nothing_within_it():
