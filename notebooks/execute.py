@@ -2,13 +2,16 @@
 
 python notebooks/execute.py run 01      the executed notebook goes to runs/
 python notebooks/execute.py build all   and, when all its cells have run, to notebooks/
-python notebooks/execute.py prose 01    only the text changed: take it over, keep the outputs
+python notebooks/execute.py prose 01    only the text, or the code that `show` shows, changed:
+                                        take it over, keep all other outputs
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -21,6 +24,8 @@ from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
+
+from recipes_lib.report import show
 
 NOTEBOOKS = Path(__file__).resolve().parent
 ROOT = NOTEBOOKS.parent
@@ -142,7 +147,7 @@ def execute(source: Path) -> tuple[NotebookNode, int]:
 
 
 def refresh_prose(source: Path) -> None:
-    """Take over changed text and keep the outputs; only where no code changed."""
+    """Take over changed text and shown code, and keep the outputs; only where no code changed."""
     nb, path = build(source), NOTEBOOKS / f"{source.stem}.ipynb"
     new = [cell for cell in nb.cells if cell.cell_type == "code"]
     old = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
@@ -150,7 +155,84 @@ def refresh_prose(source: Path) -> None:
         sys.exit(f"{source.stem}: code changed, so it has to run again (build)")
     for cell, done in zip(new, old):
         cell.outputs, cell.execution_count = done.outputs, done.execution_count
+    for cell, codes in shown_code(nb):
+        refresh_shown(cell, codes, path)
     save(nb, path)
+
+
+# --- what `show` shows ----------------------------------------------------------------------------
+
+
+def shown_code(nb: NotebookNode) -> list[tuple[NotebookNode, list[str]]]:
+    """The cells that call `show`, each with the code that its calls would show today."""
+    imports: dict[str, str] = {}  # where each name of the package is from, so far
+    found = []
+    for cell in nb.cells:
+        if cell.cell_type != "code" or not can_be_parsed(cell.source):
+            continue
+        nodes = list(ast.walk(ast.parse(cell.source)))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recipes_lib"):
+                for alias in node.names:
+                    imports[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        shows = [call for call in calls if ast.unparse(call.func) == "show"]
+        if shows:
+            found.append((cell, [code_of(call, imports) for call in shows]))
+    return found
+
+
+def code_of(call: ast.Call, imports: dict[str, str]) -> str:
+    """What `show(loop.training_steps)` shows, if `loop` was imported from the package."""
+    functions = []
+    for argument in call.args:
+        name, *attributes = ast.unparse(argument).split(".")
+        if name not in imports:
+            raise ValueError(f"show({name}): it is not imported from recipes_lib by this name")
+        function = pkgutil.resolve_name(imports[name])
+        for attribute in attributes:
+            function = getattr(function, attribute)
+        functions.append(function)
+    return show.shown(*functions)
+
+
+def can_be_parsed(code: str) -> bool:
+    """Whether a cell is plain Python: one with a `!command` or a `%magic` is not."""
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return False
+    return True
+
+
+def refresh_shown(cell: NotebookNode, codes: list[str], path: Path) -> None:
+    """Put today's code into the outputs of a cell that calls `show`."""
+    blocks = [output for output in cell.outputs if is_code_block(output)]
+    if len(blocks) == len(codes):
+        for block, code in zip(blocks, codes):
+            block.data.update(show.in_markdown(code))
+    elif outdated(cell, codes):
+        sys.exit(f"{path.stem}: {cell.id} has printed older code, so it has to run again (build)")
+
+
+def outdated(cell: NotebookNode, codes: list[str]) -> list[str]:
+    """Which of `codes` the outputs of a cell do not show. Empty lines do not matter."""
+    shown = "\n".join(without_empty_lines(output_text(output)) for output in cell.outputs)
+    return [code for code in codes if without_empty_lines(code) not in shown]
+
+
+def output_text(output: NotebookNode) -> str:
+    """What an output shows as text: a stream, or every text form of a displayed value."""
+    displayed = [text for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
+    return "\n".join([output.get("text", ""), *displayed])
+
+
+def without_empty_lines(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if line.strip())
+
+
+def is_code_block(output: NotebookNode) -> bool:
+    return output.get("data", {}).get("text/markdown", "").startswith("```python")
 
 
 def pick(which: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -46,12 +47,6 @@ def outputs(notebook):
     return [output for cell in cells(notebook, "code") for output in cell.outputs]
 
 
-def output_text(output):
-    """What an output shows as text: a stream, or every text form of a displayed value."""
-    shown = [text for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
-    return "\n".join([output.get("text", ""), *shown])
-
-
 def test_notebook_equals_its_source(source, notebook):
     expected = [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells]
     actual = [(cell.cell_type, cell.source) for cell in notebook.cells]
@@ -73,6 +68,47 @@ def test_outputs_are_free_of_warnings(notebook):
 def test_shows_figures(notebook):
     figures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
     assert len(figures) >= 2
+
+
+def test_shown_code_is_todays(source, notebook):
+    """Functions change after a notebook ran, and its text then explains other lines."""
+    execute = load_execute()
+    found = [
+        f"{cell.id}: {code.splitlines()[0]}"
+        for cell, codes in execute.shown_code(notebook)
+        for code in execute.outdated(cell, codes)
+    ]
+    number = source.stem[:2]
+    assert found == [], f"run: python notebooks/execute.py prose {number} (or build {number})"
+
+
+def test_older_code_is_found_and_refreshed(source, notebook):
+    """In the form of today, without running anything; a printed one has to run again."""
+    execute = load_execute()
+    cell, codes = execute.shown_code(notebook)[0]
+    older = execute.show.in_markdown("def older(): ...")
+    cell.outputs = [nbformat.v4.new_output("display_data", dict(older)) for _ in codes]
+    assert execute.outdated(cell, codes) == codes
+    execute.refresh_shown(cell, codes, source)
+    assert execute.outdated(cell, codes) == []
+    cell.outputs = [nbformat.v4.new_output("stream", text="def older(): ...")]
+    with pytest.raises(SystemExit, match="has to run again"):
+        execute.refresh_shown(cell, codes, source)
+
+
+def test_every_call_of_show_is_found(source, notebook):
+    """The mistake: a call that the search does not see is never compared."""
+    calls = sum(len(re.findall(r"^\s*show\(", cell.source, re.M)) for cell in notebook.cells)
+    assert sum(len(codes) for _, codes in load_execute().shown_code(notebook)) == calls > 0
+
+
+@functools.cache
+def load_execute():
+    """notebooks/execute.py, which belongs to no package."""
+    spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS / "execute.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_headings_follow_the_template(notebook):
@@ -99,7 +135,10 @@ def test_colab_badge_opens_this_notebook(source, notebook):
 
 
 def test_nothing_names_the_machine(source, notebook):
-    texts = [source.read_text(encoding="utf-8"), *map(output_text, outputs(notebook))]
+    texts = [
+        source.read_text(encoding="utf-8"),
+        *map(load_execute().output_text, outputs(notebook)),
+    ]
     assert [match.group() for text in texts for match in LOCAL_PATH.finditer(text)] == []
 
 
