@@ -115,7 +115,7 @@ def transformers_checkpointing(model: Any, bench: Bench) -> Side:
 
 
 def transformers_offloaded_checkpoints(model: Any, bench: Bench) -> Side:
-    """`TrainingArguments(activation_checkpointing_kwargs={"offload": True})`, from 5.16 on.
+    """`TrainingArguments(activation_checkpointing_kwargs={"offload": True})`, since 5.17.
 
     Checkpoints without re-entry, which is its default, and the inputs of the blocks in pinned
     memory. The copies run one after the other with the computation. There is nothing to tune.

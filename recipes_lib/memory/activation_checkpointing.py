@@ -16,7 +16,9 @@ Use when   Activations are the largest term: long sequences, large batches, froz
 Not when   Weights, optimizer states or the loss set the peak: it costs time and saves nothing.
 In production   `model.gradient_checkpointing_enable()` (newer:
            `activation_checkpointing_enable()`) or `TrainingArguments(gradient_checkpointing=True)`:
-           every block, whole; torchtitan: selective.
+           every block, whole. `gradient_checkpointing_kwargs={"offload": True}` also moves the
+           blocks' inputs into host memory (transformers 5.17), `{"every_n_layers": k}` checkpoints
+           every k-th block. torchtitan: selective.
 Source     Chen et al., arXiv 1604.06174; "Current and New Activation Checkpointing Techniques in
            PyTorch", PyTorch blog, March 2025.
 

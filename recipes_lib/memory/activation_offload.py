@@ -14,8 +14,10 @@ Saves      What L-1 of L blocks save, but for `in_flight` storages that are on t
 Costs      Two transfers of every byte, which hide behind the computation if the link is fast.
 Use when   Checkpointing is not enough; on top of it only block inputs travel.
 Not when   Checkpointing is enough: it is simpler.
-In production   `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and TRL
-           `activation_offloading`.
+In production   All activations: `torch.autograd.graph.save_on_cpu(pin_memory=True)`; torchtune and
+           TRL `activation_offloading`. Only the inputs of checkpointed blocks, since transformers
+           5.17: `gradient_checkpointing_kwargs={"offload": True}` in `TrainingArguments`. Its
+           copies take turns with the computation. Without a GPU the first block raises an error.
 Source     torch.autograd.graph.saved_tensors_hooks, PyTorch docs; ZeRO-Infinity, arXiv 2104.07857.
 
 Traps: /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race

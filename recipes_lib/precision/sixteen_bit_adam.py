@@ -14,17 +14,20 @@ Idea       Store both averages in bf16, and compute each step in fp32 as before.
            average. `exp_avg` is rounded to nearest. The rule is the change that a step makes: an
            average with a beta of more than 0.9 is rounded stochastically.
 Saves      4 of the 16 bytes per parameter that weight, gradient and two fp32 averages take.
-Costs      The update is close to AdamW's, not equal: each average carries an error of up to 0.4%
-           of itself, or 0.8% where it is rounded stochastically. The step converts and rounds, in
-           chunks that stay in the cache.
+Costs      The update is close to AdamW's, not equal. `exp_avg` may stop up to 4% short of a
+           gradient that stays the same. `exp_avg_sq` has a random error with a standard deviation
+           of some 5%, half of that after the root. A step on a CPU takes about twice as long as
+           fused AdamW's. Its fp32 values are those of a chunk at a time.
 Use when   Full fine-tuning in fp32 or with mixed precision, where the states are a large term and
            8 bits are slow or not precise enough. It needs no library.
 Not when   With LoRA, whose states are small. Where 8-bit states do: they save 6 bytes instead of
            4. Under FSDP2, whose sharded parameters it does not take.
-In production   torchtitan `--optimizer.implementation fused_opt_states_bf16`, CUDA only; NVIDIA
-           Megatron `--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16`,
-           in Transformer Engine. As far as their sources show, both round to nearest.
-           `TrainingArguments(optim=…)` has no such optimizer: pass one to the Trainer.
+In production   torchtitan `--optimizer.implementation fused_opt_states_bf16`: PyTorch's fused AdamW
+           on CUDA with states made in bf16 before the first step; Megatron
+           `--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16`.
+           torchtitan's documentation mentions no stochastic rounding. In transformers
+           `optim="adamw_anyprecision"` needs torchdistX, which PyPI does not have; pass an
+           optimizer to the Trainer instead.
 Source     DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2: both averages in bf16.
            Stochastic rounding: Zamirai et al., arXiv 2010.06192.
 """
