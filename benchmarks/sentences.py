@@ -136,18 +136,14 @@ def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> float:
 
 
 def time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
-    """`time_ratio` of the median, and of the fastest and the slowest turn: 1.16× (1.05–1.30).
+    """The time against the first row's: the median of all turns, the lowest and the highest.
 
-    Without turns, as in runs before 2026-11-23, there is no spread to tell.
+    "1.16× (1.05–1.30)". Each turn is compared with the first row's turn of the same round. Without
+    turns, as in runs before 2026-11-23, there is no spread to tell.
     """
-    ratio = time_ratio(row, first)
-    low = row.get("seconds_low")
-    high = row.get("seconds_high")
-    if low is None or high is None:
-        return f"{ratio:.2f}×"
-    fastest = ratio * low / row["seconds"]
-    slowest = ratio * high / row["seconds"]
-    return f"{ratio:.2f}× ({fastest:.2f}–{slowest:.2f})"
+    if row is first or row.get("ratio") is None:
+        return f"{time_ratio(row, first):.2f}×"
+    return f"{row['ratio']:.2f}× ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
 
 
 def beside(production: dict[str, Any], library: str) -> str:

@@ -161,8 +161,9 @@ def _how_sure(run: dict[str, Any]) -> list[str]:
         if max(turns) > min(turns):
             count = f"{min(turns)} to {max(turns)}"
         return [
-            f"A time is the median of {count} turns, in brackets are the lowest and the highest; "
-            f"where the brackets of two rows overlap, neither is called faster."
+            f"A time is the median of {count} turns, each against the baseline's in the same "
+            f"round; in brackets are the lowest and the highest. Where the brackets of two rows "
+            f"overlap, neither is called faster."
         ]
     if run["device"] == "cpu":
         return [UNSURE]

@@ -68,6 +68,7 @@ def test_the_table_is_grouped_and_shows_the_spread(results):
         "together",
         "everything combined",
     ]
+    assert "| baseline | 1,000 MiB | 1,000 MiB |  | 1.00× | 75% |" in lines
     checkpointed = (
         "| activation checkpointing | 800 MiB | 800 MiB | -20% | 1.25× (1.12–1.50) | 60% |"
     )
