@@ -5,9 +5,9 @@ Idea       Store both averages in bf16, and compute each step in fp32 as before.
            that bf16 has 8 significant bits. A number keeps its value unless the step changes it by
            more than half a spacing, and that is 0.2 to 0.4% of the number:
 
-               average       keeps     a step changes it by     rounded to nearest
-               exp_avg       beta1     up to 10%, 1 - 0.9       follows the gradients
-               exp_avg_sq    beta2     up to 0.1%, 1 - 0.999    falls never: 0.999 rounds to 1
+                                gradients of 0 take off    rounded to nearest
+               exp_avg          1 - beta1 = 10%            it follows the gradients
+               exp_avg_sq       1 - beta2 = 0.1%           it never falls: 0.999 rounds to 1
 
            An average that cannot fall keeps the largest gradients of the past, and the weights
            move too little for ever. So `exp_avg_sq` is rounded stochastically, which is right on
@@ -16,8 +16,8 @@ Idea       Store both averages in bf16, and compute each step in fp32 as before.
 Saves      4 of the 16 bytes per parameter that weight, gradient and two fp32 averages take.
 Costs      The update is close to AdamW's, not equal. `exp_avg` may stop up to 4% short of a
            gradient that stays the same. `exp_avg_sq` has a random error with a standard deviation
-           of some 5%, half of that after the root. A step on a CPU takes about twice as long as
-           fused AdamW's. Its fp32 values are those of a chunk at a time.
+           of some 5% at beta2 = 0.999, half of that after the root. A step on a CPU takes about
+           twice as long as fused AdamW's. Only a chunk is in fp32 at a time.
 Use when   Full fine-tuning in fp32 or with mixed precision, where the states are a large term and
            8 bits are slow or not precise enough. It needs no library.
 Not when   With LoRA, whose states are small. Where 8-bit states do: they save 6 bytes instead of
@@ -26,8 +26,8 @@ In production   torchtitan `--optimizer.implementation fused_opt_states_bf16`: P
            on CUDA with states made in bf16 before the first step; Megatron
            `--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16`.
            torchtitan's documentation mentions no stochastic rounding. In transformers
-           `optim="adamw_anyprecision"` needs torchdistX, which PyPI does not have; pass an
-           optimizer to the Trainer instead.
+           `optim="adamw_anyprecision"` needs torchdistX from its repository; any other optimizer
+           is handed to the Trainer.
 Source     DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2: both averages in bf16.
            Stochastic rounding: Zamirai et al., arXiv 2010.06192.
 """

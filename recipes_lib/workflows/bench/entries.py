@@ -165,6 +165,17 @@ def eight_bit_adam(bench: Bench, model: Any) -> Arranged:
     return plain_training(bench, model, plan, optimizer=eight_bit_adamw(model, lr=LR))
 
 
+def sixteen_bit_adam(bench: Bench, model: Any) -> Arranged:
+    """AdamW with states of 16 bits beside fp32 weights."""
+    from recipes_lib.precision.sixteen_bit_adam import (
+        estimate_sixteen_bit_adam,
+        sixteen_bit_adamw,
+    )
+
+    plan = estimate_sixteen_bit_adam(bench.budget(model), model, bench.shape)
+    return plain_training(bench, model, plan, optimizer=sixteen_bit_adamw(model, lr=LR))
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -275,5 +286,6 @@ ENTRIES: dict[str, Callable[[Bench, Any], Arranged]] = {
     "optimizer_in_backward": optimizer_in_backward,
     "optimizer_offload": optimizer_offload,
     "qlora": qlora,
+    "sixteen_bit_adam": sixteen_bit_adam,
     "tiled_mlp": tiled_mlp,
 }
