@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import markdown
+from benchmarks import arithmetic, markdown
 from benchmarks.markdown import Cells, Section
 from benchmarks.record import LADDERS, machine_line, newest
 from benchmarks.typesetting import HEIGHT, MARGIN, SMALLEST, WIDTH, Sheet
@@ -164,7 +164,8 @@ def doctor(sheet: Sheet, section: Section, *, y: float) -> float:
             size = f"**{size}**"  # it fits
         steps.append(size)
     text = (
-        f"**Example: AdamW on 8 billion parameters in bf16, 4 × 2,048 tokens, on 24 GiB** "
+        f"**Example: AdamW on 8 billion parameters in bf16, {arithmetic.BATCH} × "
+        f"{arithmetic.TOKENS:,} tokens, on {arithmetic.CARD} GiB** "
         f"(arithmetic, not a run; bold fits): {' → '.join(steps)}"
     )
     return sheet.text(text, x=MARGIN, y=y, width=ACROSS)
