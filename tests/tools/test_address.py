@@ -53,6 +53,16 @@ def test_a_new_address_replaces_the_old_one_and_nothing_else(copy, files):
         assert after == before.replace(old.encode(), NEW.encode()), path
 
 
+def test_a_longer_name_is_another_repository(tmp_path):
+    """The mistake: a link to owner/name-data becomes one to a repository that does not exist."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    link = f"https://github.com/{present_address(ROOT)}"
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{link}-data {link}.")
+    change_address(tmp_path, NEW)
+    assert readme.read_text() == f"{link}-data https://github.com/{NEW}."
+
+
 def test_every_notebook_is_found_and_cloned_at_the_address(files):
     """One badge per notebook, and one line that clones the repository."""
     address = present_address(ROOT)
