@@ -330,10 +330,7 @@ growth_chart(curves, fixed_bytes=fixed, limit_bytes=limit)
 # %% [markdown]
 # Dots are steps, the dashed line is what the memory leaves for them. The baseline bends towards slope 2; all others towards slope 1, where twice the memory is twice the text, from below where gradients, which do not grow, are still a part. From there each recipe moves the line down, not its slope.
 #
-# The same notebook on a GPU:
-#
 # <!-- numbers:gpu-04 -->
-# *No such run is recorded yet: `make gpu` makes one, `python -m benchmarks.render` writes it here.*
 # <!-- end -->
 #
 # ## Part B: less time, another model

@@ -443,10 +443,9 @@ print(f"QLoRA takes {ladder['QLoRA'].seconds / ladder['LoRA'].seconds:.2f}× the
 ladder.chart()
 
 # %% [markdown]
-# Ticks are predictions. The same settings of an 8-billion shape on a GPU, beside the libraries:
+# Ticks are predictions.
 #
 # <!-- numbers:finetune-gpu -->
-# *No such run is recorded yet: `make gpu ARGS="--parts finetune"` makes one, `python -m benchmarks.render` writes it here.*
 # <!-- end -->
 #
 # ## What it costs, and when not to use it
