@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import markdown, page, traps
+from tests.test_architecture import ROOT, TECHNIQUES
 
 # GitHub shows some 840 pixels: 96 letters of code, or 90 in a table of four columns.
 WIDEST_CODE = 96
@@ -48,3 +49,11 @@ def test_scenarios_have_four_columns():
     assert {tuple(header[1:]) for header in scenarios} == {
         ("recipe", "measured", "production switch")
     }
+
+
+def test_every_technique_has_a_row():
+    """Its card comes by itself. A row with its symptom and its switch has to be written."""
+    rows = [line for line in page.TEXT.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    table = "\n".join(rows)
+    links = [path.relative_to(ROOT).as_posix() for path in TECHNIQUES]
+    assert [link for link in links if f"]({link})" not in table] == []
