@@ -100,7 +100,7 @@ def _gpu(tier: str) -> Machine:
         native_bf16=properties.major >= 8,
         cores=len(_cpu_affinity()),
         tier=tier or _tier_of(properties.total_memory),
-        versions=_versions(),
+        versions=_versions() | _gpu_versions(),
     )
 
 
@@ -218,6 +218,21 @@ def _versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    return found
+
+
+def _gpu_versions() -> dict[str, str]:
+    """Of the driver and of cuDNN, as far as they can be asked: both decide which kernels run."""
+    found = {}
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found["driver"] = answer.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        pass  # a container may come without the tool
+    cudnn = torch.backends.cudnn.version()
+    if cudnn is not None:
+        found["cudnn"] = str(cudnn)
     return found
 
 

@@ -190,7 +190,8 @@ def _findings_about(
     if enough is not None:
         first = enough.name
     findings.append(
-        f"Each row includes those above, and {1 - FITS:.0%} stays free. First that fits: {first}."
+        f"Each row includes those above; only adapters do without 8-bit states and the offload. "
+        f"{1 - FITS:.0%} of the memory stays free. First that fits: {first}."
     )
     return findings
 

@@ -6,6 +6,7 @@ top of those before it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,9 +116,10 @@ class Remedy:
 def remedies_for(model: Any, shape: Shape, *, memory_bytes: int) -> list[Remedy]:
     """The recipes in the order to try, each with the predicted peak of itself and all above it.
 
-    A recipe that saves nothing here is left out. The two with adapters start from the plain step on
-    another base, and take micro-batches, chunks and checkpoints from above. They do without 8-bit
-    states and the offload: adapters have few states to save.
+    A recipe that would not make the peak smaller here is left out, or its row says that the peak is
+    elsewhere. The two with adapters start from the plain step on another base, and take
+    micro-batches, chunks and checkpoints from above. They do without 8-bit states and the offload:
+    adapters have few states to save. Where that is more than the rows above, they are left out.
     """
     rows = _Rows(budget_of(model, shape), limit=FITS * memory_bytes)
     shape = _enough_micro_batches(rows, model, shape)
@@ -157,29 +159,44 @@ class _Rows:
     def fits(self, plan: Budget) -> bool:
         return plan.peak <= self.limit
 
-    def add(self, key: str, plan: Budget, *, name: str | None = None) -> None:
-        """Go on with `plan`; a row for it only if one of the peak's terms has become smaller."""
+    def add(self, key: str, plan: Budget, *, name: str | None = None) -> bool:
+        """Go on with `plan`, and add a row for it, if it makes a term of the budget smaller.
+
+        A plan with a larger peak is no remedy, and is left out. One with the same peak is kept: it
+        takes something away that would be the peak after the remedies below it. Its row says so.
+
+        Returns whether it goes on with `plan`.
+        """
         if name is None:
             name = key
-        before = self.plan.at_peak()
-        saves = []
-        for term in before:
-            old = getattr(self.plan, term)
-            new = getattr(plan, term)
-            if old > new:
-                saves.append(f"{term} {readable(old)} → {readable(new)}")
+        saves = _terms_saved(self.plan, plan)
+        if not saves or plan.peak > self.plan.peak:
+            return False
+        if plan.peak == self.plan.peak:
+            saves.append("the peak is elsewhere")
         self.plan = plan
-        if saves:
-            recipe = RECIPES[key]
-            remedy = Remedy(
-                name=name,
-                saves=", ".join(saves),
-                costs=recipe.costs,
-                where=recipe.where,
-                peak=plan.peak,
-                fits=self.fits(plan),
-            )
-            self.remedies.append(remedy)
+        recipe = RECIPES[key]
+        remedy = Remedy(
+            name=name,
+            saves=", ".join(saves),
+            costs=recipe.costs,
+            where=recipe.where,
+            peak=plan.peak,
+            fits=self.fits(plan),
+        )
+        self.remedies.append(remedy)
+        return True
+
+
+def _terms_saved(old: Budget, new: Budget) -> list[str]:
+    """The terms that are smaller: "states 14.9 GiB → 0.0 MiB"."""
+    saved = []
+    for term in ("weights", "states", "gradients", "activations", "loss"):
+        before = getattr(old, term)
+        after = getattr(new, term)
+        if after < before:
+            saved.append(f"{term} {readable(before)} → {readable(after)}")
+    return saved
 
 
 def _enough_micro_batches(rows: _Rows, model: Any, shape: Shape) -> Shape:
@@ -194,8 +211,10 @@ def _enough_micro_batches(rows: _Rows, model: Any, shape: Shape) -> Shape:
         split = replace(shape, micro_batches=count)
         plan = estimate_gradient_accumulation(plain, model, split)
         if rows.fits(plan) or split.rows == 1:
-            rows.add("micro-batches", plan, name=f"{count} micro-batches of {split.rows}")
-            return split
+            name = f"{count} micro-batches of {split.rows}"
+            if rows.add("micro-batches", plan, name=name):
+                return split
+    # One row only, or the gradients that stay between micro-batches cost more than they save.
     return shape
 
 
@@ -221,7 +240,10 @@ def _sixteen_bit_base(model: Any) -> Any:
 
     # A copy, because from_config writes the dtype into the configuration that it is given.
     config = copy.deepcopy(without_adapters(model).config)
-    with dry_run(), torch.device(model.device):
+    without_data = dry_run()
+    if model.device.type == "meta":
+        without_data = contextlib.nullcontext()  # "meta" has no data anyway
+    with without_data, torch.device(model.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 

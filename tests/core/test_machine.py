@@ -66,6 +66,20 @@ def test_tiers_of_gpus(fresh, memory, major, tier, dtype):
     assert (here.tier, here.compute_dtype) == (tier, dtype)
 
 
+def test_results_of_a_gpu_carry_driver_and_cudnn(fresh):
+    """Without the tool that knows the driver, the rest of the facts is still there."""
+    fresh.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    answer = subprocess.CompletedProcess([], 0, stdout="570.86.15\n570.86.15\n")
+    fresh.setattr(subprocess, "run", lambda *args, **options: answer)
+    assert module._gpu_versions() == {"driver": "570.86.15", "cudnn": "91002"}
+
+    def missing(*args, **options):
+        raise OSError
+
+    fresh.setattr(subprocess, "run", missing)
+    assert module._gpu_versions() == {"cudnn": "91002"}
+
+
 def test_fast(monkeypatch):
     monkeypatch.setenv("RECIPES_FAST", "0")
     assert not fast()

@@ -1,11 +1,12 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from recipes_lib.core.budget import Shape, compose
 from recipes_lib.core.machine import machine
-from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model import SHAPES, model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import estimate_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora, nf4_bytes
@@ -51,6 +52,19 @@ def test_an_8b_model_in_24_gib(eight_b):
     assert falling(remedies)
     assert remedies[0].peak == budget_of(eight_b, shape).peak
     assert 4 * GIB < remedies[-1].peak < 8 * GIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_row_has_a_larger_peak_than_the_row_above(name, dtype):
+    """The mistake: LoRA without the offload below a row with it, under "includes those above"."""
+    model = model_of_shape(name, layers=3, dtype=dtype, device="meta")
+    for shape in (Shape(batch=1, seq=128), Shape(batch=8, seq=128), Shape(batch=4, seq=4096)):
+        for gib in (1, 8, 24):
+            remedies = remedies_for(model, shape, memory_bytes=gib * GIB)
+            assert falling(remedies), (shape, gib, remedies)
+            same = [low for high, low in pairwise(remedies) if low.peak == high.peak]
+            assert all("the peak is elsewhere" in remedy.saves for remedy in same)
 
 
 # Each memory is enough for the remedy behind it, and not for the one before.
