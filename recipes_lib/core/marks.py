@@ -8,9 +8,10 @@ whoever has to know asks for it. These are all marks that there are:
     TAKES_GRADIENTS_IN_BACKWARD   on an optimizer: True, since `.grad` is empty after backward
     GRADIENT_TAKER                on a parameter: the optimizer, which the parameter keeps alive
     CHECKPOINTED_INDEX            on a block: its number among the blocks
+    COMPILED                      on a block: True if it runs as compiled code when it trains
 
-The first three are left by optimizer_in_backward and optimizer_offload, the last one by
-activation_checkpointing and nested_checkpointing.
+The first three are left by optimizer_in_backward and optimizer_offload, the fourth one by
+activation_checkpointing and nested_checkpointing, the last one by compiled_blocks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ STEPS_IN_BACKWARD = "steps_in_backward"
 TAKES_GRADIENTS_IN_BACKWARD = "takes_gradients_in_backward"
 GRADIENT_TAKER = "gradient_taker"
 CHECKPOINTED_INDEX = "checkpointed_index"
+COMPILED = "compiled"
 
 
 def mark(thing: Any, name: str, value: Any = True) -> None:

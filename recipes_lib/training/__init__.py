@@ -1,5 +1,6 @@
 """The training loop.
 
+compiled_blocks          torch.compile for each decoder block, for training
 curriculum               short rows first, long ones later, the same tokens in every step
 dynamic_batch            halve the micro-batch on out-of-memory, keep the effective batch
 exact_resume             go on after a kill with the identical losses

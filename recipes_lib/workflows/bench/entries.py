@@ -239,6 +239,17 @@ def chunked_cross_entropy(bench: Bench, model: Any) -> Arranged:
     return plain_training(bench, model, plan)
 
 
+def compiled_blocks(bench: Bench, model: Any) -> Arranged:
+    """Each block as one compiled graph; the first step compiles."""
+    from recipes_lib.training.compiled_blocks import (
+        apply_compiled_blocks,
+        estimate_compiled_blocks,
+    )
+
+    plan = estimate_compiled_blocks(bench.budget(model), model, bench.shape)
+    return plain_training(bench, apply_compiled_blocks(model), plan)
+
+
 def tiled_mlp(bench: Bench, model: Any) -> Arranged:
     """The MLP tile by tile along the sequence."""
     from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
@@ -278,6 +289,7 @@ ENTRIES: dict[str, Callable[[Bench, Any], Arranged]] = {
     "activation_checkpointing": activation_checkpointing,
     "activation_offload": activation_offload,
     "chunked_cross_entropy": chunked_cross_entropy,
+    "compiled_blocks": compiled_blocks,
     "eight_bit_adam": eight_bit_adam,
     "gradient_accumulation": gradient_accumulation,
     "lora": lora,
