@@ -86,6 +86,9 @@ def _draw_step(axes: Any, timeline: Timeline, unit: Unit, predicted: int | None)
     colors = [KIND_COLORS[kind] for kind in KINDS]
     # Between two points nothing changes: the bytes go up and down in steps.
     axes.stackplot(operators, layers, colors=colors, labels=KINDS, step="post", linewidth=0)
+    # A peak may last a single operator, which is less than a dot wide: the outline shows it.
+    totals = [unit.of(point.total) for point in timeline.points]
+    axes.plot(operators, totals, color=muted(), linewidth=0.6, drawstyle="steps-post")
     for number, (_, first, last) in enumerate(timeline.phases()):
         if number % 2 == 1:
             axes.axvspan(first, last, color=faint(), alpha=0.25, linewidth=0, zorder=0)
