@@ -12,6 +12,7 @@ growth_chart    bytes against tokens, and the exponent of their growth
 style           what all charts have in common: colours with one meaning each, units, sources
 figure          the page and the figure: title, key and source around the axes
 bars            rows in groups with their names, labels and whiskers
+stacked         stacked bars with numbers inside and the sum at the end
 curves          lines that differ without colour, names at their ends
 labels          text that fits, and keeps apart
 show            print code as it is in the package

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes_lib.report.figure import ink, muted
-from recipes_lib.report.labels import POINTS, readable_on, text_width
+from recipes_lib.report.labels import POINTS, text_width
 from recipes_lib.report.style import RECIPE, REFERENCE
 
 BAR = 0.66  # the height of a bar; the next one begins at 1
@@ -117,41 +117,3 @@ def draw_whisker(axes: Any, low: float, middle: float, high: float, place: float
     axes.errorbar(
         [middle], [place], xerr=reach, fmt="none", ecolor=ink(), elinewidth=1.1, capsize=2.5
     )
-
-
-def stack(
-    axes: Any, places: Sequence[float], parts: dict[str, list[float]], colors: dict[str, str]
-) -> list[Any]:
-    """Stacked bars, one layer per part; gives the layers. Their first bars start at zero."""
-    left = [0.0] * len(places)  # where the next part of each bar begins
-    layers = []
-    for name, sizes in parts.items():
-        layers.append(
-            axes.barh(
-                places,
-                sizes,
-                left=left,
-                height=BAR,
-                color=colors[name],
-                edgecolor=axes.figure.get_facecolor(),
-                linewidth=0.8,
-            )
-        )
-        left = [begin + size for begin, size in zip(left, sizes, strict=True)]
-    return layers
-
-
-def label_segments(axes: Any, layer: Any, name: str, texts: Sequence[str], size: float) -> None:
-    """Each bar of a layer says its number inside, and its name where that fits, too."""
-    per_unit = axes.transData.transform([(0, 0), (1, 0)])
-    points = (per_unit[1][0] - per_unit[0][0]) / axes.figure.dpi * POINTS
-    for bar, number in zip(layer, texts, strict=True):
-        room = bar.get_width() * points - 6
-        text = f"{name} {number}"
-        if text_width(text, size=size) > room:
-            text = number
-        if text_width(text, size=size) > room:
-            continue  # the key says what it is, the sum at the end how much there is in all
-        middle = (bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2)
-        color = readable_on(bar.get_facecolor())
-        axes.text(*middle, text, fontsize=size, color=color, ha="center", va="center")

@@ -10,7 +10,7 @@ Charts of curves are in `timeline_chart`, `loss_charts` and `growth_chart`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from recipes_lib.core.budget import Budget
@@ -20,13 +20,12 @@ from recipes_lib.report.bars import (
     bar_colors,
     draw_ticks,
     draw_whisker,
-    label_segments,
     room_for_labels,
-    stack,
     without_scale,
     write_beside,
 )
-from recipes_lib.report.figure import WIDTH, Key, blank_figure, ink, muted, page
+from recipes_lib.report.figure import WIDTH, Key, blank_figure, ink, page
+from recipes_lib.report.stacked import stacked_chart
 from recipes_lib.report.style import (
     BY_ARITHMETIC,
     OPERATORS,
@@ -42,7 +41,6 @@ from recipes_lib.report.style import (
 
 SAME = "≈"  # a time that does not differ from the baseline's by more than the turns do
 LABEL = 9.5  # the size of a label beside a bar
-INSIDE = 8  # the size of a label inside a bar
 
 # --- the ladder of bytes --------------------------------------------------------------------------
 
@@ -209,7 +207,7 @@ def budget_chart(
         sizes = [unit.of(each.get(term, 0)) for each in at_peak]
         if any(sizes):
             terms[term] = sizes
-    return _stacked_chart(
+    return stacked_chart(
         list(budgets),
         terms,
         TERMS,
@@ -249,7 +247,7 @@ def operator_chart(
         parts[kind] = [profile.get(kind, 0.0) for profile in profiles.values()]
     colors = dict(zip(kinds, OPERATORS * len(kinds), strict=False))
     colors |= {kind: REFERENCE for kind in kinds if _is_rest(kind)}
-    return _stacked_chart(
+    return stacked_chart(
         list(profiles),
         parts,
         colors,
@@ -314,53 +312,3 @@ def _factor(ratio: float) -> str:
     if ratio < 10:
         return f"{ratio:.1f}"
     return f"{ratio:,.0f}"
-
-
-# --- what stacked charts have in common -----------------------------------------------------------
-
-
-def _stacked_chart(
-    names: list[str],
-    parts: dict[str, list[float]],
-    colors: dict[str, str],
-    *,
-    words: Callable[[float], str],
-    title: str,
-    source: str,
-    heading: str,
-    limits: dict[str, float] | None = None,
-    ticks: dict[str, float] | None = None,
-) -> Any:
-    """A stacked bar per name, with its parts and its sum as text."""
-    rows = [{"name": name} for name in names]
-    slots = Slots(rows)
-    key = [Key(part, colors[part]) for part in parts]
-    if ticks:
-        key.append(Key("at the machine's own rate of matrix products", ink(), "tick"))
-    figure, axes = blank_figure(
-        rows, (WIDTH, slots.inches + 0.5), title=title, source=source, key=key, bars=True
-    )
-    slots.write_names(axes)
-    layers = stack(axes, slots.places, parts, colors)
-    sums = [sum(column) for column in zip(*parts.values(), strict=True)]
-    marks = [(ticks or {}).get(name, 0) for name in names]
-    draw_ticks(axes, marks, slots.places)
-    ends = [max(pair) for pair in zip(sums, marks, strict=True)]
-    labels = [words(total) for total in sums]
-    without_scale(axes, heading)
-    slots.draw_zero(axes)
-    room_for_labels(axes, ends, labels, LABEL)
-    for end, place, label in zip(ends, slots.places, labels, strict=True):
-        write_beside(axes, label, end, place, fontsize=LABEL, fontweight="bold")
-    for layer, (part, values) in zip(layers, parts.items(), strict=True):
-        label_segments(axes, layer, part, [words(value) for value in values], INSIDE)
-    _draw_limits(axes, limits or {}, slots.end)
-    return figure
-
-
-def _draw_limits(axes: Any, limits: dict[str, float], end: float) -> None:
-    """A dashed line per device, as far as the axis reaches, with its name at the bottom."""
-    for name, limit in limits.items():
-        if limit < axes.get_xlim()[1]:
-            axes.axvline(limit, color=muted(), linestyle="--", linewidth=1)
-            axes.annotate(name, (limit, end - 0.4), (3, 2), textcoords="offset points", va="bottom")
