@@ -55,16 +55,17 @@ def stacked_chart(
         write_beside(axes, label, end, place, fontsize=LABEL, fontweight="bold")
     for layer, (part, values) in zip(layers, parts.items(), strict=True):
         _label_segments(axes, layer, part, [words(value) for value in values], INSIDE)
-    _draw_limits(axes, limits or {}, slots.end)
+    _draw_limits(axes, limits or {})
     return figure
 
 
-def _draw_limits(axes: Any, limits: dict[str, float], end: float) -> None:
-    """A dashed line per device, as far as the axis reaches, with its name at the bottom."""
+def _draw_limits(axes: Any, limits: dict[str, float]) -> None:
+    """A dashed line per device, as far as the axis reaches, with its name below the bars."""
+    below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     for name, limit in limits.items():
         if limit < axes.get_xlim()[1]:
             axes.axvline(limit, color=muted(), linestyle="--", linewidth=1, zorder=0)
-            axes.annotate(name, (limit, end - 0.4), (3, 2), textcoords="offset points", va="bottom")
+            axes.annotate(name, (limit, 0), (0, -3), ha="center", va="top", fontsize=9, **below)
 
 
 def _stack(
