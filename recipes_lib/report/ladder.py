@@ -314,9 +314,12 @@ class Ladder(Rows):
         return [HEADER, *[cells(row, self.rows[0]) for row in self.rows]]
 
     def chart(self, *, title: str | None = None) -> Any:
-        """Bars of the measured peaks with the predictions as ticks. Returns the figure."""
+        """Bars of the measured peaks with the predictions as ticks. Returns the figure.
+
+        Without a title it says what the ladder has saved as a whole.
+        """
         rows = [asdict(row) for row in self.rows]
-        return charts.chart(rows, title=title or machine().name)
+        return charts.chart(rows, title=title)
 
 
 def _ratio(ratios: list[float]) -> dict[str, float | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recipes_lib.core.machine import machine
 from recipes_lib.report import charts
 from recipes_lib.report.rows import Rows
 
@@ -119,6 +118,9 @@ class LengthLadder(Rows):
         ]
 
     def chart(self, *, title: str | None = None) -> Any:
-        """Bars of the longest sequences with the predictions as ticks. Returns the figure."""
+        """Bars of the longest sequences with the predictions as ticks. Returns the figure.
+
+        Without a title it says what the ladder has reached as a whole.
+        """
         rows = [asdict(row) for row in self.rows]
-        return charts.length_chart(rows, title=title or machine().name)
+        return charts.length_chart(rows, title=title)

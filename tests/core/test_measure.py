@@ -109,12 +109,15 @@ def test_the_step_under_the_account_is_not_timed(monkeypatch):
     begins_and_ends = iter([0, 100, 0, 2, 0, 9, 0, 1])
     clock = SimpleNamespace(perf_counter=lambda: next(begins_and_ends))
     monkeypatch.setattr("recipes_lib.core.measure.time", clock)
-    assert measure(lambda: None, repeats=3).seconds == 2
+    measured = measure(lambda: None, repeats=3)
+    assert (measured.seconds, measured.seconds_low, measured.seconds_high) == (2, 1, 9)
 
 
 def test_measure_without_repeats_times_the_step_under_the_account():
     calls = []
-    assert measure(lambda: calls.append(1), repeats=0).seconds > 0 and len(calls) == 2
+    measured = measure(lambda: calls.append(1), repeats=0)
+    assert measured.seconds > 0 and len(calls) == 2
+    assert measured.seconds_low is None  # one step has no spread
 
 
 @pytest.mark.parametrize("counts", [{"warmup": -1}, {"repeats": -1}])
