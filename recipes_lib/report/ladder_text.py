@@ -12,7 +12,7 @@ WIDTH = 88  # of a line, as in the code cells of a notebook
 SMALL = 0.01  # of the peak: a term that changes by less is not worth a word
 SAME_LOSS = 1e-3  # in nats per token: losses that differ by more are not called the same
 
-HEADER = ["step", "predicted", "measured", "to baseline", "time", "s/step", "of limit", "loss"]
+HEADER = ["step", "predicted", "measured", "change", "time", "s/step", "of limit", "loss"]
 
 
 def wrapped(text: str) -> str:

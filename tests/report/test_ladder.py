@@ -36,9 +36,9 @@ def test_table_compares_with_the_baseline(ladder):
     """The mistake: a row is compared with the one above it, which may be another story."""
     header, first, second, third = [dict(zip(HEADER, row, strict=True)) for row in ladder.table()]
     assert list(header) == HEADER
-    assert (first["to baseline"], first["time"]) == ("", "1.00×")
-    assert (second["to baseline"], second["time"], second["s/step"]) == ("-50%", "2.00×", "4.00")
-    assert third["to baseline"] == "-75%"
+    assert (first["change"], first["time"]) == ("", "1.00×")
+    assert (second["change"], second["time"], second["s/step"]) == ("-50%", "2.00×", "4.00")
+    assert third["change"] == "-75%"
     assert (third["of limit"], third["loss"]) == ("", "")  # neither was given
     assert ladder.saved("less") == 0.75
 
