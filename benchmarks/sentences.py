@@ -68,20 +68,20 @@ def held_out_curves(curves: dict[str, list[tuple[int, float]]]) -> str:
 def source(run: dict[str, Any] | None) -> str:
     """Which weights a run trained, and what that means for its losses; nothing if it does not say.
 
-    The default model may come from the hub, or from a file of four-bit numbers.
+    The facts of a run hold `source`, and what `core.default_model.source_note` said of it.
     """
-    if run is None:
+    if run is None or "source" not in run["facts"]:
         return ""
-    where = run["facts"].get("source")
-    if where is None:
-        return ""
+    where = run["facts"]["source"]
+    if where.endswith("."):  # a whole sentence, which says what it means
+        return where
     meaning = "These are the original weights."
     if "4-bit" in where:
         meaning = (
-            "They were rounded to four bits before, so what QLoRA's four bits cost this model is "
-            "not what they cost a model in 16 bits."
+            "These weights were rounded before, so what QLoRA's four bits cost here is not what "
+            "they cost a model in 16 bits."
         )
-    return f"The weights of the recorded run: {where}. {meaning}"
+    return f"Weights of the recorded run: {where}. {run['facts'].get('source_note', meaning)}"
 
 
 def longer_texts(run: dict[str, Any]) -> str:
