@@ -16,8 +16,8 @@ Idea       Store both averages in bf16, and compute each step in fp32 as before.
 Saves      4 of the 16 bytes per parameter that weight, gradient and two fp32 averages take.
 Costs      The update is close to AdamW's, not equal. `exp_avg` may stop up to 4% short of a
            gradient that stays the same. `exp_avg_sq` has a random error with a standard deviation
-           of some 5% at beta2 = 0.999, half of that after the root. A step on a CPU takes about
-           twice as long as fused AdamW's. Only a chunk is in fp32 at a time.
+           of some 5% at beta2 = 0.999, half of that after the root. A step on a CPU takes two to
+           three times as long as fused AdamW's. Only a chunk is in fp32 at a time.
 Use when   Full fine-tuning in fp32 or with mixed precision, where the states are a large term and
            8 bits are slow or not precise enough. It needs no library.
 Not when   With LoRA, whose states are small. Where 8-bit states do: they save 6 bytes instead of
@@ -302,7 +302,7 @@ def _first_state(parameter: torch.Tensor) -> dict[str, Any]:
 
 def _chunk(device: torch.device) -> int:
     """Elements updated at a time: what a CPU's cache holds, or what keeps a GPU busy."""
-    return 2**19 if device.type == "cpu" else 2**22
+    return 2**20 if device.type == "cpu" else 2**22
 
 
 # --- guards ---------------------------------------------------------------------------------------
