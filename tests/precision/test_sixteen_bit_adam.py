@@ -277,6 +277,10 @@ def test_bad_input(llama):
         sixteen_bit_adamw(llama, lr=1e-3, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="lr=-1"):
         sixteen_bit_adamw(llama, lr=-1.0)
+    sharded = ones(3)
+    sharded.device_mesh = "as a DTensor has one"
+    with pytest.raises(ValueError, match="sharded parameters"):
+        sixteen_bit_adamw([sharded], lr=1e-3)
     with pytest.raises(ValueError, match="no trainable parameter"):
         sixteen_bit_adamw(llama.requires_grad_(False), lr=1e-3)
 
