@@ -1,5 +1,6 @@
 """What everything stands on. Nothing here imports a technique.
 
+allocator_peak  peak bytes of tensors where compiled code makes them
 budget          the terms of a step's memory, and the protocol by which recipes change them
 causal_lm       what a causal language model is here, and where its parts are
 chat            pairs and conversations as tokens and labels, by the model's own template
@@ -16,6 +17,7 @@ measure         seconds per step, peak bytes of tensors, dry runs, turns
 mixing          mix a class into one module of a model, and take it out again
 model           load a model, or random weights of a public shape
 operations      how many operations of matrix products a step needs
+operator_profile  seconds of a step by kind of operator
 plain_step      the arithmetic of a plain training step, before any recipe
 recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
 rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 bits
