@@ -19,9 +19,11 @@ import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from recipes_lib.core.allocator_peak import AllocatorPeak
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.machine import machine, synchronize
+from recipes_lib.core.marks import COMPILED, any_marked
 from recipes_lib.core.timeline import Timeline, TimelineRecorder
 
 
@@ -64,14 +66,16 @@ def measure(
     Args:
         tokens: that one step trains on, for tokens per second.
         repeats: 0 takes the time of the step under the account, which slows it.
-        model, optimizer: name them for the timeline.
+        model, optimizer: name them for the timeline. A model with compiled blocks has none on a
+            CPU, where it is the allocator that knows the peak.
     Raises ValueError for negative counts; an error inside `step` passes through.
     """
     check_whole(warmup=warmup, repeats=repeats, least=0)
     gc.collect()  # the model of the measurement before may hang in a reference cycle
     for _ in range(warmup):
         step()
-    with PeakMemory(model=model, optimizer=optimizer) as memory:
+    memory = _account_of(model, optimizer)
+    with memory:
         under_account, result = timed(step)
     seconds = []
     for _ in range(repeats):
@@ -83,7 +87,21 @@ def measure(
     if len(seconds) > 1:
         low = min(seconds)
         high = max(seconds)
-    return Measurement(median, memory.peak, tokens, result, memory.timeline, low, high)
+    timeline = getattr(memory, "timeline", None)  # the allocator's account has none
+    return Measurement(median, memory.peak, tokens, result, timeline, low, high)
+
+
+def _account_of(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> PeakMemory | AllocatorPeak:
+    """The account of the memory that sees this step as it is.
+
+    On a CPU, compiled blocks would run as plain ones under `PeakMemory`.
+    """
+    on_cpu = machine().device == "cpu" and not dry()
+    if model is not None and on_cpu and any_marked(model.modules(), COMPILED):
+        return AllocatorPeak()
+    return PeakMemory(model=model, optimizer=optimizer)
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:

@@ -156,7 +156,8 @@ class Ladder(Rows):
             model=step.model,
             optimizer=step.optimizer,
         )
-        self.timelines[name] = measured.timeline
+        if measured.timeline is not None:
+            self.timelines[name] = measured.timeline
         operations = None
         if predicted.shape is not None:
             operations = step_operations(step.model, predicted.shape)

@@ -52,19 +52,35 @@ def groups_that_fit(plans: dict[str, Budget], *, limit_bytes: float) -> list[lis
     groups = [[baseline]]
     alone = []
     for name in others:
-        if _bytes_together([plans[each] for each in (*groups[-1], name)]) <= limit_bytes:
-            groups[-1].append(name)
-        elif _bytes_together([plans[baseline], plans[name]]) <= limit_bytes:
+        group = _first_with_room(groups, name, plans, limit_bytes)
+        if group is not None:
+            group.append(name)
+        elif _fit([baseline, name], plans, limit_bytes):
             groups.append([baseline, name])
         else:
             alone.append([name])
     return groups + alone
 
 
-def _bytes_together(plans: list[Budget]) -> int:
-    """What all models keep between their steps, and the largest peak on top of that."""
-    kept = [plan.weights + plan.states + plan.gradients for plan in plans]
-    return sum(kept) + max(plan.peak for plan in plans)
+def _first_with_room(
+    groups: list[list[str]], name: str, plans: dict[str, Budget], limit_bytes: float
+) -> list[str] | None:
+    for group in groups:
+        if _fit([*group, name], plans, limit_bytes):
+            return group
+    return None
+
+
+def _fit(names: list[str], plans: dict[str, Budget], limit_bytes: float) -> bool:
+    """Whether each of these can take its step while the others wait."""
+    kept = {name: _kept_bytes(plans[name]) for name in names}
+    waiting = sum(kept.values())
+    return all(plans[name].peak + waiting - kept[name] <= limit_bytes for name in names)
+
+
+def _kept_bytes(plan: Budget) -> int:
+    """What a model keeps between its steps. Most steps free the gradients; not all do."""
+    return plan.weights + plan.states + plan.gradients
 
 
 def take_turns(builds: dict[str, Build], *, rounds: int) -> Iterator[dict[str, float]]:

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipes_lib.core.marks import COMPILED, mark
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
 from recipes_lib.core.model import load_model
 
@@ -118,6 +119,22 @@ def test_measure_without_repeats_times_the_step_under_the_account():
     measured = measure(lambda: calls.append(1), repeats=0)
     assert measured.seconds > 0 and len(calls) == 2
     assert measured.seconds_low is None  # one step has no spread
+
+
+def test_compiled_blocks_are_measured_as_they_run():
+    """Under the account of operators they would run as plain ones, with the plain peak."""
+    plain = torch.nn.Linear(4, 4)
+    compiled = torch.nn.Linear(4, 4)
+    mark(compiled, COMPILED)
+
+    def step_of(model):
+        return lambda: model(torch.ones(MIB, 4)).sum().item()
+
+    of_plain = measure(step_of(plain), repeats=0, model=plain)
+    of_compiled = measure(step_of(compiled), repeats=0, model=compiled)
+    assert of_plain.timeline is not None
+    assert of_compiled.timeline is None  # it came from the allocator
+    assert of_compiled.peak_bytes == pytest.approx(of_plain.peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("counts", [{"warmup": -1}, {"repeats": -1}])
