@@ -25,7 +25,7 @@ from recipes_lib.core.machine import seed_everything
 from recipes_lib.core.measure import measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.timeline import Timeline, record_timeline
+from recipes_lib.core.timeline import Timeline
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.workflows.bench.entries import (
     ENTRIES,
@@ -145,10 +145,16 @@ class Bench:
             if announce is not None:
                 announce(name)
             arranged = self.arrange(name, self.fresh())
-            measured = measure(arranged.step, tokens=self.shape.tokens, repeats=repeats)
+            measured = measure(
+                arranged.step,
+                tokens=self.shape.tokens,
+                repeats=repeats,
+                model=arranged.model,
+                optimizer=arranged.optimizer,
+            )
             ladder.add(name, measured, predicted=arranged.plan.peak, loss=measured.result)
-            if timeline is not None:
-                timelines[name] = _timeline_of(arranged)
+            if measured.timeline is not None:  # compiled blocks have none on a CPU
+                timelines[name] = measured.timeline
             del arranged
             gc.collect()  # the next row must not pay for this one's model
         if timeline is not None:
@@ -159,11 +165,6 @@ class Bench:
 def techniques() -> list[str]:
     """Names that `Bench.run` takes."""
     return list(ENTRIES)
-
-
-def _timeline_of(arranged: Arranged) -> Timeline:
-    """The live bytes over one more step; those before have made AdamW's states."""
-    return record_timeline(arranged.step, model=arranged.model, optimizer=arranged.optimizer)
 
 
 def _draw(timelines: dict[str, Timeline], ladder: Ladder, path: Path) -> None:
