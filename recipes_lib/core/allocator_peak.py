@@ -45,17 +45,18 @@ class AllocatorPeak:
             step()
         print(memory.peak)
 
-    What was alive before counts as well. Run the step once before: compiling allocates, too.
+    What was alive `before` counts as well. Run the step once outside: compiling allocates, too.
     """
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._profile = profiler.profile(use_kineto=True, profile_memory=True)
-        self._before = LiveBytes("cpu", listener=self)
+        self._alive = LiveBytes("cpu", listener=self)
         self._changes: list[_Change] = []
         self._inside = False
-        self.peak = 0
+        self.before = 0
         self.current = 0
+        self.peak = 0
 
     # --- what the account of the storages from before tells ---
 
@@ -71,11 +72,11 @@ class AllocatorPeak:
 
     def __enter__(self) -> AllocatorPeak:
         gc.collect()  # a dead reference cycle would count as alive
-        self._before.__enter__()
+        self._alive.__enter__()
         # It has counted what is alive. From here on it sees no operator, and still each storage
         # that is released.
-        TorchDispatchMode.__exit__(self._before, None, None, None)
-        self.current = self._before.current
+        TorchDispatchMode.__exit__(self._alive, None, None, None)
+        self.before = self._alive.current
         self._profile.__enter__()
         self._inside = True
         return self
@@ -84,7 +85,8 @@ class AllocatorPeak:
         self._inside = False
         self._profile.__exit__(*error)
         self._changes += _allocations(self._profile)
-        self.peak = self.current
+        self.current = self.before
+        self.peak = self.before
         for change in sorted(self._changes):
             self.current += change.bytes
             self.peak = max(self.peak, self.current)

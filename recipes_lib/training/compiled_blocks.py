@@ -53,6 +53,8 @@ from recipes_lib.core.plain_step import require_adapters, saved_outside_the_bloc
 from recipes_lib.core.recompute import caches_among
 from recipes_lib.core.sizes import quantization_tensors, storage_bytes
 
+BACKEND = "inductor"  # PyTorch's own, which writes the kernels
+
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
@@ -139,7 +141,7 @@ def _compile_once(block_class: type, kind: tuple, dynamic: bool | None) -> Calla
 
     # PyTorch counts the graphs of each code object and stops at eight. So each kind gets its own.
     forward.__code__ = forward.__code__.replace()
-    return torch.compile(forward, fullgraph=True, dynamic=dynamic)
+    return torch.compile(forward, fullgraph=True, dynamic=dynamic, backend=BACKEND)
 
 
 def _kind_of(block: torch.nn.Module) -> tuple:

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from recipes_lib.core.allocator_peak import AllocatorPeak, has_compiled_blocks
+from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.marks import COMPILED, mark
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import model_of_shape
+
+MIB = 2**20
+
+
+def mebibytes(count):
+    return torch.empty(count * MIB, dtype=torch.uint8)
+
+
+def test_same_peak_as_the_account_of_operators():
+    """In a training step without compiled code both see the same tensors."""
+    model = model_of_shape("tiny-llama", layers=6, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(1, 128, (8, 64))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with PeakMemory() as account:
+        step()
+    with AllocatorPeak() as memory:
+        step()
+    assert memory.peak == pytest.approx(account.peak, rel=0.01)
+    assert memory.current == pytest.approx(account.current, rel=0.01)
+
+
+def test_what_was_alive_before_can_be_released_inside():
+    """The profiler does not report it. Left out, everything after it would look too large."""
+    before = [mebibytes(50)]
+    with AllocatorPeak() as first:
+        kept = mebibytes(20)  # allocated in one account and released in the next
+    with AllocatorPeak() as memory:
+        before.clear()
+        del kept
+        later = mebibytes(30)
+    assert first.peak - first.before == pytest.approx(20 * MIB, rel=0.01)
+    assert memory.peak - memory.before == pytest.approx(0, abs=MIB)
+    assert memory.current - memory.before == pytest.approx(-40 * MIB, rel=0.01)
+    assert later.numel() == 30 * MIB
+
+
+def test_an_error_inside_passes_through_and_leaves_nothing_on():
+    with pytest.raises(RuntimeError, match="inside"), AllocatorPeak():
+        raise RuntimeError("inside")
+    with AllocatorPeak() as memory:
+        del [mebibytes(10)][0]
+    assert memory.peak - memory.before == pytest.approx(10 * MIB, rel=0.01)
+
+
+def test_compiled_blocks_are_known_by_their_mark(llama):
+    assert not has_compiled_blocks(llama)
+    mark(decoder_blocks(llama)[1], COMPILED)
+    assert has_compiled_blocks(llama)

@@ -1,0 +1,63 @@
+import time
+
+import pytest
+import torch
+
+from recipes_lib.core import operator_profile
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.operator_profile import KINDS, profile_operators
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+
+
+def test_kinds_add_up_to_the_step():
+    """And each operator is in the kind that a reader would look for it in."""
+    model = apply_chunked_cross_entropy(model_of_shape("tiny-llama", device="cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(1, 128, (4, 64))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    start = time.perf_counter()
+    kinds = profile_operators(step)
+    took = time.perf_counter() - start
+    assert tuple(kinds) == KINDS
+    assert 0 < sum(kinds.values()) <= took
+    here = {kind for kind, seconds in kinds.items() if seconds > 0}
+    assert here == set(KINDS) - {"unpacking of 4 bits"}
+
+
+def test_the_largest_kind_is_what_the_step_does():
+    """Would catch seconds of an operator that count again in the one that called it."""
+    left = torch.randn(700, 700, requires_grad=True)
+
+    def products():
+        torch.nn.functional.linear(left, left).sum().backward()
+
+    kinds = profile_operators(products)
+    assert kinds["matrix products"] > 0.5 * sum(kinds.values())
+    kinds = profile_operators(lambda: time.sleep(0.05))
+    assert kinds["other"] == pytest.approx(sum(kinds.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::mm", "matrix products"),
+        ("aten::addmm", "matrix products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("bitsandbytes::dequantize_4bit", "unpacking of 4 bits"),
+        ("aten::_to_copy", "casts and copies"),
+        ("aten::mul", "elementwise and norms"),
+        ("aten::tanh", "elementwise and norms"),  # begins with the name of a view, aten::t
+        ("## Call CompiledFxGraph f3ab ##", "elementwise and norms"),
+        ("aten::_log_softmax_backward_data", "loss"),
+        ("aten::transpose", "other"),
+        ("autograd::engine::evaluate_function: MmBackward0", "other"),
+    ],
+)
+def test_kind_by_name(name, kind):
+    assert operator_profile._kind_by_name(name) == kind

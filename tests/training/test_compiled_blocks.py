@@ -1,0 +1,296 @@
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from recipes_lib.core.allocator_peak import AllocatorPeak
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.memory.activation_checkpointing import (
+    apply_activation_checkpointing,
+    estimate_activation_checkpointing,
+    remove_activation_checkpointing,
+)
+from recipes_lib.precision.mixed_precision import estimate_mixed_precision
+from recipes_lib.training import compiled_blocks
+from recipes_lib.training.compiled_blocks import (
+    apply_compiled_blocks,
+    break_even_steps,
+    compile_seconds,
+    compiled_by_hand,
+    estimate_compiled_blocks,
+    remove_compiled_blocks,
+)
+from tests.conftest import assert_equal, assert_near, make_batch, run
+
+BATCH, SEQ = 4, 24
+IN_FP32 = 1e-5  # relative, in the Euclidean norm: sums in another order
+IN_BF16 = 0.03  # a product that is not rounded to bf16 in between is another number
+
+
+def batch_of(rows=BATCH, seq=SEQ):
+    """Whole rows, no padding. Compiling takes seconds, so most tests use one shape."""
+    ids = torch.randint(1, 128, (rows, seq))
+    return {"input_ids": ids, "labels": ids}
+
+
+def graphs():
+    """How many graphs were compiled so far."""
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Graphs are made, divided and run operator by operator: as many of them, in less time."""
+    compiled_blocks._compile_once.cache_clear()
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
+    yield
+    compiled_blocks._compile_once.cache_clear()
+
+
+def forbid(monkeypatch, model):
+    """Any block of `model` that would run compiled code fails."""
+
+    def compiled(*args, **kwargs):
+        raise AssertionError("compiled code runs")
+
+    for block in decoder_blocks(model):
+        monkeypatch.setattr(block, "compiled_forward", compiled)
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, IN_FP32), (torch.bfloat16, IN_BF16)])
+def test_near_the_plain_model_in_one_graph(dtype, tolerance):
+    """Would catch a block that is skipped or runs another one's weights, and a graph per block."""
+    model = model_of_shape("tiny-llama", layers=3, device="cpu")
+    batch = batch_of()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        expected = run(model, batch)
+        before = graphs()
+        apply_compiled_blocks(model)
+        got = run(model, batch)
+        assert graphs() == before + 1, "all blocks share one graph"
+        assert_near(got, expected, tolerance)
+        assert any(not torch.equal(got[name], expected[name]) for name in got), "it did compile"
+        assert_equal(run(remove_compiled_blocks(model), batch), expected)
+
+
+def test_by_hand_is_the_same_code():
+    model = model_of_shape("tiny-llama", layers=3, device="cpu")
+    by_hand = compiled_by_hand(copy.deepcopy(model))
+    batch = batch_of()
+    assert_equal(run(apply_compiled_blocks(model), batch), run(by_hand, batch))
+
+
+def test_a_checkpoint_around_it_repeats_compiled_code():
+    """Would catch a recomputation that is not compiled: its values would differ a little."""
+    model = apply_compiled_blocks(model_of_shape("tiny-llama", layers=3, device="cpu"))
+    batch = batch_of()
+    expected = run(model, batch)
+    assert_equal(run(apply_activation_checkpointing(model), batch), expected)
+    remove_activation_checkpointing(model)
+    remove_compiled_blocks(model)
+
+
+def test_adapters_in_one_graph(without_kernels):
+    """The first block's input needs no gradient: that must not cost a second graph."""
+    model = apply_lora(model_of_shape("tiny-llama", layers=3, device="cpu"), rank=4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and the gradient of A with it
+            torch.nn.init.normal_(parameter, std=0.1)
+    batch = batch_of()
+    expected = run(model, batch)
+    before = graphs()
+    got = run(apply_compiled_blocks(model), batch)
+    assert graphs() == before + 1
+    assert_near(got, expected, IN_FP32)
+
+
+def test_other_shapes_take_one_more_graph(without_kernels):
+    """Not one for each length: a run on rows of many lengths would compile all the time."""
+    model = apply_compiled_blocks(model_of_shape("tiny-gpt2", device="cpu"))
+    plain = remove_compiled_blocks(copy.deepcopy(model))
+    before = graphs()
+    for seq in (16, 23, 31, 40):
+        batch = batch_of(seq=seq)
+        assert_near(run(model, batch), run(plain, batch), IN_FP32)
+    assert graphs() <= before + 2
+
+
+# --- where it stays out of the way ----------------------------------------------------------------
+
+
+def test_what_does_not_train_is_not_compiled(monkeypatch, llama):
+    """Evaluation, generation and a dry run: other shapes each time, and nothing to gain."""
+    batch = batch_of()
+    plain = copy.deepcopy(llama)
+    apply_compiled_blocks(llama)
+    forbid(monkeypatch, llama)
+    with torch.no_grad():
+        assert llama(**batch).loss == plain(**batch).loss
+    assert_equal(run(llama.eval(), batch), run(plain.eval(), batch))
+    ids = batch["input_ids"][:1, :5]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(llama.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_a_cache_in_training_is_filled_and_said_so(monkeypatch, llama):
+    """Dropped in silence, the next forward would not know the tokens before."""
+    apply_compiled_blocks(llama)
+    forbid(monkeypatch, llama)
+    compiled_blocks._warn_of_cache.cache_clear()
+    with pytest.warns(UserWarning, match="use_cache=False"):
+        cache = llama(**batch_of(), use_cache=True).past_key_values
+    assert cache.get_seq_length() == SEQ
+
+
+def test_the_model_stays_what_it_was(llama):
+    names = list(llama.state_dict())
+    block_class = type(decoder_blocks(llama)[0])
+    apply_compiled_blocks(llama)
+    assert list(llama.state_dict()) == names
+    assert all(isinstance(block, block_class) for block in decoder_blocks(llama))
+    remove_compiled_blocks(llama)
+    assert all(type(block) is block_class for block in decoder_blocks(llama))
+
+
+def test_a_copy_runs_its_own_weights():
+    model = apply_compiled_blocks(model_of_shape("tiny-llama", layers=3, device="cpu"))
+    batch = batch_of()
+    twin = copy.deepcopy(model)
+    before = run(twin, batch)
+    with torch.no_grad():
+        for parameter in decoder_blocks(model).parameters():
+            parameter.zero_()
+    assert_equal(run(twin, batch), before)
+
+
+# --- what it refuses ------------------------------------------------------------------------------
+
+
+def test_bad_use_raises(llama):
+    with pytest.raises(ValueError, match="no block"):
+        remove_compiled_blocks(llama)
+    with pytest.raises(ValueError, match="dynamic"):
+        apply_compiled_blocks(llama, dynamic="always")
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        apply_compiled_blocks(torch.nn.Linear(2, 2))
+    apply_compiled_blocks(llama)
+    with pytest.raises(ValueError, match="compiled already"):
+        apply_compiled_blocks(llama)
+    remove_compiled_blocks(llama)
+    apply_activation_checkpointing(llama)
+    with pytest.raises(ValueError, match="compile the blocks, then checkpoint"):
+        apply_compiled_blocks(llama)
+
+
+def test_without_a_compiler_nothing_changes(monkeypatch, llama):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none_found():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    block_class = type(decoder_blocks(llama)[0])
+    with pytest.raises(ValueError, match=r"apt install g\+\+"):
+        apply_compiled_blocks(llama)
+    assert type(decoder_blocks(llama)[0]) is block_class
+
+
+def test_a_block_that_is_not_one_graph_is_an_error(monkeypatch, without_kernels, llama):
+    """PyTorch would run it in pieces, or as it is, and say nothing."""
+    mlp = type(decoder_blocks(llama)[0].mlp)
+    plain = mlp.forward
+
+    def looks_at_a_value(self, hidden):
+        scale = 1
+        if hidden.sum() > 0:
+            scale = 2
+        return scale * plain(self, hidden)
+
+    monkeypatch.setattr(mlp, "forward", looks_at_a_value)
+    apply_compiled_blocks(llama)
+    with pytest.raises(ValueError, match="cannot be compiled as one graph"):
+        run(llama, batch_of())
+
+
+def test_a_selective_checkpoint_is_an_error(llama):
+    """It would keep nothing of what it promises to keep."""
+    apply_activation_checkpointing(apply_compiled_blocks(llama), mode="selective")
+    with pytest.raises(ValueError, match="mode='block'"):
+        run(llama, batch_of())
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_blocks_keep_is_as_estimated(dtype):
+    """Also: an account of operators sees the plain block, so the allocator has to be asked."""
+    shape = Shape(batch=BATCH, seq=SEQ)
+    model = model_of_shape("tiny-llama", layers=3, device="cpu")
+    plain = estimate_mixed_precision(budget_of(model, shape), model, shape, dtype=dtype)
+    plan = estimate_compiled_blocks(plain, model, shape, dtype=dtype)
+    assert plan.activations < plain.activations
+    apply_compiled_blocks(model)
+    assert estimate_compiled_blocks(plain, model, shape, dtype=dtype) == plan
+    batch = batch_of()
+
+    def kept():
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            return model.model(input_ids=batch["input_ids"], use_cache=False)
+
+    kept()
+    with AllocatorPeak() as memory:
+        hidden = kept().last_hidden_state
+    before = memory.before
+    assert memory.current - before == pytest.approx(plan.activations, rel=0.1)
+    del hidden
+    with PeakMemory() as account:
+        start = account.current
+        hidden = kept().last_hidden_state
+        assert account.current - start == pytest.approx(plain.activations, rel=0.1)
+    del hidden
+
+
+def test_estimate_composes_and_refuses():
+    shape = Shape(batch=BATCH, seq=SEQ)
+    model = model_of_shape("tiny-llama", device="cpu")
+    plan = estimate_compiled_blocks(budget_of(model, shape), model, shape)
+    checkpointed = estimate_activation_checkpointing(plan, model, shape)
+    assert checkpointed.activations < plan.activations
+    with pytest.raises(ValueError, match="has none"):
+        lora = estimate_lora(budget_of(model, shape), model, shape, rank=4)
+        estimate_compiled_blocks(lora, model, shape)
+    with dry_run():
+        fake = model_of_shape("tiny-llama", device="cpu")
+        with pytest.raises(ValueError, match="outside of a dry run"):
+            estimate_compiled_blocks(budget_of(fake, shape), fake, shape)
+
+
+def test_break_even():
+    assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=1.5) == 16
+    assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=2.0) is None
+    with pytest.raises(ValueError, match="plain_step"):
+        break_even_steps(compile_seconds=8, plain_step=-1, compiled_step=1)
+    assert compile_seconds() >= 0
+
+
+@pytest.mark.gpu
+def test_near_the_plain_model_on_gpu():
+    model = model_of_shape("tiny-llama", layers=3, device="cuda")
+    batch = {name: tensor.cuda() for name, tensor in make_batch(16, 64).items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = run(model, batch)
+        compiled = run(apply_compiled_blocks(model), batch)
+        again = run(apply_activation_checkpointing(model), batch)
+    assert_near(compiled, expected, IN_BF16)
+    assert_near(again, expected, IN_BF16)
