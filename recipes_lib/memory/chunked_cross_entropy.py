@@ -27,6 +27,7 @@ Shapes: T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.nn import functional as F
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import dry
 from recipes_lib.core.mixing import mix_in, unmix
 from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
@@ -236,11 +238,14 @@ def estimate_chunked_cross_entropy(
     *,
     chunk_size: int | None = None,
     targets: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Budget:
     """The budget with a chunked loss.
 
     Args:
         targets: tokens of a micro-batch that have a label. None: all but the first of each row.
+        dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
+            or if there is none.
     Raises ValueError for a wrong chunk size, and if no token has a label.
     """
     _check_options(chunk_size=chunk_size, label_smoothing=0.0, z_loss=0.0)
@@ -249,7 +254,9 @@ def estimate_chunked_cross_entropy(
         targets = shape.tokens - shape.rows
     check_whole(targets=targets)
     head = head_of(model)
-    plan = plan_chunks(head, head, targets=targets, chunk_size=chunk_size)
+    with _autocast(_device_of(head), dtype):
+        plan = plan_chunks(head, head, targets=targets, chunk_size=chunk_size)
+        spared = _spared_copy(budget, head)
 
     weight_gradient = 0
     if head_trains(budget, model):
@@ -259,7 +266,32 @@ def estimate_chunked_cross_entropy(
     # final norm are free again.
     final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
     in_last_block = budget.block_gradients - final_norm
-    return budget.change(loss=weight_gradient + max(in_last_chunk, in_last_block))
+    return budget.change(
+        activations=budget.activations - spared,
+        loss=weight_gradient + max(in_last_chunk, in_last_block),
+    )
+
+
+def _device_of(head: torch.Tensor) -> str:
+    """The type of the device that the step runs on; a meta model is planned for this machine."""
+    return machine().device if head.is_meta else head.device.type
+
+
+def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """The autocast of a step of this dtype; None leaves it as it is."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype, enabled=dtype is not torch.float32)
+
+
+def _spared_copy(budget: Budget, head: torch.Tensor) -> int:
+    """Bytes of the 16-bit copy of the output layer that autocast would keep until backward.
+
+    `estimate_mixed_precision` has counted it among the activations. The chunked loss keeps none.
+    """
+    counted = any(done.name == "estimate_mixed_precision" for done in budget.applied)
+    casts = torch.is_autocast_enabled(_device_of(head)) and head.dtype == torch.float32
+    return 2 * head.numel() if counted and casts else 0
 
 
 def _hidden_bytes(budget: Budget, model: Any, shape: Shape) -> int:

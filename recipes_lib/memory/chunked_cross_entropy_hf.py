@@ -13,6 +13,7 @@ its logits as the other loss does: see `two_tokens`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ class LossFromHidden:
 
         head = self.get_output_embeddings()
         probe = _Probe()
-        with head.register_forward_pre_hook(probe):
+        with head.register_forward_pre_hook(probe), head.register_forward_hook(probe.end), probe:
             without_loss = kwargs | {"labels": None, "return_dict": True}
             output = super().forward(*args, **without_loss)
         problem = _why_not(self, output, probe.hidden)
@@ -95,14 +96,21 @@ class LossFromHidden:
 # --- the probe: does the model make its logits as expected? ---------------------------------------
 
 
-class _Probe:
-    """A hook in front of the output layer: it keeps what comes, and lets two tokens pass."""
+class _Probe(contextlib.ExitStack):
+    """A hook in front of the output layer: it keeps what comes, and lets two tokens pass.
+
+    Autocast is off until `end`, the hook behind the layer: for two tokens it would copy the weight.
+    """
 
     hidden: torch.Tensor
 
     def __call__(self, head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         self.hidden = inputs[0]  # [B, S, D]
+        self.enter_context(torch.autocast(self.hidden.device.type, enabled=False))
         return two_tokens(self.hidden, head.weight)  # [1, 2, D]: what the output layer sees
+
+    def end(self, *_: Any) -> None:
+        self.close()
 
 
 def two_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +121,7 @@ def two_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     untrained model; those of 64 times the token it does change.
     """
     factors = weight.new_tensor([[1.0], [64.0]])  # [2, 1]
-    return hidden[:1, :1] * factors
+    return (hidden[:1, :1] * factors).to(weight.dtype)
 
 
 def _why_not(model: Any, output: Any, hidden: torch.Tensor) -> str | None:
@@ -144,7 +152,8 @@ def _expected_logits(model: Any, hidden: torch.Tensor, *, dtype: torch.dtype) ->
     """What a linear layer and the configuration's soft cap make of the two tokens: [1, 2, V]."""
     head = model.get_output_embeddings()
     tokens = two_tokens(hidden, head.weight)  # [1, 2, D]
-    logits = nn.functional.linear(tokens, head.weight, getattr(head, "bias", None)).to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # as in the probe
+        logits = nn.functional.linear(tokens, head.weight, getattr(head, "bias", None)).to(dtype)
     cap = final_softcap(model)
     if cap:
         logits = cap * torch.tanh(logits / cap)

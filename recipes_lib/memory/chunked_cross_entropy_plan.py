@@ -22,6 +22,10 @@ MOST_ELEMENTS = 2**31 - 1
 # a block has an fp32 copy.
 LOGITS_OF_A_BLOCK = 2**22
 
+# Under autocast a product of 16 bits begins with a copy of the weight. For so few rows a CPU
+# multiplies in fp32 in about the time that the copy takes.
+FEW_TARGETS = 128
+
 # Each addition in bf16 rounds. A sum of this many chunks is off by 0.5 %; in fp32 it is off by
 # 0.25 %, because the bf16 products in it are rounded anyway.
 MOST_CHUNKS_SUMMED_IN_BF16 = 16
@@ -51,6 +55,8 @@ def plan_chunks(
     products = wanted
     if device == "cpu" and not _has_units_for(wanted):
         products = sums  # emulated 16-bit products take tens of times as long
+    if device == "cpu" and targets <= FEW_TARGETS and weight.dtype == torch.float32:
+        products = torch.float32  # without a copy of the weight
 
     rows = _rows_of_a_chunk(len(weight), products, device, chunk_size)
     block_rows = max(1, LOGITS_OF_A_BLOCK // len(weight))

@@ -26,6 +26,7 @@ from recipes_lib.memory.chunked_cross_entropy import (
     plain_chunked_loss,
     remove_chunked_cross_entropy,
 )
+from recipes_lib.precision.mixed_precision import estimate_mixed_precision
 from recipes_lib.workflows.bench.losses import compare_losses
 from tests.conftest import assert_same_gradients, gradients, make_batch
 
@@ -720,6 +721,32 @@ def test_peak_in_bf16_as_estimated(monkeypatch, chunk_size):
         shape = Shape(batch=1, seq=2048)
         measured, planned = measured_and_planned("smollm2-135m", shape, **options)
     assert planned == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_peak_under_autocast_as_estimated(monkeypatch, rows):
+    """For few targets the weight has no 16-bit copy, for many it has one while the loss runs.
+
+    Would catch a copy that the plain output layer keeps until backward and this loss does not, and
+    one that the two tokens of the check made.
+    """
+    machine = SimpleNamespace(native_bf16=True, device="cpu")
+    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    shape = Shape(batch=rows, seq=32)
+    with dry_run():
+        model = model_of_shape("smollm2-135m", layers=2, device="cpu")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        plan = budget_of(model, shape).change(states=0)
+        plan = estimate_mixed_precision(plan, model, shape)
+        plan = estimate_chunked_cross_entropy(plan, model, shape, dtype=torch.bfloat16)
+        apply_chunked_cross_entropy(model)
+        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+        with PeakMemory() as memory:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+    assert plan.peak == pytest.approx(memory.peak, rel=0.03)
 
 
 def test_a_dry_run_counts_what_a_real_one_takes():
