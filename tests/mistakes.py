@@ -268,6 +268,14 @@ CORE = [
         tests="core/test_causal_lm.py",
         suffers="In a model with a second list of modules the recipes change that one.",
     ),
+    mistake(
+        "released since",
+        file="core/allocator_peak.py",
+        right="self._changes.append(_Change(time.time_ns(), change))",
+        wrong="pass",
+        tests="core/test_allocator_peak.py",
+        suffers="The peak of a step with compiled blocks counts what it has released.",
+    ),
 ]
 
 TRAINING = [
@@ -430,6 +438,14 @@ TRAINING = [
         wrong="purge_step=None",
         tests="training/test_tracking.py",
         suffers="TensorBoard draws both pasts of a resumed run.",
+    ),
+    mistake(
+        "blocks that never compile",
+        file="training/compiled_blocks.py",
+        right="if not self.training or not torch.is_grad_enabled() or _operators_are_counted():",
+        wrong="if self.training or not torch.is_grad_enabled() or _operators_are_counted():",
+        tests="training/test_compiled_blocks.py",
+        suffers="Training is as slow as before, and nothing says so.",
     ),
 ]
 
@@ -892,6 +908,14 @@ MEMORY = [
         wrong="pass",
         tests="memory/test_tiled_mlp.py",
         suffers="The predicted peak leaves out what adds up the gradients of tiles.",
+    ),
+    mistake(
+        "two tokens copy the weight",
+        file="memory/chunked_cross_entropy_hf.py",
+        right="self.enter_context(torch.autocast(self.hidden.device.type, enabled=False))",
+        wrong="pass",
+        tests="memory/test_chunked_cross_entropy.py",
+        suffers="Under autocast a check on two tokens sets the peak of the chunked loss.",
     ),
 ]
 
