@@ -195,6 +195,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def free_memory_bytes() -> int:
+    """Bytes of the device that nobody uses now. On a CPU those that the system can give at once."""
+    if machine().device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return free
+    import psutil  # a dependency of accelerate and peft, so present wherever recipes run
+
+    return psutil.virtual_memory().available
+
+
 def provenance() -> dict:
     """Machine, versions, date and commit: what every recorded number is stored with."""
     facts = asdict(machine())

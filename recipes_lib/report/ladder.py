@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.machine import machine
+from recipes_lib.core.machine import free_memory_bytes, machine
 from recipes_lib.core.measure import Measurement, measure
 from recipes_lib.core.operations import step_operations
 from recipes_lib.core.timeline import Timeline
@@ -112,7 +112,7 @@ class Ladder(Rows):
         group: str = "",
         after: str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Row:
+    ) -> None:
         """Predict a step, measure it, and add its row; the model dies when this returns.
 
         The step warms up until its optimizer has states, then runs once under the memory account.
@@ -142,7 +142,6 @@ class Ladder(Rows):
         self._dtypes[name] = dtype
         self.append(row)
         print(wrapped(what_came(row, baseline=self.rows[0], reference=reference)))
-        return row
 
     def _measure(
         self, name: str, build: Build, *, predicted: Budget, group: str, dtype: torch.dtype | None
@@ -225,8 +224,9 @@ class Ladder(Rows):
     def take_turns(self, rounds: int = 5) -> None:
         """Time all rows that climbed again, in turns, each with a fresh model.
 
-        The rows are put into groups whose models fit into half of the memory together. In a group
-        the steps take turns, there and back: what slows the machine for a while slows all of them.
+        The rows are put into groups whose models fit together into four fifths of the free memory.
+        In a group the steps take turns, there and back: what slows the machine for a while slows
+        all of them.
         The baseline is in every group, and the others are compared with it round by round. A row
         whose build or step fails keeps its first time. The file is saved after every round.
 
@@ -235,7 +235,7 @@ class Ladder(Rows):
         climbed = {row.name: self.plans[row.name] for row in self.rows if row.name in self._builds}
         if not climbed:
             raise ValueError("no row can take turns: add rows with climb, which knows their builds")
-        groups = groups_that_fit(climbed, limit_bytes=machine().memory_bytes / 2)
+        groups = groups_that_fit(climbed, limit_bytes=0.8 * free_memory_bytes())
         baseline = groups[0][0]
         baseline_seconds: list[float] = []  # of all groups
         for number, names in enumerate(groups, 1):

@@ -10,6 +10,7 @@ from recipes_lib.core.machine import (
     TIERS,
     choose_sizes,
     fast,
+    free_memory_bytes,
     machine,
     provenance,
     runs_dir,
@@ -137,3 +138,8 @@ def test_every_tier_names_the_same_sizes():
     """The mistake: a notebook that nobody runs on a T4 lacks a size there."""
     with pytest.raises(ValueError, match="gpu16 and cpu do not both have batch"):
         choose_sizes(**SIZES | {"gpu16": {"tokens": 1}})
+
+
+def test_free_memory_is_a_part_of_all():
+    """The mistake: all memory taken for free. Models that are kept together then swap, or fail."""
+    assert 0 < free_memory_bytes() < machine().memory_bytes
