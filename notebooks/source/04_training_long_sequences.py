@@ -53,16 +53,11 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("recipes_lib") is None:
-    code = Path(
-        ".." if Path("../recipes_lib").exists() else "llm-training-recipes"
-    ).resolve()
+    code = Path(".." if Path("../recipes_lib").exists() else "llm-training-recipes").resolve()
     if not code.exists():
         url = "https://github.com/your-username/llm-training-recipes"
         subprocess.run(["git", "clone", "-q", url, str(code)], check=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"],
-        check=True,
-    )
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True)
     sys.path.insert(0, str(code))
 
 import torch
@@ -106,31 +101,20 @@ sizes = {
     "gpu24": ("llama-3.2-1b", None, 20 * GIB, 1024),
     "gpu80": ("llama-3.2-1b", None, 20 * GIB, 1024),
 }
-name, layers, limit, common = (
-    ("smollm2-135m", 3, 840 * 2**20, 64) if fast() else sizes[here.tier]
-)
+name, layers, limit, common = ("smollm2-135m", 3, 840 * 2**20, 64) if fast() else sizes[here.tier]
 lengths = (common, 8192, 16384 if fast() else 32768)  # whose peaks are wanted as well
 lengths = lengths if here.device == "cpu" else (common,)
-far = (
-    1024 if fast() else 8192
-)  # tokens: the longest of them only for rows that end before
+far = 1024 if fast() else 8192  # tokens: the longest of them only for rows that end before
 dtype = torch.bfloat16 if here.device == "cuda" and here.native_bf16 else torch.float32
 build = partial(model_of_shape, name, layers=layers, dtype=dtype)
-text = torch.tensor(
-    [tokenizer(load_text(split="validation")[:200_000])["input_ids"]],
-    device=here.device,
-)
+text = torch.tensor([tokenizer(load_text(split="validation")[:200_000])["input_ids"]], device=here.device)
 
 # %%
 weightless = build(device="meta")  # weighs nothing: enough for arithmetic
 weightless.set_attn_implementation("eager")
-base_plan = lambda S: budget_of(
-    weightless, Shape(batch=1, seq=S)
-)  # a plan: the budget as a function of the length
+base_plan = lambda S: budget_of(weightless, Shape(batch=1, seq=S))  # a plan: the budget as a function of the length
 print(base_plan(common))
-print(
-    f"longest within {limit / GIB:.1f} GiB: {predicted_longest(base_plan, limit_bytes=limit):,} tokens"
-)
+print(f"longest within {limit / GIB:.1f} GiB: {predicted_longest(base_plan, limit_bytes=limit):,} tokens")
 
 # %% [markdown]
 # The peak is the largest of three moments: here that in which backward begins, with weights, states, activations and loss. In a short text it is that in which the last gradient arrives, with all gradients in place of the last two; no recipe for activations helps there.
@@ -154,11 +138,7 @@ def arrange(model, adapt, optimizer):
     states = optimizer(model)
 
     def step(S):
-        row = (
-            torch.ones(1, S, dtype=torch.long)
-            if dry()
-            else text[:, torch.arange(S) % text.shape[1]]
-        )
+        row = torch.ones(1, S, dtype=torch.long) if dry() else text[:, torch.arange(S) % text.shape[1]]
         loss = model(input_ids=row, labels=row, use_cache=False).loss
         loss.backward()
         states.step()
@@ -173,29 +153,16 @@ def climb(row, plan, adapt, optimizer=adamw):
     seed_everything(0)
     expected = predicted_longest(plan, limit_bytes=limit)
     anew = lambda: arrange(build(), adapt, optimizer)
-    found[row] = search(
-        anew,
-        expected=expected,
-        limit_bytes=limit,
-        also=lengths[: 3 if expected < far else 2],
-    )
-    step, _ = (
-        arrange(load_model(), adapt, optimizer)
-        if name == "smollm2-135m" and not layers
-        else anew()
-    )
+    found[row] = search(anew, expected=expected, limit_bytes=limit, also=lengths[: 3 if expected < far else 2])
+    step, _ = arrange(load_model(), adapt, optimizer) if name == "smollm2-135m" and not layers else anew()
     step(16)  # makes the optimizer's states
     with PeakMemory() as memory:
         loss = step(common).item()
     again[row] = adapt
-    longest = {
-        name: getattr(found[row], name) for name in ("tokens", "crossing", "peak_bytes")
-    }
+    longest = {name: getattr(found[row], name) for name in ("tokens", "crossing", "peak_bytes")}
     ladder.add(row, **longest, predicted=expected, loss=loss)
     print(ladder.line(row))
-    print(
-        f"{common} tokens: {found[row].peaks[common] / 2**20:,.1f} MiB searched, {memory.peak / 2**20:,.1f} real"
-    )
+    print(f"{common} tokens: {found[row].peaks[common] / 2**20:,.1f} MiB searched, {memory.peak / 2**20:,.1f} real")
 
 
 def eager(model):
@@ -235,19 +202,9 @@ climb("flash attention", flash_plan, apply_flash_attention)
 # %%
 layer = model_of_shape(name, layers=1, dtype=dtype)
 print(best_kernel(layer).why)
-for S in (
-    (256, 512)
-    if fast()
-    else (1024, 2048, 4096, 16384)
-    if here.device == "cpu"
-    else (4096, 16384, 65536)
-):
-    for kernel, (forth, back, speed, peak) in measure_attention(
-        layer, seq_len=S, eager=S <= 4096, rounds=1
-    ).items():
-        print(
-            f"{S:>6,} tokens, {kernel:<6}{forth + back:8.3f} s {speed:7.2f} TFLOP/s {peak / 2**20:8,.0f} MiB"
-        )
+for S in (256, 512) if fast() else (1024, 2048, 4096, 16384) if here.device == "cpu" else (4096, 16384, 65536):
+    for kernel, (forth, back, speed, peak) in measure_attention(layer, seq_len=S, eager=S <= 4096, rounds=1).items():
+        print(f"{S:>6,} tokens, {kernel:<6}{forth + back:8.3f} s {speed:7.2f} TFLOP/s {peak / 2**20:8,.0f} MiB")
 layer = None
 
 # %% [markdown]
@@ -258,10 +215,7 @@ layer = None
 # **Make the logits of a few hundred tokens at a time, and their gradient at once.** The loss is a scalar, so the gradient of each chunk is known in the forward pass up to a factor. Logits for all tokens, and two gradients of that size, never exist.
 
 # %%
-from recipes_lib.memory.chunked_cross_entropy import (
-    apply_chunked_cross_entropy,
-    estimate_chunked_cross_entropy,
-)
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy, estimate_chunked_cross_entropy
 
 lean = lambda model: apply_chunked_cross_entropy(apply_flash_attention(model))
 lean_plan = on(flash_plan, estimate_chunked_cross_entropy)
@@ -270,11 +224,7 @@ climb("+ chunked loss", lean_plan, lean)
 # %%
 from recipes_lib.workflows.bench.losses import compare_losses
 
-T, D, V = (
-    (512, 64, 8192)
-    if fast()
-    else (2048, weightless.config.hidden_size, weightless.config.vocab_size)
-)
+T, D, V = (512, 64, 8192) if fast() else (2048, weightless.config.hidden_size, weightless.config.vocab_size)
 beside = compare_losses(tokens=T, hidden=D, vocab=V, dtype=dtype, rounds=2)
 for which, cost in beside.items():
     print(f"{which:<16}{cost}")
@@ -293,11 +243,7 @@ from recipes_lib.memory.activation_checkpointing import (
 )
 
 checkpoint_plan = on(lean_plan, estimate_activation_checkpointing)
-climb(
-    "+ checkpointing",
-    checkpoint_plan,
-    lambda model: apply_activation_checkpointing(lean(model)),
-)
+climb("+ checkpointing", checkpoint_plan, lambda model: apply_activation_checkpointing(lean(model)))
 
 # %% [markdown]
 # Ten times as long: now one block at a time is whole, and in it the MLP is widest.
@@ -310,24 +256,16 @@ climb(
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
 
 tile = {"tile_size": 2048 if fast() else 8192}
-short = {
-    "tile_size": common // 4
-}  # for the real steps on a CPU, whose texts would be a single tile
+short = {"tile_size": common // 4}  # for the real steps on a CPU, whose texts would be a single tile
 
 
 def tiled(model, **options):
-    return apply_tiled_mlp(
-        lean(model), **tile if dry() or here.device == "cuda" else short, **options
-    )
+    return apply_tiled_mlp(lean(model), **tile if dry() or here.device == "cuda" else short, **options)
 
 
 tiled_plan = on(lean_plan, estimate_tiled_mlp, **tile)
 checkpoint_plan = on(tiled_plan, estimate_activation_checkpointing)
-climb(
-    "+ tiled MLP",
-    checkpoint_plan,
-    lambda model: apply_activation_checkpointing(tiled(model)),
-)
+climb("+ tiled MLP", checkpoint_plan, lambda model: apply_activation_checkpointing(tiled(model)))
 
 # %% [markdown]
 # ### 5. Nested checkpoints
@@ -343,11 +281,7 @@ from recipes_lib.memory.nested_checkpointing import (
 
 group = best_group(weightless.config.num_hidden_layers)
 nested_plan = on(tiled_plan, estimate_nested_checkpointing, group=group)
-climb(
-    "+ nested checkpoints",
-    nested_plan,
-    lambda model: apply_nested_checkpointing(tiled(model), group=group),
-)
+climb("+ nested checkpoints", nested_plan, lambda model: apply_nested_checkpointing(tiled(model), group=group))
 
 # %% [markdown]
 # ## Everything combined
@@ -355,26 +289,12 @@ climb(
 # Two things are left. The norms can run in tiles like the MLP; and, from notebook 01, the optimizer can step in backward and free each gradient. (Its offloading is for GPUs: on a CPU, host memory is what runs out.)
 
 # %%
-from recipes_lib.memory.optimizer_in_backward import (
-    apply_optimizer_in_backward,
-    estimate_optimizer_in_backward,
-)
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward, estimate_optimizer_in_backward
 
-nested_plan = on(
-    on(lean_plan, estimate_tiled_mlp, **tile, norms=True),
-    estimate_nested_checkpointing,
-    group=group,
-)
+nested_plan = on(on(lean_plan, estimate_tiled_mlp, **tile, norms=True), estimate_nested_checkpointing, group=group)
 everything_plan = on(nested_plan, estimate_optimizer_in_backward)
-everything = lambda model: apply_nested_checkpointing(
-    tiled(model, norms=True), group=group
-)
-climb(
-    "everything combined",
-    everything_plan,
-    everything,
-    partial(apply_optimizer_in_backward, lr=2e-5, fused=True),
-)
+everything = lambda model: apply_nested_checkpointing(tiled(model, norms=True), group=group)
+climb("everything combined", everything_plan, everything, partial(apply_optimizer_in_backward, lr=2e-5, fused=True))
 
 # %% [markdown]
 # What do these recipes cost in time? Here all variants take turns, forward and backward, at a length that each can do.
@@ -384,10 +304,7 @@ turns, ids = {}, text[:, : common // 2]
 for row, adapt in again.items():
     model = adapt(build())
     loss = partial(model, input_ids=ids, labels=ids, use_cache=False)
-    turns[row] = lambda model=model, loss=loss: (
-        loss().loss.backward(),
-        model.zero_grad(),
-    )
+    turns[row] = lambda model=model, loss=loss: (loss().loss.backward(), model.zero_grad())
     turns[row]()
 for row, seconds in in_turns(turns, rounds=1 if fast() else 2).items():
     ladder.retime(row, min(seconds))
@@ -406,13 +323,7 @@ ladder.chart()
 fixed = base_plan(2).weights + base_plan(2).states
 curves = {
     row: found[row].peaks
-    for row in (
-        "baseline",
-        "flash attention",
-        "+ chunked loss",
-        "+ checkpointing",
-        "everything combined",
-    )
+    for row in ("baseline", "flash attention", "+ chunked loss", "+ checkpointing", "everything combined")
 }
 growth_chart(curves, fixed_bytes=fixed, limit_bytes=limit)
 
@@ -431,44 +342,24 @@ growth_chart(curves, fixed_bytes=fixed, limit_bytes=limit)
 # **Let each token read its last W tokens only.** In blocks of queries this is a band of small dense products: S × W of them in place of S²/2. More layers see further: what a layer reads, the next passes on.
 
 # %%
-from recipes_lib.attention.block_sparse import (
-    apply_block_sparse,
-    block_sparse_attention,
-    predicted_share_of_pairs,
-)
-from recipes_lib.attention.sliding_window import (
-    apply_sliding_window,
-    predicted_speedup,
-    sliding_window_attention,
-)
+from recipes_lib.attention.block_sparse import apply_block_sparse, block_sparse_attention, predicted_share_of_pairs
+from recipes_lib.attention.sliding_window import apply_sliding_window, predicted_speedup, sliding_window_attention
 
 S, W = (2048, 256) if fast() else (16384, 1024)
-heads = (
-    weightless.config.num_attention_heads,
-    *[weightless.config.num_key_value_heads] * 2,
-)
-qkv = [
-    torch.randn(1, n, S, 64, device=here.device, dtype=dtype, requires_grad=True)
-    for n in heads
-]
+heads = (weightless.config.num_attention_heads, *[weightless.config.num_key_value_heads] * 2)
+qkv = [torch.randn(1, n, S, 64, device=here.device, dtype=dtype, requires_grad=True) for n in heads]
 pattern = {"block_size": W // 4, "local": 4, "global_blocks": 1}
 ways = {
-    "full": partial(
-        sliding_window_attention, window=S
-    ),  # one call of PyTorch's causal attention
+    "full": partial(sliding_window_attention, window=S),  # one call of PyTorch's causal attention
     "sliding window": partial(sliding_window_attention, window=W),
     "block-sparse": partial(block_sparse_attention, **pattern),
 }
-took = in_turns(
-    {way: lambda way=way: ways[way](*qkv).sum().backward() for way in ways}, rounds=2
-)
+took = in_turns({way: lambda way=way: ways[way](*qkv).sum().backward() for way in ways}, rounds=2)
 ideal = {"sliding window": predicted_speedup(seq_len=S, window=W)}
 ideal["block-sparse"] = 1 / predicted_share_of_pairs(seq_len=S, **pattern)
 speedup = {way: min(took["full"]) / min(took[way]) for way in ideal}
 for way in ideal:
-    print(
-        f"{way}: {speedup[way]:.1f}× the speed of full attention on {S:,} tokens, {ideal[way]:.1f}× fewer pairs"
-    )
+    print(f"{way}: {speedup[way]:.1f}× the speed of full attention on {S:,} tokens, {ideal[way]:.1f}× fewer pairs")
 
 # %% [markdown]
 # Block-sparse patterns add a few blocks that all tokens read; *sinks* are a few first tokens that stay readable beside the window. All are exact for what they read; but the model was trained to read more. What does that cost without further training?
@@ -479,15 +370,11 @@ variants = {
     "full": lambda model: model,
     "the last quarter": partial(apply_sliding_window, window=reads // 4),
     "and 4 sinks": partial(apply_sliding_window, window=reads // 4, sinks=4),
-    "block-sparse": partial(
-        apply_block_sparse, block_size=reads // 16, local=3, global_blocks=1
-    ),
+    "block-sparse": partial(apply_block_sparse, block_size=reads // 16, local=3, global_blocks=1),
 }
 for which, adapt in variants.items():
     with torch.no_grad():
-        price[which] = adapt(load_model().eval())(
-            input_ids=text[:, :reads], labels=text[:, :reads]
-        ).loss.item()
+        price[which] = adapt(load_model().eval())(input_ids=text[:, :reads], labels=text[:, :reads]).loss.item()
     print(f"{which:<18} loss {price[which]:.3f}")
 
 # %% [markdown]
@@ -501,32 +388,15 @@ for which, adapt in variants.items():
 from recipes_lib.workflows.bench.curriculum import compare_at_equal_compute
 
 long, steps, seeds = (256, 6, (0,)) if fast() else (2048, 60, (0, 1, 2))
-schedules = {
-    "fixed length": [(long, 1.0)],
-    "curriculum": [(long // 16, 0.4), (long // 4, 0.3), (long, 0.3)],
-}
-letters = {
-    k: load_text(split=k).encode("ascii", "ignore")[:4_000_000]
-    for k in ("train", "validation")
-}
+schedules = {"fixed length": [(long, 1.0)], "curriculum": [(long // 16, 0.4), (long // 4, 0.3), (long, 0.3)]}
+letters = {k: load_text(split=k).encode("ascii", "ignore")[:4_000_000] for k in ("train", "validation")}
 letters = {split: torch.tensor(list(code)) for split, code in letters.items()}
 rows = letters["validation"].unfold(0, long, long)  # spread over many modules
-held, small = (
-    rows[:: len(rows) // 8][:8],
-    partial(model_of_shape, "tiny-llama", layers=2, device="cpu"),
-)
-options = {
-    "schedules": schedules,
-    "steps": steps,
-    "seeds": seeds,
-    "learning_rate": 3e-3,
-}
+held, small = rows[:: len(rows) // 8][:8], partial(model_of_shape, "tiny-llama", layers=2, device="cpu")
+options = {"schedules": schedules, "steps": steps, "seeds": seeds, "learning_rate": 3e-3}
 reached = compare_at_equal_compute(small, letters["train"], held, **options)
 for schedule, losses in reached.items():
-    print(
-        f"{schedule:<13} loss on rows of {long} characters:",
-        *[f"{loss:.3f}" for loss in losses],
-    )
+    print(f"{schedule:<13} loss on rows of {long} characters:", *[f"{loss:.3f}" for loss in losses])
 
 # %% [markdown]
 # At equal compute the curriculum takes more steps, and ends lower with every seed. These are the first minutes of a tiny model: where training is long, expect less.
@@ -536,13 +406,7 @@ for schedule, losses in reached.items():
 # **Rotary positions can be stretched:** by slower turning (linear), a larger base (dynamic NTK), or slowing only the pairs of dimensions that never turned whole (YaRN). Without it a text may be longer than anything the model has seen. `check_length` says so before it happens in silence.
 
 # %%
-from recipes_lib.architecture.rope import (
-    KINDS,
-    apply_rope_scaling,
-    check_length,
-    position_losses,
-    rope_frequencies,
-)
+from recipes_lib.architecture.rope import KINDS, apply_rope_scaling, check_length, position_losses, rope_frequencies
 
 show(rope_frequencies)
 try:
@@ -561,19 +425,10 @@ def along(kind, S, window):
     return position_losses(model, text[:, :S], window=window)
 
 
-rope, title = (
-    recorded("rope"),
-    "SmolLM2-135M, one text of the standard library, recorded",
-)
+rope, title = recorded("rope"), "SmolLM2-135M, one text of the standard library, recorded"
 if fast() or here.device == "cuda":
-    (S, window), title = (
-        (200, 100) if fast() else (12_288, 1024),
-        "SmolLM2-135M, one text, measured now",
-    )
-    rope = {
-        "window": window,
-        "curves": {kind: along(kind, S, window) for kind in ("none", *KINDS)},
-    }
+    (S, window), title = (200, 100) if fast() else (12_288, 1024), "SmolLM2-135M, one text, measured now"
+    rope = {"window": window, "curves": {kind: along(kind, S, window) for kind in ("none", *KINDS)}}
 position_chart(rope["curves"], window=rope["window"], trained=8192, title=title)
 
 # %% [markdown]
@@ -585,14 +440,8 @@ position_chart(rope["curves"], window=rope["window"], trained=8192, title=title)
 
 # %%
 config = model_of_shape("llama-3.1-8b", layers=1, device="meta").config
-rate, link = (
-    400e12,
-    50e9,
-)  # FLOP/s that attention reaches, bytes/s between two cards: put in those of your machine
-q_width, kv_width = (
-    n * config.head_dim
-    for n in (config.num_attention_heads, config.num_key_value_heads)
-)
+rate, link = 400e12, 50e9  # FLOP/s that attention reaches, bytes/s between two cards: put in those of your machine
+q_width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
 # computing: 4 (S/N)² Q / rate        sending K and V in 16 bits: 4 (S/N) KV / link
 print(f"hidden from {rate / link * kv_width / q_width:,.0f} tokens per GPU on")
 
@@ -632,18 +481,9 @@ print(f"hidden from {rate / link * kv_width / q_width:,.0f} tokens per GPU on")
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
 
 # %%
-rows, slopes = (
-    ladder.rows,
-    {row: slope(search.peaks, fixed) for row, search in found.items()},
-)
+rows, slopes = ladder.rows, {row: slope(search.peaks, fixed) for row, search in found.items()}
 loss_error = max(abs(row.loss - rows[0].loss) for row in rows)
-facts = {
-    "model": name,
-    "limit_bytes": limit,
-    "timed_at": ids.shape[1],
-    "loss_error": loss_error,
-    "slopes": slopes,
-}
+facts = {"model": name, "limit_bytes": limit, "timed_at": ids.shape[1], "loss_error": loss_error, "slopes": slopes}
 facts |= {
     "local": {"tokens": qkv[0].shape[2], "speedup": speedup, "ideal": ideal},
     "price": price,
@@ -652,11 +492,7 @@ facts |= {
 ladder.note(**facts, loss={which: vars(cost) for which, cost in beside.items()})
 assert all(abs(row.prediction_error) < 0.1 for row in rows), "the predictions hold"
 assert loss_error < (1e-4 if here.device == "cpu" else 2e-2), "the same loss"
-assert [row.tokens for row in rows] == sorted(row.tokens for row in rows), (
-    "every rung is longer"
-)
-assert (
-    here.device == "cuda" or slopes["baseline"] > 1.6 > 1.1 > slopes["flash attention"]
-), "from S² to S"
+assert [row.tokens for row in rows] == sorted(row.tokens for row in rows), "every rung is longer"
+assert here.device == "cuda" or slopes["baseline"] > 1.6 > 1.1 > slopes["flash attention"], "from S² to S"
 assert ladder.gain("everything combined") > 10 and (fast() or min(speedup.values()) > 1)
 print(f"all checks passed: {ladder.gain('everything combined'):.0f}× longer")

@@ -55,16 +55,11 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("recipes_lib") is None:
-    code = Path(
-        ".." if Path("../recipes_lib").exists() else "llm-training-recipes"
-    ).resolve()
+    code = Path(".." if Path("../recipes_lib").exists() else "llm-training-recipes").resolve()
     if not code.exists():
         url = "https://github.com/your-username/llm-training-recipes"
         subprocess.run(["git", "clone", "-q", url, str(code)], check=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"],
-        check=True,
-    )
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-e", f"{code}[notebooks]"], check=True)
     sys.path.insert(0, str(code))
 
 import torch
@@ -95,11 +90,7 @@ from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.tracking import read_back
 
 NAME = "smollm2"
-here, tokenizer, folder = (
-    machine(),
-    load_tokenizer(NAME),
-    runs_dir() / ("fast-05" if fast() else "notebook-05"),
-)
+here, tokenizer, folder = machine(), load_tokenizer(NAME), runs_dir() / ("fast-05" if fast() else "notebook-05")
 shutil.rmtree(folder, ignore_errors=True)
 print(here)
 
@@ -115,9 +106,7 @@ print(here)
 # %%
 S, limit, some = (64, 24, 8) if fast() else (192, 300, 32)
 train = list(load_instructions(tokenizer, max_tokens=S, limit=limit))
-held_out = list(
-    load_instructions(tokenizer, split="validation", max_tokens=96, limit=some)
-)
+held_out = list(load_instructions(tokenizer, split="validation", max_tokens=96, limit=some))
 pad = {"pad_token_id": tokenizer.pad_token_id}
 print(decode_with_mask(train[1], tokenizer))
 
@@ -127,19 +116,12 @@ print(decode_with_mask(train[1], tokenizer))
 # **Mask the prompt, leave each label at its own token, learn the end mark.** Training raises no error when one is broken; `check_labels` looks before.
 
 # %%
-from recipes_lib.fine_tuning.completion_only_loss import (
-    check_labels,
-    completion_only_loss,
-)
+from recipes_lib.fine_tuning.completion_only_loss import check_labels, completion_only_loss
 
 show(completion_only_loss)
 print(f"tokens that carry loss: {(targets := check_labels(train, tokenizer)):.0%}")
 ids, labels, end = train[1]["input_ids"], train[1]["labels"], train[1]["labels"][-1]
-for bug in (
-    [*labels[1:], IGNORED],
-    ids,
-    [IGNORED if label == end else label for label in labels],
-):
+for bug in ([*labels[1:], IGNORED], ids, [IGNORED if label == end else label for label in labels]):
     try:
         check_labels([{"input_ids": ids, "labels": bug}], tokenizer)
     except ValueError as error:
@@ -155,9 +137,7 @@ for bug in (
 
 # %%
 base = NAME
-if (
-    fast()
-):  # CI checks that the code runs: two blocks will do, and are loaded in no time
+if fast():  # CI checks that the code runs: two blocks will do, and are loaded in no time
     model, base = load_model(NAME), folder / "base"
     del decoder_blocks(model)[2:]
     model.config.num_hidden_layers = 2
@@ -169,25 +149,11 @@ def fresh(dtype=torch.float32):
     return load_model(base, dtype=dtype)
 
 
-on_python = partial(
-    perplexity,
-    tokenizer=tokenizer,
-    text=load_text(split="validation"),
-    windows=1 if fast() else 4,
-)
-answers_of = partial(
-    generate_answers,
-    tokenizer=tokenizer,
-    prompts=held_out[:20],
-    max_new_tokens=4 if fast() else 20,
-)
+on_python = partial(perplexity, tokenizer=tokenizer, text=load_text(split="validation"), windows=1 if fast() else 4)
+answers_of = partial(generate_answers, tokenizer=tokenizer, prompts=held_out[:20], max_new_tokens=4 if fast() else 20)
 
 # %%
-before, answers_before, text_before = (
-    held_out_losses(fresh(), held_out, **pad),
-    answers_of(fresh()),
-    on_python(fresh()),
-)
+before, answers_before, text_before = held_out_losses(fresh(), held_out, **pad), answers_of(fresh()), on_python(fresh())
 print(f"held-out loss {before}, perplexity of Python source {text_before:.1f}")
 
 # %% [markdown]
@@ -222,22 +188,14 @@ def climb(row, run, data=train, dtype=torch.float32):
     global model, optimizer, trained
     model = optimizer = trained = None  # what is alive counts: free the ones before
     model, plan = loop.prepare(fresh(dtype), data, run=run, **pad)
-    print(
-        f"{model.num_parameters(only_trainable=True):,} trainable, expected {plan.peak / 2**20:,.0f} MiB"
-    )
+    print(f"{model.num_parameters(only_trainable=True):,} trainable, expected {plan.peak / 2**20:,.0f} MiB")
     steps, done = loop.training_steps(model, data, run=run, **pad), []
-    measured = measure(
-        lambda: done.append(next(steps)), warmup=2, repeats=0
-    )  # AdamW makes its states in the first
+    measured = measure(lambda: done.append(next(steps)), warmup=2, repeats=0)  # AdamW makes its states in the first
     changes[row] = compare(before, after := held_out_losses(model, held_out, **pad))
     ladder.add(row, measured, predicted=plan.peak, loss=after.mean)
-    again[row] = lambda: loop.training_steps(
-        loop.adapt(fresh(dtype), run=run), data, run=run, **pad
-    )
+    again[row] = lambda: loop.training_steps(loop.adapt(fresh(dtype), run=run), data, run=run, **pad)
     print(ladder.line(row, timed=False), changes[row], sep="\n")
-    print(
-        f"training losses {[round(s.loss, 2) for s in done]}, the loader's share {loop.loading_share(done):.1%}"
-    )
+    print(f"training losses {[round(s.loss, 2) for s in done]}, the loader's share {loop.loading_share(done):.1%}")
 
 
 climb("full fine-tuning", run)
@@ -253,12 +211,8 @@ climb("full fine-tuning", run)
 lora = replace(run, method="lora", learning_rate=1e-3, rank=16, alpha=32)
 climb("LoRA", lora)
 climb("QLoRA", replace(lora, method="qlora"))
-model = loop.adapt(
-    fresh(), run=replace(lora, method="qlora")
-)  # untrained adapters change nothing
-print(
-    f"four bits alone: {held_out_losses(model, held_out, **pad)}, Python source {on_python(model):.1f}"
-)
+model = loop.adapt(fresh(), run=replace(lora, method="qlora"))  # untrained adapters change nothing
+print(f"four bits alone: {held_out_losses(model, held_out, **pad)}, Python source {on_python(model):.1f}")
 
 # %% [markdown]
 # LoRA frees gradients and states, QLoRA most of the weights too. Unpacking them costs time, measured below, and native bf16 wins some back.
@@ -268,25 +222,14 @@ print(
 # %%
 from recipes_lib.fine_tuning.lora import apply_lora
 
-variants = {
-    "rank 16": {},
-    "DoRA": {"use_dora": True},
-    "rsLoRA 64": {"rank": 64, "use_rslora": True},
-}
-variants |= {
-    "rank 64": {"rank": 64},
-    "alpha 8": {"alpha": 8},
-    "Q and V": {"target_modules": ["q_proj", "v_proj"]},
-}
+variants = {"rank 16": {}, "DoRA": {"use_dora": True}, "rsLoRA 64": {"rank": 64, "use_rslora": True}}
+variants |= {"rank 64": {"rank": 64}, "alpha 8": {"alpha": 8}, "Q and V": {"target_modules": ["q_proj", "v_proj"]}}
 held, short = [], replace(lora, steps=2, rows_per_step=2, micro_batch_size=2)
 for name, options in list(variants.items())[: 2 if fast() else None]:
     model = apply_lora(fresh(), **options)
     list(loop.training_steps(model, train, run=short, **pad))
     held.append(held_out_losses(model, held_out, **pad))
-    size, change = (
-        model.num_parameters(only_trainable=True),
-        compare(held[0], held[-1]) if held[1:] else "",
-    )
+    size, change = model.num_parameters(only_trainable=True), compare(held[0], held[-1]) if held[1:] else ""
     print(f"{name:<10}{size:>11,} trainable, held-out loss {held[-1].mean:.2f}", change)
 
 # %% [markdown]
@@ -300,32 +243,17 @@ for name, options in list(variants.items())[: 2 if fast() else None]:
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 
 batch = collate(train[:2], device=here.device, **pad)
-torch.compiler.set_stance(
-    "force_eager" if fast() else "default"
-)  # compiling takes longer than the small sizes
-state_bytes, kinds = (
-    {},
-    {
-        "fp32, fused": partial(torch.optim.AdamW, fused=True),
-        "bitsandbytes": eight_bit_adamw,
-    },
-)
+torch.compiler.set_stance("force_eager" if fast() else "default")  # compiling takes longer than the small sizes
+state_bytes, kinds = {}, {"fp32, fused": partial(torch.optim.AdamW, fused=True), "bitsandbytes": eight_bit_adamw}
 kinds["torchao"] = partial(eight_bit_adamw, library="torchao", embedding_bits=8)
-kinds |= (
-    {"paged": partial(eight_bit_adamw, paged=True)} if here.device == "cuda" else {}
-)
+kinds |= {"paged": partial(eight_bit_adamw, paged=True)} if here.device == "cuda" else {}
 for name, make in kinds.items():
     model = fresh().requires_grad_(False)
     trained = decoder_blocks(model)[-4:].requires_grad_(True)
     optimizer = make(trained.parameters(), lr=1e-4)
     losses, seconds, _ = loop.few_steps(model, optimizer, batch)
-    state_bytes[name] = sizes.state_bytes(optimizer) / sum(
-        p.numel() for p in trained.parameters()
-    )
-    print(
-        f"{name:<13}{state_bytes[name]:.2f} bytes/parameter, {seconds:.2f} s, losses",
-        *map("{:.4f}".format, losses),
-    )
+    state_bytes[name] = sizes.state_bytes(optimizer) / sum(p.numel() for p in trained.parameters())
+    print(f"{name:<13}{state_bytes[name]:.2f} bytes/parameter, {seconds:.2f} s, losses", *map("{:.4f}".format, losses))
 torch.compiler.reset()  # what it keeps would count below
 
 # %% [markdown]
@@ -339,34 +267,18 @@ torch.compiler.reset()  # what it keeps would count below
 from recipes_lib.precision.mixed_precision import mixed_precision
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 
-if (
-    not here.native_bf16
-):  # 16-bit products are emulated, slowly: few tokens and the last blocks have to do
-    batch = {
-        name: ids[:, -6:]
-        for name, ids in collate(train[:1], device=here.device, **pad).items()
-    }
+if not here.native_bf16:  # 16-bit products are emulated, slowly: few tokens and the last blocks have to do
+    batch = {name: ids[:, -6:] for name, ids in collate(train[:1], device=here.device, **pad).items()}
 adamw, changed = partial(torch.optim.AdamW, fused=True), {}
 modes = {"fp32": (torch.float32, adamw, {})}
-modes["bf16 autocast"] = (
-    torch.float32,
-    adamw,
-    {"autocast": mixed_precision(dtype=torch.bfloat16).autocast},
-)
-modes |= {
-    r: (torch.bfloat16, partial(bf16_adamw, rounding=r), {})
-    for r in ("nearest", "stochastic", "master")
-}
+modes["bf16 autocast"] = (torch.float32, adamw, {"autocast": mixed_precision(dtype=torch.bfloat16).autocast})
+modes |= {r: (torch.bfloat16, partial(bf16_adamw, rounding=r), {}) for r in ("nearest", "stochastic", "master")}
 for name, (dtype, make, options) in modes.items():
     model = fresh(dtype).requires_grad_(False)
-    trained = (
-        model if here.native_bf16 else decoder_blocks(model)[-4:]
-    ).requires_grad_(True)
+    trained = (model if here.native_bf16 else decoder_blocks(model)[-4:]).requires_grad_(True)
     optimizer = make(trained.parameters(), lr=1e-5)
     losses, seconds, changed[name] = loop.few_steps(model, optimizer, batch, **options)
-    print(
-        f"{name:<14}{seconds:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, {changed[name]:.1%} changed"
-    )
+    print(f"{name:<14}{seconds:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, {changed[name]:.1%} changed")
 
 # %% [markdown]
 # Rounded to nearest, few weights move at this learning rate. The masters have moved, but most still round to the same bf16 number: the model shows it after many steps. Stochastic rounding shows it at once, with noise. Without native bf16 all 16-bit rows are slower.
@@ -378,9 +290,7 @@ for name, (dtype, make, options) in modes.items():
 # %%
 for way in (short, replace(short, micro_batch_size=1)):
     for s in loop.training_steps(loop.adapt(fresh(), run=way), train, run=way, **pad):
-        print(
-            f"{way.micro_batch_size} rows at a time: {s.loss=:.5f} {s.gradient_norm=:.4f} {s.learning_rate=:.1e}"
-        )
+        print(f"{way.micro_batch_size} rows at a time: {s.loss=:.5f} {s.gradient_norm=:.4f} {s.learning_rate=:.1e}")
 
 # %% [markdown]
 # ### 7. Sequence packing
@@ -398,64 +308,31 @@ from recipes_lib.training.sequence_packing import (
 
 show(best_fit)
 model, documents = fresh().eval(), train[:3]
-packed = collate_packed(
-    pack_sequences(documents, length=3 * S), device=here.device, **pad
-)
+packed = collate_packed(pack_sequences(documents, length=3 * S), device=here.device, **pad)
 check_document_mask(model, packed)
-print(
-    "positions restart at", *(packed["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-)
+print("positions restart at", *(packed["position_ids"][0] == 0).nonzero()[:, 0].tolist())
 
 # %%
 alone = held_out_losses(model, documents, **pad)
 leaky = {name: packed[name] for name in ("input_ids", "labels")}
 with torch.no_grad():
-    together, leaking = (
-        completion_only_loss(model, b).item() / alone.targets.sum()
-        for b in (packed, leaky)
-    )
-print(
-    f"three documents: alone {alone.mean:.4f}, packed {together:.4f}, packed without positions {leaking:.4f}"
-)
+    together, leaking = (completion_only_loss(model, b).item() / alone.targets.sum() for b in (packed, leaky))
+print(f"three documents: alone {alone.mean:.4f}, packed {together:.4f}, packed without positions {leaking:.4f}")
 
 # %% [markdown]
 # Then the speed, in *useful* tokens: padded as the data come, grouped by length, and packed.
 
 # %%
-combined = replace(
-    lora,
-    method="qlora",
-    packing=True,
-    seq_len=max(S, 128),
-    rows_per_step=2,
-    micro_batch_size=2,
-)
-del decoder_blocks(model)[
-    10:
-]  # what counts is the ratio, and a third of the blocks show it
-model, rows, lengths = (
-    loop.adapt(model.train(), run=lora),
-    train[:8],
-    [len(row["labels"]) for row in train[:8]],
-)
-useful, arranged = (
-    {},
-    {"padded": rows, "by length": sorted(rows, key=lambda row: len(row["labels"]))},
-)
+combined = replace(lora, method="qlora", packing=True, seq_len=max(S, 128), rows_per_step=2, micro_batch_size=2)
+del decoder_blocks(model)[10:]  # what counts is the ratio, and a third of the blocks show it
+model, rows, lengths = loop.adapt(model.train(), run=lora), train[:8], [len(row["labels"]) for row in train[:8]]
+useful, arranged = {}, {"padded": rows, "by length": sorted(rows, key=lambda row: len(row["labels"]))}
 arranged["packed"] = pack_sequences(rows, length=combined.seq_len)
-fewer = predicted_speedup(
-    lengths, length=combined.seq_len, batch_size=4, packs_per_batch=4
-)
+fewer = predicted_speedup(lengths, length=combined.seq_len, batch_size=4, packs_per_batch=4)
 print(f"expected: {fewer:.2f}× fewer tokens than padded")
 fours = replace(run, rows_per_step=8, micro_batch_size=4)
-work = {
-    k: loop.micro_batches(data, run=fours, device=here.device, **pad)
-    for k, data in arranged.items()
-}
-turns = {
-    k: lambda b=b: accumulate_gradients(model, b, loss_sum=completion_only_loss)
-    for k, b in work.items()
-}
+work = {k: loop.micro_batches(data, run=fours, device=here.device, **pad) for k, data in arranged.items()}
+turns = {k: lambda b=b: accumulate_gradients(model, b, loss_sum=completion_only_loss) for k, b in work.items()}
 took = in_turns(turns, rounds=2 if fast() else 3)  # the first warms up
 for name, batches in work.items():
     useful[name] = sum(lengths) * len(took[name][1:]) / sum(took[name][1:])
@@ -470,32 +347,19 @@ for name, batches in work.items():
 # QLoRA on a base in the fastest precision of this machine, packed rows, loss on the answers only. Two packed rows hold about three documents, nearly a padded batch. Then one step of each row in turns, there and back, so that what slows the machine slows all: the times in the table.
 
 # %%
-climb(
-    "everything combined",
-    combined,
-    pack_sequences(train, length=combined.seq_len, seed=0),
-    here.compute_dtype,
-)
+climb("everything combined", combined, pack_sequences(train, length=combined.seq_len, seed=0), here.compute_dtype)
 answers, text, took = answers_of(model), on_python(model), {row: [] for row in again}
 back = [] if fast() else reversed(again)
 for row in [*again, *back]:  # there and back; the first step of each warms up
     took[row] += [step for _, step in zip(range(2), again[row]())][1:]
-    ladder.retime(
-        row,
-        sum(s.seconds for s in took[row]) / len(took[row]),
-        tokens=took[row][0].tokens,
-    )
+    ladder.retime(row, sum(s.seconds for s in took[row]) / len(took[row]), tokens=took[row][0].tokens)
 ladder
 
 # %%
 code = [sum("def " in words for words in some) for some in (answers_before, answers)]
-print(
-    f"perplexity of Python source {text_before:.1f} → {text:.1f}, answers with code {code[0]} → {code[1]}"
-)
+print(f"perplexity of Python source {text_before:.1f} → {text:.1f}, answers with code {code[0]} → {code[1]}")
 for old, new, row in zip(answers_before, answers, held_out[:2]):
-    print(
-        f"\nbefore: {old}\nafter:  {new}\nwanted: {tokenizer.decode([t for t in row['labels'] if t != IGNORED])}"
-    )
+    print(f"\nbefore: {old}\nafter:  {new}\nwanted: {tokenizer.decode([t for t in row['labels'] if t != IGNORED])}")
 change_chart(changes)
 
 # %% [markdown]
@@ -514,17 +378,11 @@ from recipes_lib.fine_tuning.adapter_files import (
     save_merged,
 )
 
-size = save_adapter(
-    model, folder / "adapter", base=base_fingerprint(fresh(model.dtype))
-)
+size = save_adapter(model, folder / "adapter", base=base_fingerprint(fresh(model.dtype)))
 save_merged(merge_qlora(copy.deepcopy(model)), folder / "merged", tokenizer=tokenizer)
 merge_error = check_merged(folder / "merged", model, packed["input_ids"])
-on_full = held_out_losses(
-    load_adapter(fresh(here.compute_dtype), folder / "adapter"), held_out, **pad
-)
-print(
-    f"adapter {size / 2**20:.0f} MiB, loss on full base {on_full.mean:.3f}; merged: logits off by {merge_error:.1e}"
-)
+on_full = held_out_losses(load_adapter(fresh(here.compute_dtype), folder / "adapter"), held_out, **pad)
+print(f"adapter {size / 2**20:.0f} MiB, loss on full base {on_full.mean:.3f}; merged: logits off by {merge_error:.1e}")
 
 # %% [markdown]
 # ### Killed, and resumed
@@ -532,18 +390,8 @@ print(
 # `python -m recipes_lib finetune` is this loop as a command: it reads pairs (here some of the standard library), checks them, trains, logs, and leaves the adapter. Here SIGKILL hits it two steps after its checkpoint; `--resume` takes those two again.
 
 # %%
-options = [
-    "--limit=16",
-    "--steps=6",
-    "--save-steps=3",
-    "--rows-per-step=1",
-    "--seq-len=64",
-    "--dropout=0.1",
-]
-options += [
-    f"--model={folder / 'merged' if fast() else NAME}",
-    f"--output={folder / 'run'}",
-]
+options = ["--limit=16", "--steps=6", "--save-steps=3", "--rows-per-step=1", "--seq-len=64", "--dropout=0.1"]
+options += [f"--model={folder / 'merged' if fast() else NAME}", f"--output={folder / 'run'}"]
 killed = command.run_command(*options, kill_at=4)
 resumed = command.run_command(*options, "--resume", echo=True)
 log = read_back(folder / "run" / "log", backend="tensorboard")
@@ -559,15 +407,8 @@ print(f"\nkilled  {killed}\nresumed {resumed}\nlogged steps: {[*dict(log['loss']
 # %%
 show(export.trainer_arguments, export._common_arguments)
 equal, model = replace(short, steps=2 if fast() else 3), None
-found = libraries.side_by_side(
-    lambda: loop.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer
-)
-print(
-    libraries.table(found),
-    *(folder / "run" / "axolotl.yml").read_text().splitlines()[:22],
-    "...",
-    sep="\n",
-)
+found = libraries.side_by_side(lambda: loop.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer)
+print(libraries.table(found), *(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
 
 # %% [markdown]
 # The libraries compute every logit, and TRL also the entropy and the accuracy of each token to log them. In return: evaluation while training, callbacks, several GPUs.
@@ -584,21 +425,13 @@ qwen.chat_template = (  # what Qwen3's template does with thinking, without its 
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-chat = [
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "<think>Two and two.</think>4"},
-]
+chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>Two and two.</think>4"}]
 for row in tokenize_chat(qwen, chat + chat):
     print(decode_with_mask(row, qwen).replace("\n", " "))
-plain, text = (
-    model_of_shape("tiny-qwen3").eval(),
-    torch.arange(1, 33, device=here.device)[None],
-)
+plain, text = model_of_shape("tiny-qwen3").eval(), torch.arange(1, 33, device=here.device)[None]
 for kind in ("dynamic", "yarn"):
     scaled = apply_rope_scaling(copy.deepcopy(plain), kind=kind, factor=4.0)
-    print(
-        f"{kind}: logits of a short text change by {(scaled(text).logits - plain(text).logits).abs().max():.1e}"
-    )
+    print(f"{kind}: logits of a short text change by {(scaled(text).logits - plain(text).logits).abs().max():.1e}")
 
 # %% [markdown]
 # The second row holds the history without its thinking. YaRN changes short texts too, so switch it on only if you need it; dynamic NTK changes nothing until a text is longer than the training was. In a mixture of experts `apply_lora` leaves the router alone, and asks for `target_modules` where the experts are one fused tensor.
@@ -606,9 +439,7 @@ for kind in ("dynamic", "yarn"):
 # ## The picture
 
 # %%
-print(
-    f"QLoRA takes {ladder['QLoRA'].seconds / ladder['LoRA'].seconds:.2f}× the time of LoRA per token"
-)
+print(f"QLoRA takes {ladder['QLoRA'].seconds / ladder['LoRA'].seconds:.2f}× the time of LoRA per token")
 ladder.chart()
 
 # %% [markdown]
@@ -649,56 +480,17 @@ ladder.chart()
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
 
 # %%
-ladder.note(
-    targets=targets,
-    before=before.mean,
-    steps=run.steps,
-    verdict=vars(changes["everything combined"]),
-)
-ladder.note(
-    state_bytes=state_bytes,
-    changed=changed,
-    useful=useful,
-    merge_error=merge_error,
-    production=found,
-)
+ladder.note(targets=targets, before=before.mean, steps=run.steps, verdict=vars(changes["everything combined"]))
+ladder.note(state_bytes=state_bytes, changed=changed, useful=useful, merge_error=merge_error, production=found)
 ladder.note(exact=killed | resumed == resumed | killed)
-assert max(abs(row.prediction_error) for row in ladder.rows) < 0.1, (
-    "the predictions hold"
-)
-assert (
-    ladder["QLoRA"].peak_bytes
-    < ladder["LoRA"].peak_bytes
-    < ladder["full fine-tuning"].peak_bytes
-)
-assert (
-    state_bytes["torchao"] < 2.2
-    and state_bytes["bitsandbytes"] < 2.2
-    and state_bytes["fp32, fused"] > 7.9
-)
-assert changed["nearest"] < changed["master"] < changed["stochastic"], (
-    "rounding to nearest loses small updates"
-)
-assert (
-    abs(together / alone.mean - 1)
-    < 1e-4
-    < abs(leaking / alone.mean - 1) * (1 if fast() else 0.02)
-), "no leak"
-assert ladder.facts["exact"] or here.device == "cuda", (
-    "resumed exactly (a GPU adds in another order from run to run)"
-)
-assert killed.keys() & resumed.keys() >= {3, 4} and [*range(6)] == [
-    step for step, _ in log["loss"]
-], "logged once"
-assert all(
-    abs(a - b) < 1e-3
-    for lib in found.values()
-    for a, b in zip(lib["losses"], found["ours"]["losses"])
-)
-assert found["ours"]["peak_bytes"] < min(
-    found["Trainer"]["peak_bytes"], found["SFTTrainer"]["peak_bytes"]
-)
-assert fast() or max(change.high for change in changes.values()) < 0, (
-    "all got better, beyond what chance explains"
-)
+assert max(abs(row.prediction_error) for row in ladder.rows) < 0.1, "the predictions hold"
+assert ladder["QLoRA"].peak_bytes < ladder["LoRA"].peak_bytes < ladder["full fine-tuning"].peak_bytes
+assert state_bytes["torchao"] < 2.2 and state_bytes["bitsandbytes"] < 2.2 and state_bytes["fp32, fused"] > 7.9
+assert changed["nearest"] < changed["master"] < changed["stochastic"], "rounding to nearest loses small updates"
+assert abs(together / alone.mean - 1) < 1e-4 < abs(leaking / alone.mean - 1) * (1 if fast() else 0.02), "no leak"
+assert ladder.facts["exact"] or here.device == "cuda", "resumed exactly (a GPU adds in another order from run to run)"
+assert killed.keys() & resumed.keys() >= {3, 4} and [*range(6)] == [step for step, _ in log["loss"]], "logged once"
+assert all(abs(a - b) < 1e-3 for lib in found.values() for a, b in zip(lib["losses"], found["ours"]["losses"]))
+assert found["ours"]["peak_bytes"] < min(found["Trainer"]["peak_bytes"], found["SFTTrainer"]["peak_bytes"])
+assert fast() or max(change.high for change in changes.values()) < 0, "all got better, beyond what chance explains"
 print("all checks passed")
