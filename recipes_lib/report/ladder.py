@@ -224,7 +224,7 @@ class Ladder(Rows):
     def take_turns(self, rounds: int = 5) -> None:
         """Time all rows that climbed again, in turns, each with a fresh model.
 
-        The rows are put into groups whose models fit together into four fifths of the free memory.
+        The rows are put into groups whose models fit together into half of the free memory.
         In a group the steps take turns, there and back: what slows the machine for a while slows
         all of them.
         The baseline is in every group, and the others are compared with it round by round. A row
@@ -235,7 +235,7 @@ class Ladder(Rows):
         climbed = {row.name: self.plans[row.name] for row in self.rows if row.name in self._builds}
         if not climbed:
             raise ValueError("no row can take turns: add rows with climb, which knows their builds")
-        groups = groups_that_fit(climbed, limit_bytes=0.8 * free_memory_bytes())
+        groups = groups_that_fit(climbed, limit_bytes=free_memory_bytes() / 2)
         baseline = groups[0][0]
         baseline_seconds: list[float] = []  # of all groups
         for number, names in enumerate(groups, 1):
