@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and how to stretch them, so that a trained model reads longer texts.
+"""RoPE scaling: rotary position embeddings, stretched so that a trained model reads longer texts.
 
 Problem    Rotary embeddings turn queries and keys by an angle per position. Beyond the trained
            length come angles that the model has never seen, and attention breaks down.
@@ -10,11 +10,11 @@ Idea       angle(position, i) = position * base ** (-2i / head_dim)      i: pair
                yarn      slow the low frequencies only, those that never turned whole; sharpen the
                          softmax a little
 
-Saves      Training on long texts: the trained length times `factor`, with little or no fine-tuning.
+Saves      Training on long texts: `factor` times the trained length with little or no fine-tuning.
 Costs      linear and yarn change short texts too, because the factor is fixed. dynamic recomputes
            the frequencies as a text grows, and keys that are cached already keep the old ones.
 Use when   Texts are longer than `max_position_embeddings`.
-Not when   They are not: for Qwen3 its authors advise to leave YaRN off until it is needed.
+Not when   Texts are no longer. The authors of Qwen3 leave YaRN off until it is needed.
 In production   `"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
            "original_max_position_embeddings": 32768}` in config.json; vLLM `--hf-overrides` with
            the same.

@@ -14,14 +14,14 @@ Idea       Labels say which tokens are learnt. The head reads only the hidden st
            token t and shifts the labels inside: shifting them in the data as well trains on the
            token after the next, with a falling loss and no error.
 Saves      1 - (targets / tokens) of the logits, of their gradients and of the head's arithmetic.
-Costs      Nothing in accuracy: the tokens left out have no loss. A shape that changes from batch
-           to batch.
+Costs      Nothing in accuracy: the tokens left out have no loss. The shape of the logits changes
+           from batch to batch.
 Use when   Instruction and chat tuning. With several padded rows a position is computed if any row
            needs it, so it saves most on packed rows, one per micro-batch.
 Not when   Every token is a target (pre-training): chunk the loss instead.
 In production   TRL `SFTConfig(completion_only_loss=True)` or `assistant_only_loss=True`, Axolotl
-           `train_on_inputs: false`; all of these mask, and compute every logit. `logits_to_keep`
-           is transformers'.
+           `train_on_inputs: false`; all of these mask, and compute every logit. The argument
+           `logits_to_keep` of transformers leaves the others out.
 Source     TRL and transformers documentation; Shi et al., "Instruction Tuning With Loss Over
            Instructions" (arXiv 2405.14394), says when masking the prompt does *not* help: long
            prompts, short answers, few examples.

@@ -9,9 +9,9 @@ Idea       y = W x + (alpha / r) * B A x        W [out, in] frozen,  A [r, in], 
 Saves      Gradients and states: from 12 bytes per weight to 12 bytes per adapter parameter, of
            which a layer has r * (in + out). A fine-tuned model is a file of megabytes. Frozen norms
            also save less for backward.
-Costs      Activations stay, and so does the backward pass through every block: the step is hardly
-           faster. Each adapter keeps its own copy of its input where the dtypes differ (peft trains
-           fp32 adapters, also on a bf16 base) or where dropout > 0, which is why dropout is 0 here.
+Costs      Activations stay, and so does backward, but for the gradients of frozen weights. Each
+           adapter keeps its own copy of its input where the dtypes differ (peft trains fp32
+           adapters, also on a bf16 base) or where dropout > 0, which is why dropout is 0 here.
 Use when   The weights fit and gradients and states do not, or when one base serves many tasks.
 Not when   The weights alone do not fit (QLoRA), or there is much new to learn (full fine-tuning).
 In production   `peft.get_peft_model(model, LoraConfig(target_modules="all-linear"))`, which this

@@ -10,7 +10,7 @@ Idea       Autograd asks a pair of hooks where to keep each saved tensor, and th
                backward      block 0  <-  block 1  <- … <-  block L-1
 
            The copies out run beside the computation, and those back begin before they are needed.
-Saves      What L-1 of L blocks save, but for `in_flight` storages that are on their way.
+Saves      What L-1 of L blocks keep for backward, but for `in_flight` storages on their way.
 Costs      Two transfers of every byte, which hide behind the computation if the link is fast.
 Use when   Checkpointing is not enough; on top of it only block inputs travel.
 Not when   Checkpointing is enough: it is simpler.

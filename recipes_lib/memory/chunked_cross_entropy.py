@@ -10,11 +10,11 @@ Idea       The loss is a scalar, so the gradient of a chunk's logits is known at
                    dh = x W,  dW += x^T h      [C, D], [V, D]
 
            Backward multiplies both by the incoming gradient.
-Saves      12 T V bytes become 4 C V (2 C V in 16 bits), the gradient of hidden, and that of W if
-           it trains.
-Costs      No arithmetic, but the output has no logits. 16-bit W: its gradient is summed in fp32,
-           6 V D bytes in all (a bf16 one of up to 16 chunks in bf16, 2 V D). A CPU without bf16
-           units multiplies with an fp32 copy.
+Saves      12 T V bytes become 4 C V (2 C V in 16 bits) for chunks of C tokens, the gradient of the
+           hidden states, and that of the output layer W if it trains.
+Costs      No more arithmetic, but the output has no logits. The gradient of a 16-bit W is summed in
+           fp32, 6 V D bytes in all (in bf16 with up to 16 chunks of a bf16 W: 2 V D). A CPU without
+           bf16 units multiplies with an fp32 copy.
 Use when   T V is large: long sequences, large vocabularies, few targets.
 Not when   Training needs the logits.
 In production   `TrainingArguments(use_liger_kernel=True)`; `F.linear_cross_entropy(…, options=…)`;

@@ -13,7 +13,7 @@ Costs      Host memory: 16 bytes per parameter and one pinned copy of the weight
            twice over the link and AdamW at the speed of host memory, hidden behind backward as far
            as that is long enough.
 Use when   Full fine-tuning: the weights fit the GPU and the states do not.
-Not when   The states fit in 8 bits (eight_bit_adam), or without GPU.
+Not when   The states fit in 8 bits (eight_bit_adam), or there is no GPU.
 In production   DeepSpeed `offload_optimizer`; torchao `CPUOffloadOptimizer`; FSDP2
            `CPUOffloadPolicy` (it shards too).
 Source     "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840.

@@ -9,8 +9,8 @@ Idea       In an MLP no token reads another one, so they can pass in tiles, one 
            `norms=True` does the same to each RMSNorm, which saves its input twice: in fp32, and
            normalised.
 Saves      4 T F elements in every block, and at the peak inside a block 6 (T - t) F.
-           norms: 4 bytes x T D for each norm whose weight trains, and the five fp32 [T, D] that its
-           backward adds.
+           Of the norms: 4 bytes x T D for each one whose weight trains, and the five fp32 tensors
+           [T, D] that its backward adds.
 Costs      The MLP's products once more, but for the last. On top of block checkpointing none, for
            that now ends its recomputation at the MLP's input (not in Gemma 2: a norm follows). A
            weight's gradient is summed over tiles, beside up to two copies of it; in bf16 every sum

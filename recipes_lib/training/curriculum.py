@@ -12,7 +12,7 @@ Idea       Training passes through stages of growing length, and rows x length s
            step takes the next pieces and cuts them into rows of its stage. So step i holds the same
            tokens under every schedule, each token once per epoch, and the position in the data is
            the number of the step.
-Saves      6 L Q S of the 6 P + 6 L Q S operations per token are attention:
+Saves      6 L Q S of the 6 P + 6 L Q S operations per token are attention, and shrink with S:
            `predicted_share_of_compute` is the share of the compute that is left at equal tokens;
            the number of steps divided by it are the steps at equal compute.
 Costs      Rows begin in the middle of a text more often. What needs a long context is learnt in the
@@ -24,7 +24,7 @@ Not when   S is far below P / (L Q): then nothing is saved. Not for a short fine
            inputs.
 In production   DeepSpeed: "curriculum_learning" with "curriculum_type": "seqlen", and MosaicML
            Composer's `SeqLengthWarmup`: both cut the rows shorter and keep their number, so a step
-           has fewer tokens (see below). Megatron: `--variable-seq-lengths` only lets pipeline
+           then has fewer tokens. Megatron: `--variable-seq-lengths` only lets pipeline
            stages exchange rows of changing length.
 Source     Li et al., "The Stability-Efficiency Dilemma" (arXiv 2108.06084); Press et al.,
            "Shortformer" (2012.15832); Pouransari et al., "Dataset Decomposition" (2405.13226).
