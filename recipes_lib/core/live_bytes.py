@@ -83,6 +83,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Let go of the storages that are still alive. They would keep the account alive."""
         # A list: the garbage collector may free a storage in here, which leaves the account then.
         for storage in list(self._storages.values()):
             storage.finalizer.detach()

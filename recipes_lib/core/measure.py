@@ -66,8 +66,8 @@ def measure(
     Args:
         tokens: that one step trains on, for tokens per second.
         repeats: 0 takes the time of the step under the account, which slows it.
-        model, optimizer: name them for the timeline. A model with compiled blocks has none on a
-            CPU, where it is the allocator that knows the peak.
+        model, optimizer: name them for the timeline. A model with compiled blocks has none: it is
+            the allocator that knows their peak.
     Raises ValueError for negative counts; an error inside `step` passes through.
     """
     check_whole(warmup=warmup, repeats=repeats, least=0)
@@ -87,7 +87,7 @@ def measure(
     if len(seconds) > 1:
         low = min(seconds)
         high = max(seconds)
-    timeline = getattr(memory, "timeline", None)  # the allocator's account has none
+    timeline = getattr(memory, "timeline", None)  # an allocator's account has none
     return Measurement(median, memory.peak, tokens, result, timeline, low, high)
 
 
@@ -96,12 +96,13 @@ def _account_of(
 ) -> PeakMemory | AllocatorPeak:
     """The account of the memory that sees this step as it is.
 
-    On a CPU, compiled blocks would run as plain ones under `PeakMemory`.
+    Compiled blocks run as plain ones in an account of operators, so theirs is the allocator's.
     """
-    on_cpu = machine().device == "cpu" and not dry()
-    if model is not None and on_cpu and any_marked(model.modules(), COMPILED):
+    if model is None or dry() or not any_marked(model.modules(), COMPILED):
+        return PeakMemory(model=model, optimizer=optimizer)
+    if machine().device == "cpu":
         return AllocatorPeak()
-    return PeakMemory(model=model, optimizer=optimizer)
+    return PeakMemory()  # without a timeline it asks CUDA's allocator, and nothing else
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:

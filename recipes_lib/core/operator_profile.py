@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.autograd import profiler
+from torch.autograd import DeviceType, profiler
 
 from recipes_lib.core.allocator_peak import QUIET
 from recipes_lib.core.machine import machine, synchronize
@@ -63,18 +63,26 @@ def profile_operators(step: Callable[[], Any]) -> dict[str, float]:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     on_cuda = machine().device == "cuda"
-    synchronize()
-    start = time.perf_counter()
     with profiler.profile(use_kineto=True, use_device="cuda" if on_cuda else None) as profile:
+        synchronize()
+        start = time.perf_counter()  # not before: on CUDA the profiler itself takes a while
         step()
         synchronize()
         seconds = time.perf_counter() - start
-    kinds = dict.fromkeys(KINDS, 0.0)
-    for event in profile.function_events:
-        own = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        kinds[_kind_of(event)] += own / 1e6
+    kinds = _seconds_by_kind(profile.function_events, on_cuda=on_cuda)
     # Between the operators is Python.
     kinds["other"] = seconds - sum(kinds.values()) + kinds["other"]
+    return kinds
+
+
+def _seconds_by_kind(events: Iterable[Any], *, on_cuda: bool) -> dict[str, float]:
+    """The seconds that each kind takes itself; on CUDA those of the kernels that it starts."""
+    kinds = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        # On CUDA there is an event of each kernel, too. Its operator has counted it already.
+        if event.device_type == DeviceType.CPU:
+            own = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+            kinds[_kind_of(event)] += own / 1e6
     return kinds
 
 

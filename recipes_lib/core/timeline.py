@@ -98,6 +98,7 @@ def record_timeline(
     AdamW makes its states in the first step: take one step before. It works alike on a CPU, on
     a GPU and in a dry run (on a model that was made in it), because the account is of tensors, not
     of what an allocator rounds up or keeps. It does not see what compiled code allocates inside.
+    Compiled blocks run as plain ones here.
     """
     gc.collect()  # a dead reference cycle would count as alive
     recorder = TimelineRecorder(model, optimizer)

@@ -55,7 +55,8 @@ def plan_chunks(
     products = wanted
     if device == "cpu" and not _has_units_for(wanted):
         products = sums  # emulated 16-bit products take tens of times as long
-    if device == "cpu" and targets <= FEW_TARGETS and weight.dtype == torch.float32:
+    few = targets <= FEW_TARGETS and wanted.itemsize == 2
+    if device == "cpu" and few and weight.dtype == torch.float32:
         products = torch.float32  # without a copy of the weight
 
     rows = _rows_of_a_chunk(len(weight), products, device, chunk_size)
@@ -70,9 +71,10 @@ def plan_chunks(
 
 def _wanted_dtype(hidden: torch.Tensor, weight: torch.Tensor, device: str) -> torch.dtype:
     """The dtype that a plain linear layer would compute in."""
-    if torch.is_autocast_enabled(device):
+    dtype = torch.result_type(hidden, weight)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
         return torch.get_autocast_dtype(device)
-    return torch.result_type(hidden, weight)
+    return dtype
 
 
 def _has_units_for(dtype: torch.dtype) -> bool:

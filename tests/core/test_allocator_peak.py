@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -55,6 +58,18 @@ def test_an_error_inside_passes_through_and_leaves_nothing_on():
     with AllocatorPeak() as memory:
         del [mebibytes(10)][0]
     assert memory.peak - memory.before == pytest.approx(10 * MIB, rel=0.01)
+
+
+def test_tensors_do_not_keep_the_account():
+    """It holds every change of its step. A model lives through many accounts."""
+    kept = mebibytes(1)
+    with AllocatorPeak() as memory:
+        mebibytes(1)
+    account = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert account() is None
+    assert kept.numel() == MIB
 
 
 def test_compiled_blocks_are_known_by_their_mark(llama):

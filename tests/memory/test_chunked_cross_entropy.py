@@ -220,6 +220,17 @@ def test_under_autocast(dtype, tolerance):
     assert max(map(error, got, expected)) < tolerance
 
 
+def test_fp64_stays_fp64_under_autocast():
+    """As in a plain linear layer, which autocast leaves alone then."""
+    hidden, weight, bias, labels = make_tensors(dtype=torch.float64)
+    tensors = [hidden, weight, bias]
+    expected = with_gradients(reference(hidden, weight, labels, bias=bias), tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias)
+    for got, want in zip(with_gradients(loss, tensors), expected):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+
+
 def test_sum_of_micro_batches_is_the_whole_batch():
     """Dividing each micro-batch by its own targets is the bug."""
     hidden, weight, bias, labels = make_tensors((4, 50))

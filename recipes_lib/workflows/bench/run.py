@@ -153,7 +153,7 @@ class Bench:
                 optimizer=arranged.optimizer,
             )
             ladder.add(name, measured, predicted=arranged.plan.peak, loss=measured.result)
-            if measured.timeline is not None:  # compiled blocks have none on a CPU
+            if measured.timeline is not None:  # compiled blocks have none
                 timelines[name] = measured.timeline
             del arranged
             gc.collect()  # the next row must not pay for this one's model
