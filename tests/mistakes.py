@@ -276,6 +276,14 @@ CORE = [
         tests="core/test_allocator_peak.py",
         suffers="The peak of a step with compiled blocks counts what it has released.",
     ),
+    mistake(
+        "kernels counted twice",
+        file="core/operator_profile.py",
+        right="if event.device_type == DeviceType.CPU:",
+        wrong="if True:",
+        tests="core/test_operator_profile.py",
+        suffers="On a GPU fused kernels and the optimizer seem to take twice as long.",
+    ),
 ]
 
 TRAINING = [
@@ -446,6 +454,14 @@ TRAINING = [
         wrong="if self.training or not torch.is_grad_enabled() or _operators_are_counted():",
         tests="training/test_compiled_blocks.py",
         suffers="Training is as slow as before, and nothing says so.",
+    ),
+    mistake(
+        "frozen blocks below",
+        file="training/compiled_blocks.py",
+        right="if not hidden.requires_grad and _trains(self):",
+        wrong="if not hidden.requires_grad:",
+        tests="training/test_compiled_blocks.py",
+        suffers="Frozen blocks below the trained ones keep activations and run a backward in vain.",
     ),
 ]
 

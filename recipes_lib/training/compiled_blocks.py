@@ -47,6 +47,7 @@ from torch.utils import _python_dispatch as dispatch
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_number
+from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
 from recipes_lib.core.mixing import mix_in, unmix
 from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks
@@ -75,7 +76,9 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     """Let each block run as one compiled graph when the model trains. Returns `model`.
 
     The first step compiles. Without gradients, in eval mode and with a KV cache the block runs as
-    it did before. Parameter names, hooks, `isinstance` and `copy.deepcopy` work as ever.
+    it did before. Parameter names, hooks on a block, `isinstance` and `copy.deepcopy` work as ever.
+    Hooks on modules inside of a block have to be there before the first step, and dropout in there
+    draws other numbers than it did.
 
     Args:
         dynamic: None compiles for the first shape of a batch, and for a second one a graph that
@@ -163,9 +166,16 @@ class _Compiled:
             return super().forward(*args, **kwargs)
         _refuse_selective_checkpoint()
         hidden, *others = args  # [B, S, D], and what the family of the model gives by position
+        if not hidden.requires_grad and _trains(self):
+            hidden = _with_gradient(hidden)
         with _clear_errors(self):
             # Called as a plain function: a bound method would tie a copy of the block to this one.
-            return self.compiled_forward(self, _with_gradient(hidden), *others, **kwargs)
+            return self.compiled_forward(self, hidden, *others, **kwargs)
+
+
+def _trains(block: torch.nn.Module) -> bool:
+    """Whether a weight of the block trains. Frozen blocks below all others have no backward."""
+    return any(parameter.requires_grad for parameter in block.parameters())
 
 
 def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
@@ -240,13 +250,16 @@ def _clear_errors(block: torch.nn.Module) -> Iterator[None]:
 
 
 def _operators_are_counted() -> bool:
-    """Whether a mode sees each operator, as `PeakMemory` does on a CPU, or a dry run.
+    """Whether a mode sees each operator, as that of a timeline does, or a dry run.
 
-    torch.compile compiles nothing there, and of compiled code such a mode would see nothing.
-    `core.allocator_peak` measures the memory of compiled blocks.
+    torch.compile compiles nothing in most of them, and of compiled code a mode would see nothing.
+    `core.measure` measures the memory of compiled blocks without such a mode.
     """
     inside = dispatch.is_in_any_mode_without_ignore_compile_internals()
-    return inside or torch._guards.active_fake_mode() is not None
+    # On a GPU that of our account lets code be compiled, which FlexAttention needs.
+    modes = dispatch._get_current_dispatch_mode_stack()
+    counted = any(isinstance(mode, LiveBytes) for mode in modes)
+    return inside or counted or torch._guards.active_fake_mode() is not None
 
 
 def _refuse_selective_checkpoint() -> None:

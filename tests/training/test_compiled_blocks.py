@@ -7,10 +7,12 @@ from torch._dynamo.utils import counters
 from recipes_lib.core.allocator_peak import AllocatorPeak
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,
@@ -113,6 +115,61 @@ def test_adapters_in_one_graph(without_kernels):
     assert_near(got, expected, IN_FP32)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_and_positions_of_each_family(without_kernels, tiny, padded):
+    """Of the five, one has layers of two kinds, and one gives its mask by position."""
+    batch = make_batch() if padded else batch_of()
+    expected = run(tiny, batch)
+    assert_near(run(apply_compiled_blocks(tiny), batch), expected, IN_FP32)
+
+
+def test_each_block_unpacks_its_own_four_bits(without_kernels):
+    """Scales hang on the weights as attributes: as constants they would be those of block 0."""
+    pytest.importorskip("bitsandbytes")
+    model = model_of_shape("tiny-llama", layers=3, device="cpu")
+    with torch.no_grad():
+        for number, parameter in enumerate(decoder_blocks(model).parameters(), 1):
+            parameter.mul_(1 + number / 10)
+    model = apply_qlora(model, rank=4, compute_dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    batch = batch_of()
+    expected = run(model, batch)
+    # Sums of unpacked weights differ by more; scales of another block by a tenth and more.
+    assert_near(run(apply_compiled_blocks(model), batch), expected, 10 * IN_FP32)
+
+
+def test_frozen_blocks_below_all_others_have_no_backward(without_kernels):
+    """The mistake: their input is made to need a gradient, and they save and compute in vain."""
+    model = model_of_shape("tiny-llama", layers=3, device="cpu").requires_grad_(False)
+    blocks = decoder_blocks(model)
+    blocks[2].requires_grad_(True)
+    batch = batch_of()
+    expected = run(model, batch)
+    apply_compiled_blocks(model)
+    needed = []
+    for block in blocks:
+        block.register_forward_hook(lambda _, __, hidden: needed.append(hidden.requires_grad))
+    assert_near(run(model, batch), expected, IN_FP32)
+    assert needed == [False, False, True]
+
+
+def test_a_prompt_that_trains_gets_its_gradient(without_kernels):
+    """All weights are frozen; what trains comes in front of the blocks."""
+    model = model_of_shape("tiny-llama", layers=3, device="cpu").requires_grad_(False)
+    prompt = torch.randn(BATCH, SEQ, model.config.hidden_size, requires_grad=True)
+    direction = torch.randn(BATCH, SEQ, model.config.hidden_size)
+
+    def gradient():
+        hidden = model.model(inputs_embeds=prompt, use_cache=False).last_hidden_state
+        return {"prompt": torch.autograd.grad((hidden * direction).sum(), prompt)[0]}
+
+    expected = gradient()
+    apply_compiled_blocks(model)
+    assert_near(gradient(), expected, IN_FP32)
+
+
 def test_other_shapes_take_one_more_graph(without_kernels):
     """Not one for each length: a run on rows of many lengths would compile all the time."""
     model = apply_compiled_blocks(model_of_shape("tiny-gpt2", device="cpu"))
@@ -139,6 +196,14 @@ def test_what_does_not_train_is_not_compiled(monkeypatch, llama):
     ids = batch["input_ids"][:1, :5]
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(llama.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_a_timeline_on_a_gpu_sees_plain_blocks(monkeypatch, llama):
+    """There the account lets code be compiled, and of compiled blocks it would see nothing."""
+    apply_compiled_blocks(llama)
+    forbid(monkeypatch, llama)
+    with LiveBytes("cuda"):
+        run(llama, batch_of())
 
 
 def test_a_cache_in_training_is_filled_and_said_so(monkeypatch, llama):
