@@ -240,7 +240,11 @@ def _gpu_versions() -> dict[str, str]:
         found["driver"] = answer.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         pass  # a container may come without the tool
-    cudnn = torch.backends.cudnn.version()
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError:
+        # Another cuDNN than PyTorch's own is in the path. What uses it says so; this only reports.
+        cudnn = "incompatible"
     if cudnn is not None:
         found["cudnn"] = str(cudnn)
     return found

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recipes_lib.core import machine as machine_file
 from recipes_lib.core import machine as module
 from recipes_lib.core.machine import (
     TIERS,
@@ -143,3 +144,13 @@ def test_every_tier_names_the_same_sizes():
 def test_free_memory_is_a_part_of_all():
     """The mistake: all memory taken for free. Models that are kept together then swap, or fail."""
     assert 0 < free_memory_bytes() < machine().memory_bytes
+
+
+def test_a_foreign_cudnn_is_reported_and_stops_nothing(monkeypatch):
+    """The mistake: a system library in the path, and not even the machine can be described."""
+
+    def incompatible():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", incompatible)
+    assert machine_file._gpu_versions()["cudnn"] == "incompatible"
