@@ -24,4 +24,5 @@ rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 
 saved_states    load an optimizer's states in the dtypes in which they were saved
 sizes           bytes of tensors, parameters and optimizer states
 timeline        memory over time: live bytes by kind and phase
+trainable       what an optimizer is given: the parameters of a model that train
 """

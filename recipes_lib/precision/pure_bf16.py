@@ -46,6 +46,7 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
+from recipes_lib.core.trainable import parameters_to_train
 
 # Of each rounding: bytes of the states per parameter, and of the step per element of its chunk.
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}
@@ -93,14 +94,9 @@ def bf16_adamw(
     Raises ValueError for trainable parameters that are not bf16 (norms included), for a model that
     has none, and for another rounding.
     """
-    if isinstance(model_or_params, torch.nn.Module):
-        model_or_params = [p for p in model_or_params.parameters() if p.requires_grad]
-        if not model_or_params:
-            raise ValueError(
-                "the model has no trainable parameter: set requires_grad before this call"
-            )
+    params = parameters_to_train(model_or_params)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return BF16AdamW(model_or_params, seed=seed, rounding=rounding, **options)
+    return BF16AdamW(params, seed=seed, rounding=rounding, **options)
 
 
 class BF16AdamW(torch.optim.Optimizer):

@@ -45,6 +45,7 @@ from recipes_lib.core.checks import check_number
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
+from recipes_lib.core.trainable import parameters_to_train
 
 # Up to this beta, a step changes an average by 10% of what is new in it. That is 25 times half a
 # spacing of bf16, and rounding to nearest loses little.
@@ -102,14 +103,9 @@ def sixteen_bit_adamw(
     Raises ValueError for trainable parameters that are not fp32 or are sharded, for a model that
     has none, and for numbers outside their bounds. The step raises one for sparse gradients.
     """
-    if isinstance(model_or_params, torch.nn.Module):
-        model_or_params = [p for p in model_or_params.parameters() if p.requires_grad]
-        if not model_or_params:
-            raise ValueError(
-                "the model has no trainable parameter: set requires_grad before this call"
-            )
+    params = parameters_to_train(model_or_params)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return SixteenBitAdamW(model_or_params, seed=seed, **options)
+    return SixteenBitAdamW(params, seed=seed, **options)
 
 
 class SixteenBitAdamW(torch.optim.Optimizer):

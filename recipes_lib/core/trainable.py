@@ -1,0 +1,25 @@
+"""What an optimizer is given: the trainable parameters of a model, or what the caller has chosen.
+
+PyTorch's optimizers take parameters. Those of the recipes take a model as well, because that is
+what the caller has at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def parameters_to_train(model_or_params: torch.nn.Module | Iterable[Any]) -> Iterable[Any]:
+    """The trainable parameters of a model; parameters, or groups of them, come back as they are.
+
+    Raises ValueError for a model that has none.
+    """
+    if not isinstance(model_or_params, torch.nn.Module):
+        return model_or_params
+    trainable = [p for p in model_or_params.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no trainable parameter: set requires_grad before this call")
+    return trainable
