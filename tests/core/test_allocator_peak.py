@@ -9,6 +9,7 @@ from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.marks import COMPILED, mark
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from tests.training_step import training_step
 
 MIB = 2**20
 
@@ -20,15 +21,8 @@ def mebibytes(count):
 def test_same_peak_as_the_account_of_operators():
     """In a training step without compiled code both see the same tensors."""
     model = model_of_shape("tiny-llama", layers=6, device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.randint(1, 128, (8, 64))
-
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
+    step = training_step(model, rows=8)
+    step()  # makes the states of AdamW
     with PeakMemory() as account:
         step()
     with AllocatorPeak() as memory:

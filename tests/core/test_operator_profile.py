@@ -9,20 +9,14 @@ from recipes_lib.core import operator_profile
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.operator_profile import KINDS, profile_operators
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from tests.training_step import training_step
 
 
 def test_kinds_add_up_to_the_step():
     """And each operator is in the kind that a reader would look for it in."""
     model = apply_chunked_cross_entropy(model_of_shape("tiny-llama", device="cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.randint(1, 128, (4, 64))
-
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
+    step = training_step(model, rows=4)
+    step()  # makes the states of AdamW
     start = time.perf_counter()
     kinds = profile_operators(step)
     took = time.perf_counter() - start
