@@ -76,7 +76,7 @@ def chart(
         width_ratios=widths,
     )
     slots.write_names(panels[0])
-    _draw_peaks(panels[0], rows, slots)
+    draw_peaks(panels[0], rows, slots)
     _draw_seconds(panels[1], rows, slots)
     if len(widths) > 2:
         _draw_shares(panels[2], rows, slots)
@@ -108,24 +108,69 @@ def _has_spread(row: dict[str, Any]) -> bool:
     return row.get("seconds_low") is not None and row.get("seconds_high") is not None
 
 
-def _draw_peaks(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
+def draw_peaks(
+    axes: Any,
+    rows: Sequence[dict[str, Any]],
+    slots: Slots,
+    *,
+    change: str = "({})",
+    size: float = LABEL,
+) -> None:
+    """Bars of the measured peaks, the predicted ones as ticks, and the change to the first row.
+
+    Args:
+        change: how the change is written; its {} becomes "-64%".
+        size: of the letters, in points.
+    """
     peaks = [row["peak_bytes"] for row in rows]
     unit = Unit(max(peaks))
-    predicted = [row.get("predicted_bytes") or 0 for row in rows]
-    bars = [unit.of(peak) for peak in peaks]
-    ticks = [unit.of(size) for size in predicted]
-    axes.barh(slots.places, bars, color=bar_colors(len(rows)), height=BAR)
-    draw_ticks(axes, ticks, slots.places)
     labels = [unit.number(peak) for peak in peaks]
     for position in range(1, len(rows)):
-        labels[position] += f"  ({percent(peaks[position] / peaks[0] - 1)})"
+        labels[position] += "  " + change.format(percent(peaks[position] / peaks[0] - 1))
+    _draw_bars(
+        axes,
+        slots,
+        [unit.of(peak) for peak in peaks],
+        [unit.of(row.get("predicted_bytes") or 0) for row in rows],
+        labels,
+        heading=f"peak memory of tensors, {unit.name}",
+        size=size,
+    )
+
+
+def _draw_bars(
+    axes: Any,
+    slots: Slots,
+    measured: Sequence[float],
+    predicted: Sequence[float],
+    labels: Sequence[str],
+    *,
+    heading: str,
+    size: float = LABEL,
+) -> None:
+    """A bar per row, a tick where it was predicted to end, and a label beside both."""
+    axes.barh(slots.places, measured, color=bar_colors(len(measured)), height=BAR)
+    draw_ticks(axes, predicted, slots.places)
     # Beside the bar or the tick, whichever reaches further.
-    ends = [max(pair) for pair in zip(bars, ticks, strict=True)]
-    without_scale(axes, f"peak memory of tensors, {unit.name}")
+    ends = [max(pair) for pair in zip(measured, predicted, strict=True)]
+    _write_labels(axes, slots, ends, labels, heading=heading, size=size)
+
+
+def _write_labels(
+    axes: Any,
+    slots: Slots,
+    ends: Sequence[float],
+    labels: Sequence[str],
+    *,
+    heading: str,
+    size: float = LABEL,
+) -> None:
+    """What replaces a scale: a heading, and a label to the right of each end."""
+    without_scale(axes, heading, size=size)
     slots.draw_zero(axes)
-    room_for_labels(axes, ends, labels, LABEL)
+    room_for_labels(axes, ends, labels, size)
     for end, place, label in zip(ends, slots.places, labels, strict=True):
-        write_beside(axes, label, end, place, fontsize=LABEL)
+        write_beside(axes, label, end, place, fontsize=size)
 
 
 def _draw_seconds(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
@@ -138,11 +183,7 @@ def _draw_seconds(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> No
         if _has_spread(row):
             draw_whisker(axes, row["seconds_low"], row["seconds"], row["seconds_high"], place)
             ends[position] = max(row["seconds"], row["seconds_high"])
-    without_scale(axes, "seconds per step")
-    slots.draw_zero(axes)
-    room_for_labels(axes, ends, labels, LABEL)
-    for end, place, label in zip(ends, slots.places, labels, strict=True):
-        write_beside(axes, label, end, place, fontsize=LABEL)
+    _write_labels(axes, slots, ends, labels, heading="seconds per step")
 
 
 def _time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
@@ -294,17 +335,11 @@ def length_chart(
     )
     slots.write_names(axes)
     predicted = [row.get("predicted_tokens") or 0 for row in rows]
-    axes.barh(slots.places, tokens, color=bar_colors(len(rows)), height=BAR)
-    draw_ticks(axes, predicted, slots.places)
     labels = [f"{length:,}" for length in tokens]
     for position in range(1, len(rows)):
         labels[position] += f"  ×{_factor(tokens[position] / tokens[0])}"
-    ends = [max(pair) for pair in zip(tokens, predicted, strict=True)]
-    without_scale(axes, "longest sequence that fits, tokens")
-    slots.draw_zero(axes)
-    room_for_labels(axes, ends, labels, LABEL)
-    for end, place, label in zip(ends, slots.places, labels, strict=True):
-        write_beside(axes, label, end, place, fontsize=LABEL)
+    heading = "longest sequence that fits, tokens"
+    _draw_bars(axes, slots, tokens, predicted, labels, heading=heading)
     return figure
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from recipes_lib.report.figure import LINE
 from recipes_lib.report.labels import POINTS, keep_apart
 from recipes_lib.report.style import DASHES, LINES
 
@@ -14,7 +15,7 @@ Curves = dict[str, Sequence[tuple[float, float]]]  # (x, y) from left to right, 
 
 
 def draw_curves(axes: Any, curves: Curves, **look: Any) -> None:
-    """One line per curve: its colour and its dashes are its own."""
+    """One line per curve. Its dashes are its own as well: colours alone are not for everyone."""
     for number, (name, points) in enumerate(curves.items()):
         xs = [x for x, _ in points]
         ys = [y for _, y in points]
@@ -36,16 +37,11 @@ def line_color(number: int) -> str:
 
 def name_ends(axes: Any, curves: Curves, texts: dict[str, str]) -> None:
     """Write each curve's text to the right of its end, so that no two texts overlap."""
-    figure = axes.figure
-    figure.draw_without_rendering()  # only then is the panel as high as it will be
-    ends = [axes.transData.transform(points[-1]) for points in curves.values()]
-    gap = 1.35 * NAME_SIZE / POINTS * figure.dpi
-    heights = keep_apart([float(y) for _, y in ends], gap)
-    bottom, height = axes.get_window_extent().y0, axes.get_window_extent().height
+    heights = _heights_of_names(axes, curves)
     for number, (name, points) in enumerate(curves.items()):
         axes.annotate(
             texts[name],
-            (1, (heights[number] - bottom) / height),
+            (1, heights[number]),
             (8, 0),
             xycoords="axes fraction",
             textcoords="offset points",
@@ -53,13 +49,24 @@ def name_ends(axes: Any, curves: Curves, texts: dict[str, str]) -> None:
             color=line_color(number),
             fontsize=NAME_SIZE,
             fontweight="bold",
-            annotation_clip=False,
+            annotation_clip=False,  # it stands outside of the axes
         )
-        _lead_to(axes, points[-1], (heights[number] - bottom) / height, line_color(number))
+        _lead_to(axes, points[-1], heights[number], line_color(number))
+
+
+def _heights_of_names(axes: Any, curves: Curves) -> list[float]:
+    """How high each curve ends, as a part of the axes; apart by a line of text at least."""
+    axes.figure.draw_without_rendering()  # only then is the panel as high as it will be
+    # In dots, because a line of text is as high on every scale.
+    ends = [axes.transData.transform(points[-1]) for points in curves.values()]
+    line = LINE * NAME_SIZE / POINTS * axes.figure.dpi
+    heights = keep_apart([float(y) for _, y in ends], line)
+    panel = axes.get_window_extent()
+    return [(height - panel.y0) / panel.height for height in heights]
 
 
 def _lead_to(axes: Any, end: tuple[float, float], height: float, color: str) -> None:
-    """A thin line from the end of a curve to its name."""
+    """A thin line from the end of a curve to its name, which may stand higher or lower."""
     axes.annotate(
         "",
         xy=end,

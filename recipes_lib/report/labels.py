@@ -16,7 +16,8 @@ POINTS = 72  # per inch
 def text_width(text: str, *, size: float, bold: bool = False) -> float:
     """How wide a text is, in points."""
     if not text.strip():
-        return 0.0
+        return 0.0  # blanks have no outline
+    # The outlines of the letters have a width before there is a figure that could draw them.
     font = FontProperties(weight="bold" if bold else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width
 
@@ -41,19 +42,28 @@ def keep_apart(places: list[float], gap: float) -> list[float]:
     Labels at the ends of lines need it: lines may end at one height, words cannot.
     """
     order = sorted(range(len(places)), key=places.__getitem__)
-    # Without the gaps, neighbours only have to stay in their order. Those that would not form
-    # a group around their mean.
+    # Every label takes off one gap for each label before it. Two that were just far enough apart
+    # are now at the same place, and two that were too near are in the wrong order.
+    without_gaps = [places[index] - number * gap for number, index in enumerate(order)]
+    moved = [0.0] * len(places)
+    for number, (index, place) in enumerate(zip(order, _in_order(without_gaps), strict=True)):
+        moved[index] = place + number * gap
+    return moved
+
+
+def _in_order(values: list[float]) -> list[float]:
+    """The nearest values of which none is below the one before (isotonic regression).
+
+    Values in the wrong order form a group, and each takes the group's mean. That may be below
+    the mean of the group before; then both become one.
+    """
     groups: list[list[float]] = []
-    for number, index in enumerate(order):
-        groups.append([places[index] - number * gap])
+    for value in values:
+        groups.append([value])
         while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
             last = groups.pop()
             groups[-1] += last
-    moved = [0.0] * len(places)
-    centers = [_mean(group) for group in groups for _ in group]
-    for number, (index, center) in enumerate(zip(order, centers, strict=True)):
-        moved[index] = center + number * gap
-    return moved
+    return [_mean(group) for group in groups for _ in group]
 
 
 def _mean(values: list[float]) -> float:
@@ -62,6 +72,8 @@ def _mean(values: list[float]) -> float:
 
 def readable_on(color: Any) -> str:
     """Black or white, whichever is easier to read on this colour."""
+    # The eye sees green as brighter than red, and red as brighter than blue (ITU-R BT.601).
     red, green, blue = to_rgb(color)
+    # The limit keeps white on the loss's green (0.51), and black on the activations' orange (0.63).
     brightness = 0.299 * red + 0.587 * green + 0.114 * blue
     return LIGHT["ink"] if brightness > 0.55 else "#ffffff"

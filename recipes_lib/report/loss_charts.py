@@ -31,7 +31,7 @@ def loss_chart(
         source: where the numbers are from; by default this machine and today.
     Raises ValueError if there are no points.
     """
-    points = [point for curve in curves.values() for point in curve]
+    points = [point for curve in curves.values() for point in curve]  # empty curves draw nothing
     figure, axes = blank_figure(
         points,
         (WIDTH, 3.2),
@@ -40,7 +40,7 @@ def loss_chart(
     )
     draw_curves(axes, curves, marker="o", markersize=4)
     axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
-    axes.locator_params(axis="x", integer=True)
+    axes.locator_params(axis="x", integer=True)  # there is no half of a step
     ends = {name: f"{name}  {curve[-1][1]:.2f}" for name, curve in curves.items()}
     name_ends(axes, curves, ends)
     return figure
@@ -81,6 +81,7 @@ def change_chart(
     for place, change in zip(slots.places, changes.values(), strict=True):
         draw_whisker(axes, change.low, change.difference, change.high, place)
         axes.plot([change.difference], [place], "o", color=RECIPE, markersize=7)
+        # In a column at the right edge: beside its point it would lie on the interval.
         text = f"{change.difference:+.2f}  ({change.low:+.2f} to {change.high:+.2f})"
         at_right = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
         axes.annotate(text, (1.02, place), va="center", fontsize=9.5, **at_right)
@@ -101,15 +102,14 @@ def position_chart(
 
     Args:
         curves: mean losses of the windows, by name; the first is what the others are compared with.
-        trained: the length of the training; the part beyond it is shaded.
+        trained: the length of the training, in tokens; a dashed line marks it.
         title: the message.
         source: where the numbers are from. Often they are recorded ones, so nothing is assumed.
     Raises ValueError if there are no curves.
     """
     points = {}
     for name, losses in curves.items():
-        # Each loss is the mean of a window, so its point belongs into the middle.
-        points[name] = [((index + 0.5) * window, loss) for index, loss in enumerate(losses)]
+        points[name] = _middles(losses, window)
     figure, axes = blank_figure(
         curves,
         (WIDTH, 3.4),
@@ -117,7 +117,21 @@ def position_chart(
         source=source,
     )
     draw_curves(axes, points)
-    end = max(place for curve in points.values() for place, _ in curve) + window / 2
+    end = window * max(len(losses) for losses in curves.values())
+    _mark_training(axes, trained)
+    axes.set(xlabel="position in the text, tokens", ylabel="loss, nats per token", xlim=(0, end))
+    axes.xaxis.set_major_formatter("{x:,g}")
+    name_ends(axes, points, {name: name for name in points})
+    return figure
+
+
+def _middles(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
+    """Each loss is the mean of a window, so its point belongs into the middle."""
+    return [((number + 0.5) * window, loss) for number, loss in enumerate(losses)]
+
+
+def _mark_training(axes: Any, trained: int) -> None:
+    """A dashed line where the positions end that training has seen."""
     axes.axvline(trained, color=muted(), linestyle="--", linewidth=1)
     axes.annotate(
         f"trained up to {trained:,}",
@@ -130,7 +144,3 @@ def position_chart(
         color=muted(),
         fontsize=9,
     )
-    axes.set(xlabel="position in the text, tokens", ylabel="loss, nats per token", xlim=(0, end))
-    axes.xaxis.set_major_formatter("{x:,g}")
-    name_ends(axes, points, {name: name for name in points})
-    return figure

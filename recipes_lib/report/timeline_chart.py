@@ -6,15 +6,26 @@ timeline_chart(timelines, predicted=…, columns=3)    small multiples: every ro
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from recipes_lib.core.timeline import KINDS, Timeline
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, faint, ink, muted, page
 from recipes_lib.report.labels import POINTS, text_width
 from recipes_lib.report.style import KIND_COLORS, Unit, measured_here
 
-SMALL = 8  # the size of a label inside a small panel
-LARGE = 9
+
+class Look(NamedTuple):
+    """How high a panel is, and how large its words are."""
+
+    inches: float
+    name: float  # points of the panel's name
+    words: float  # points of what stands in it and around it
+
+
+LARGE = Look(inches=2.5, name=10, words=9)
+SMALL = Look(inches=1.55, name=8, words=8)
+SCALE = 8  # points of the numbers on the axis, in both
 HEADROOM = 1.2  # above the highest peak there is room for its number
 
 
@@ -29,8 +40,9 @@ def timeline_chart(
 ) -> Any:
     """Draw the live bytes of one step per panel, on one scale.
 
-    The phases are shaded and named, the peak is a dot with its number, `predicted` (bytes by the
-    same names) is a dashed line. In one column, each panel also says what its peak consists of.
+    From left to right are the operators, each as wide as any other, however long it takes. The
+    phases are shaded and named, the peak is a dot with its number, `predicted` (bytes by the same
+    names) is a dashed line. In one column, each panel also says what its peak consists of.
 
     Args:
         timelines: by the name of the step, see `core.timeline.record_timeline`.
@@ -41,33 +53,40 @@ def timeline_chart(
     """
     if columns < 1:
         raise ValueError(f"columns={columns}: give 1 for large panels, or more for small ones")
-    large = columns == 1
-    lines = -(-len(timelines) // columns)  # as many as needed, the last one perhaps not full
+    look = LARGE if columns == 1 else SMALL
     predicted = predicted or {}
-    key = []
-    if not large:
-        key = [Key(kind, KIND_COLORS[kind]) for kind in _kinds_of(timelines)]
-    if predicted:
-        key.append(Key("predicted before the run", ink(), "dashes"))
+    lines = math.ceil(len(timelines) / columns)  # the last one is perhaps not full
     figure, panels = blank_figure(
         timelines,
-        (WIDTH, lines * (2.5 if large else 1.55)),
+        (WIDTH, lines * look.inches),
         title=title,
         source=measured_here() if source is None else source,
-        key=key,
+        key=_key(timelines, predicted, look),
         nrows=lines,
         ncols=columns,
         squeeze=False,
     )
     unit = Unit(max(timeline.peak for timeline in timelines.values()))
     for name, axes in zip(timelines, panels.flat, strict=False):
-        _draw_step(axes, timelines[name], unit, predicted.get(name))
-        axes.set_title(name, fontsize=LARGE + 1 if large else SMALL, fontweight="bold")
+        _draw_step(axes, timelines[name], unit)
+        if predicted.get(name):
+            axes.axhline(unit.of(predicted[name]), color=ink(), linestyle="--", linewidth=1)
+        axes.set_title(name, fontsize=look.name, fontweight="bold")
     for axes in panels.flat[len(timelines) :]:
         axes.set_axis_off()  # a place without a step
     _share_one_scale(panels, timelines, predicted, unit)
-    _write_words(panels, timelines, unit, large=large)
+    _write_words(panels, timelines, unit, look)
     return figure
+
+
+def _key(timelines: dict[str, Timeline], predicted: dict[str, int], look: Look) -> list[Key]:
+    key = []
+    # A large panel has the names of its kinds beside it, with their bytes at the peak.
+    if look is SMALL:
+        key += [Key(kind, KIND_COLORS[kind]) for kind in _kinds_of(timelines)]
+    if predicted:
+        key.append(Key("predicted before the run", ink(), "dashes"))
+    return key
 
 
 def _kinds_of(timelines: dict[str, Timeline]) -> list[str]:
@@ -79,8 +98,19 @@ def _kinds_of(timelines: dict[str, Timeline]) -> list[str]:
     return kinds
 
 
-def _draw_step(axes: Any, timeline: Timeline, unit: Unit, predicted: int | None) -> None:
+def _draw_step(axes: Any, timeline: Timeline, unit: Unit) -> None:
     operators = [point.operator for point in timeline.points]
+    _stack_kinds(axes, timeline, operators, unit)
+    _shade_phases(axes, timeline)
+    peak = timeline.highest
+    # On top of everything, the line of the prediction included.
+    axes.plot([peak.operator], [unit.of(peak.total)], "o", color=ink(), markersize=4, zorder=5)
+    axes.set_xlim(operators[0], operators[-1])
+    # The number of an operator tells a reader nothing: the names of the phases stand there.
+    axes.tick_params(axis="x", bottom=False, labelbottom=False)
+
+
+def _stack_kinds(axes: Any, timeline: Timeline, operators: list[int], unit: Unit) -> None:
     # What stays for the whole step is at the bottom, what comes and goes is above it.
     layers = [_sizes_of(timeline, kind, unit) for kind in KINDS]
     colors = [KIND_COLORS[kind] for kind in KINDS]
@@ -89,66 +119,66 @@ def _draw_step(axes: Any, timeline: Timeline, unit: Unit, predicted: int | None)
     # A peak may last a single operator, which is less than a dot wide: the outline shows it.
     totals = [unit.of(point.total) for point in timeline.points]
     axes.plot(operators, totals, color=muted(), linewidth=0.6, drawstyle="steps-post")
-    for number, (_, first, last) in enumerate(timeline.phases()):
-        if number % 2 == 1:
-            axes.axvspan(first, last, color=faint(), alpha=0.25, linewidth=0, zorder=0)
-    if predicted:
-        axes.axhline(unit.of(predicted), color=ink(), linestyle="--", linewidth=1)
-    peak = timeline.highest
-    axes.plot([peak.operator], [unit.of(peak.total)], "o", color=ink(), markersize=4, zorder=5)
-    axes.set_xlim(operators[0], operators[-1])
-    axes.tick_params(axis="x", bottom=False, labelbottom=False)
 
 
 def _sizes_of(timeline: Timeline, kind: str, unit: Unit) -> list[float]:
     return [unit.of(point.bytes[kind]) for point in timeline.points]
 
 
+def _shade_phases(axes: Any, timeline: Timeline) -> None:
+    """Every second phase: a shade beside none needs no line between them."""
+    for _, first, last in timeline.phases()[1::2]:
+        axes.axvspan(first, last, color=faint(), alpha=0.25, linewidth=0, zorder=0)
+
+
 def _share_one_scale(
     panels: Any, timelines: dict[str, Timeline], predicted: dict[str, int], unit: Unit
 ) -> None:
+    """One scale for all panels: with scales of their own, all peaks would look alike."""
     highest = max(timeline.peak for timeline in timelines.values())
     top = unit.of(max([highest, *predicted.values()]))
     for axes in panels.flat:
         axes.set_ylim(0, HEADROOM * top)
-        axes.tick_params(axis="y", labelsize=SMALL)
+        axes.tick_params(axis="y", labelsize=SCALE)
         axes.locator_params(axis="y", nbins=4)
         axes.yaxis.set_major_formatter("{x:,g}")
     for line in panels:
         for axes in line[1:]:  # the first of a line has the numbers for all
             axes.tick_params(axis="y", labelleft=False)
-    panels[0, 0].set_ylabel(f"live bytes, {unit.name}", fontsize=SMALL)
+    panels[0, 0].set_ylabel(f"live bytes, {unit.name}", fontsize=SCALE)
 
 
 # --- words, where they fit ------------------------------------------------------------------------
 
 
-def _write_words(panels: Any, timelines: dict[str, Timeline], unit: Unit, *, large: bool) -> None:
-    for name, axes in zip(timelines, panels.flat, strict=False):
-        if large:
+def _write_words(panels: Any, timelines: dict[str, Timeline], unit: Unit, look: Look) -> None:
+    if look is LARGE:
+        # Before the next step: what stands beside the panels makes them narrower.
+        for name, axes in zip(timelines, panels.flat, strict=False):
             _write_composition(axes, timelines[name], unit)
     panels[0, 0].figure.draw_without_rendering()  # only then are the panels as wide as they will be
     for name, axes in zip(timelines, panels.flat, strict=False):
-        _write_phases(axes, timelines[name], LARGE if large else SMALL)
-        _write_peak(axes, timelines[name], unit, LARGE if large else SMALL)
+        _write_phases(axes, timelines[name], look.words)
+        _write_peak(axes, timelines[name], unit, look.words)
 
 
 def _write_phases(axes: Any, timeline: Timeline, size: float) -> None:
+    """The name of each phase below it, where the phase is wide enough for its name."""
     width = axes.get_window_extent().width / axes.figure.dpi * POINTS
     operators = timeline.points[-1].operator - timeline.points[0].operator
     for phase, first, last in timeline.phases():
         room = (last - first) / max(operators, 1) * width
         if text_width(phase, size=size) + 2 > room:
             continue  # a narrower phase is only shaded
-        place = ((first + last) / 2, 0)
         axes.annotate(
             phase,
-            place,
-            (0, -3),
+            ((first + last) / 2, 0),
+            # All on one line. With their upper edges aligned, "step" would stand higher.
+            (0, -size - 2),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
             ha="center",
-            va="top",
+            va="baseline",
             fontsize=size,
             color=muted(),
         )
@@ -174,14 +204,19 @@ def _write_peak(axes: Any, timeline: Timeline, unit: Unit, size: float) -> None:
 
 def _write_composition(axes: Any, timeline: Timeline, unit: Unit) -> None:
     """What the peak consists of, to the right of the panel, in the order of the layers."""
-    kinds = list(reversed(_kinds_of({"": timeline})))
-    place = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
-    line = 1.5 * LARGE
-    axes.annotate("at the peak", (1, 0.9), (22, 0), va="center", fontsize=LARGE, **place)
+    place = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "annotation_clip": False,  # it stands outside of the axes
+        "va": "center",
+    }
+    corner = (1, 0.9)  # of the axes; from there in points: squares first, then the words
+    axes.annotate("at the peak", corner, (22, 0), fontsize=LARGE.words, **place)
+    sizes = timeline.at_peak()
+    # The topmost layer comes first, as in the picture.
+    kinds = reversed(_kinds_of({"": timeline}))
     for number, kind in enumerate(kinds, start=1):
-        size = unit.text(timeline.at_peak()[kind])
-        down = -line * number
-        color = KIND_COLORS[kind]
-        axes.annotate("■", (1, 0.9), (8, down), va="center", color=color, fontsize=12, **place)
-        text = f"{kind} {size}"
-        axes.annotate(text, (1, 0.9), (22, down), va="center", fontsize=LARGE, **place)
+        down = -1.5 * LARGE.words * number
+        axes.annotate("■", corner, (8, down), color=KIND_COLORS[kind], fontsize=12, **place)
+        text = f"{kind} {unit.text(sizes[kind])}"
+        axes.annotate(text, corner, (22, down), fontsize=LARGE.words, **place)
