@@ -15,7 +15,8 @@ UNSURE = (
 NOTES = {
     "01": (
         "To the baseline: peak memory. Time is relative to the baseline's step. "
-        "Mixed precision has a row where 16-bit products are not emulated."
+        "Mixed precision and the combination in 16 bits have rows only on machines with native "
+        "16-bit products."
     ),
     "04": (
         "Found to within 1 %; the prediction against where the bytes reach the limit. "

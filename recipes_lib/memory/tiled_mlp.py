@@ -14,7 +14,7 @@ Saves      4 T F elements in every block, and at the peak inside a block 6 (T - 
 Costs      The MLP's products once more, but for the last. On top of block checkpointing none, for
            that now ends its recomputation at the MLP's input (not in Gemma 2: a norm follows). A
            weight's gradient is summed over tiles, beside up to two copies of it; in bf16 every sum
-           rounds (0.3 % error plain, 1.3 % in 128 tiles). Dropout draws other numbers.
+           rounds, so more tiles mean a larger error. Dropout draws other numbers.
 Use when   Sequences are long and the peak is inside a block: blocks are checkpointed, or few.
 Not when   Logits or weights set the peak. Selective checkpointing keeps the products of all tiles:
            the forward refuses.
