@@ -72,9 +72,13 @@ if importlib.util.find_spec("recipes_lib") is None:
 # %%
 import torch
 
+from recipes_lib.core.freed_memory import keep_freed_memory
 from recipes_lib.core.machine import choose_sizes, machine
 from recipes_lib.core.matrix_rate import measure_matrix_rates
 
+# On Linux, a step on a CPU is slowed by the system, which takes freed memory away
+# and fills it with zeros before it gives it back. This asks to keep it.
+keep_freed_memory()
 rates = measure_matrix_rates()  # operations per second, in about a second
 print(machine())
 for dtype, rate in rates.items():
@@ -358,7 +362,7 @@ ladder.climb("gradient accumulation", accumulated, predicted=accumulation_plan, 
 #
 # **How do I use it?** `TrainingArguments(gradient_accumulation_steps=4)`, with the batch size per device divided by four. The Trainer passes the number of tokens of the whole batch to the model, so that it divides as we do.
 #
-# **What does it cost?** Products of fewer rows, which use the processor less well. The times of all rows follow at the end, when they take turns.
+# **What does it cost?** Products of fewer rows, which use the processor less well. The times follow below, when the rows take turns.
 
 # %% [markdown]
 # ### 2. Activation checkpointing
@@ -493,6 +497,18 @@ ladder.climb("activation offloading", offloaded, predicted=offload_plan, **alone
 # **How do I use it?** With transformers 5.17 or newer, `gradient_checkpointing_kwargs={"offload": True}` moves the inputs of checkpointed blocks to host memory. In torchtune it is `enable_activation_offloading`.
 #
 # **What does it cost?** Every byte travels twice. On a CPU with enough free memory the system keeps the files in memory, so the time measured here can be shorter than that of a real disk.
+#
+# ### The rows take turns on the clock
+#
+# So far we have looked at bytes. They are the same in every run. Times are not: another program on the machine, or a warm processor, changes them by more than many recipes do. So the models of the rows above were kept, and now they take *turns*: one step of each row, then the same in the other direction, five rounds in all. If memory does not hold all models, the rows take turns in groups, with the baseline in each. The table compares each row with the baseline of the same round: the median of the ratios, and in brackets the smallest and the largest. Where two brackets overlap, this run does not say which row is faster.
+
+# %%
+# After its turns, the baseline takes one more step for a profile. We look at it later.
+ladder.take_turns(rounds=sizes.rounds, profile=["baseline"])
+ladder
+
+# %% [markdown]
+# The column *of limit* shows the share of the limit: the time that the multiplications of the step would take at the rate of the setup, in the same precision, as a part of the time that the step took. The multiplications of the plain step count, and no others. The second forward pass of checkpointing takes time and does not count.
 
 # %% [markdown]
 # ### 4. Mixed precision
@@ -679,7 +695,27 @@ print(f"{compiling:.0f} seconds of compiling")
 #
 # **How do I use it?** `block.compile()` for each block, before checkpointing and before sharding. `TrainingArguments(torch_compile=True)` compiles the whole model as one graph. That takes longer, because all its blocks are in that graph.
 #
-# **What does it cost?** Seconds of compiling, and again for a batch of another shape. After how many steps they are earned is printed below, with the times of all rows.
+# **What does it cost?** Seconds of compiling, and again for a batch of another shape. After how many steps they are earned depends on the times of both rows.
+#
+# ### The rows take turns on the clock
+#
+# The fp32 step, the step in 16 bits and the compiled step:
+
+# %%
+profiled = ["mixed precision"] if native else []
+ladder.take_turns(rounds=sizes.rounds, profile=profiled)
+ladder
+
+# %% [markdown]
+# Now the guess of recipe 5: after how many steps are the seconds of compiling earned?
+
+# %%
+steps = break_even_steps(
+    compile_seconds=compiling,
+    plain_step=ladder[eager_row].seconds,
+    compiled_step=ladder[compiled_row].seconds,
+)
+print(f"{compiled_row}: {compiling:.0f} s of compiling are earned after {steps} steps")
 
 # %% [markdown]
 # ## Part B: what every weight costs
@@ -897,7 +933,7 @@ ladder.climb(
 #
 # **How do I use it?** `TrainingArguments(optim="adamw_8bit")`. For 16-bit states torchtitan has `--optimizer.implementation fused_opt_states_bf16`. In transformers, hand our optimizer to the Trainer: `Trainer(…, optimizers=(optimizer, None))`.
 #
-# **What does it cost?** Slightly different updates. On a CPU the 8-bit update takes long, as the times at the end show.
+# **What does it cost?** Slightly different updates. On a CPU the 8-bit update takes long, as the times below show.
 
 # %% [markdown]
 # ### 8. Optimizer states in host memory
@@ -1059,6 +1095,12 @@ ladder.climb("QLoRA", with_qlora, predicted=qlora_plan, **checkpointed_rows)
 # **What does it cost?** The weights are rounded, and each product unpacks them again. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward pass in evaluation mode repacks the 4-bit weights for a kernel without a backward pass. From then on no gradient reaches the lower layers, and nothing says so. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
 
 # %% [markdown]
+# The rows of Part B take their turns, each compared with the baseline.
+
+# %%
+ladder.take_turns(rounds=sizes.rounds)
+
+# %% [markdown]
 # ### 11. Dynamic batch size
 #
 # **What is going on?** If you do not know what fits, try it. When memory runs out, halve the micro-batches and double their number. The gradient stays that of the same batch.
@@ -1208,30 +1250,19 @@ ladder.climb(
 #
 # In the second combination the weights are the largest term now, and a large part of them is the table of the embedding, which nothing here makes smaller.
 #
-# ## All rows take turns
+# ## The ladder
 #
-# So far we have looked at bytes. They are the same in every run. Times are not: another program on the machine, or a warm processor, changes them by more than many recipes do. So now all rows are timed again *in turns*: one step of each row, then the same in the other direction, five rounds in all. If memory does not hold all models, the rows take turns in groups, with the baseline in each. The table compares each row with the baseline of the same round: the median of the ratios, and in brackets the smallest and the largest. Where two brackets overlap, this run does not say which row is faster.
+# The two combinations take their turns with the baseline, and the table is complete.
 
 # %%
-ladder.take_turns(rounds=sizes.rounds)
+profiled = ["everything combined"]
+if native:
+    profiled.insert(0, fast_row)
+ladder.take_turns(rounds=sizes.rounds, profile=profiled)
 ladder
 
 # %%
 ladder.chart()
-
-# %% [markdown]
-# Now the guess of recipe 5: after how many steps are the seconds of compiling earned?
-
-# %%
-steps = break_even_steps(
-    compile_seconds=compiling,
-    plain_step=ladder[eager_row].seconds,
-    compiled_step=ladder[compiled_row].seconds,
-)
-print(f"{compiled_row}: {compiling:.0f} s of compiling are earned after {steps} steps")
-
-# %% [markdown]
-# The column *of limit* shows the share of the limit: the time that the multiplications of the step would take at the rate of the setup, in the same precision, as a part of the time that the step took. The multiplications of the plain step count, and no others. The second forward pass of checkpointing takes time and does not count.
 
 # %% [markdown]
 # ### Where does the rest of the time go?
@@ -1239,39 +1270,13 @@ print(f"{compiled_row}: {compiling:.0f} s of compiling are earned after {steps} 
 # A share of the limit below 100 % says that time goes elsewhere. The profiler of PyTorch times each operator of a step; here they are added up by kind. The dashed lines are the limits: the multiplications of the step at the rate of the setup. *Other* is Python itself, the calls and waiting. The profiler slows the step down, so compare the parts with each other.
 
 # %%
-from recipes_lib.core.operator_profile import profile_operators
-from recipes_lib.core.timeline import record_timeline
 from recipes_lib.report.charts import operator_chart
 
-
-builds = {
-    "baseline": plain,
-    "mixed precision": mixed,
-    fast_row: fast_and_whole,
-    "everything combined": everything,
+# What the multiplications of a row alone would take, in seconds.
+limits = {
+    name: ladder[name].share_of_limit * ladder[name].seconds for name in ladder.profiles
 }
-profiles, limits, timelines = {}, {}, dict(ladder.timelines)
-
-
-def watch(name):
-    """Profile one more step of a row, and note what its multiplications alone take."""
-    model, optimizer, step = builds[name]()
-    step(model, optimizer)  # makes the states
-
-    def once():
-        step(model, optimizer)
-
-    profiles[name] = profile_operators(once)
-    limits[name] = ladder[name].share_of_limit * ladder[name].seconds
-    if name not in timelines:  # for the pictures below
-        timelines[name] = record_timeline(once, model=model, optimizer=optimizer)
-
-
-for name in builds:
-    if name in ladder.plans:  # without native 16 bits, some rows are missing
-        watch(name)
-
-operator_chart(profiles, limits=limits, title="Where the seconds of a step go")
+operator_chart(ladder.profiles, limits=limits, title="Where the seconds of a step go")
 
 # %% [markdown]
 # Three things keep a step from its limit.
@@ -1373,7 +1378,7 @@ loss_chart(curves, title="All three learn")
 # %%
 ends = ("baseline", "everything combined")
 timeline_chart(
-    {name: timelines[name] for name in ends},
+    {name: ladder.timelines[name] for name in ends},
     predicted={name: ladder.plans[name].peak for name in ends},
     title="The same batch, before and after",
 )
@@ -1382,7 +1387,7 @@ timeline_chart(
 # **All rows.** In each small picture, look for the highest point. Is it at the end of forward, or at the end of backward? In the first case activations and loss have to shrink, in the second one gradients and their copies.
 
 # %%
-timeline_chart(timelines, columns=3, title="Memory over one step, row by row")
+timeline_chart(ladder.timelines, columns=3, title="Memory over one step, row by row")
 
 # %% [markdown]
 # **By kind.** The budgets at the moment of the peak, by arithmetic: which part does each recipe remove?

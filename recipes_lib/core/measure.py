@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -48,6 +48,19 @@ class Measurement:
     def tokens_per_second(self) -> float | None:
         """None, if nobody said how many tokens a step has."""
         return None if self.tokens is None else self.tokens / self.seconds
+
+    def without(self, alive_before: int) -> Measurement:
+        """The same step without the bytes of others that were alive before its model was built."""
+        timeline = self.timeline
+        if timeline is not None:
+            timeline = timeline.without(alive_before)
+        return replace(self, peak_bytes=self.peak_bytes - alive_before, timeline=timeline)
+
+
+def bytes_alive() -> int:
+    """Bytes of all tensors that are alive now."""
+    with PeakMemory() as memory:
+        return memory.current
 
 
 def measure(

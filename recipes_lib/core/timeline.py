@@ -24,7 +24,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,14 @@ class Timeline:
     def at_peak(self) -> dict[str, int]:
         """What the peak consists of, by kind."""
         return dict(self.highest.bytes)
+
+    def without(self, others: int) -> Timeline:
+        """The same step without `others` bytes of the kind "other", alive all the time."""
+        points = []
+        for point in self.points:
+            other = point.bytes["other"] - others
+            points.append(replace(point, bytes={**point.bytes, "other": other}))
+        return Timeline(points)
 
     def phases(self) -> list[tuple[str, int, int]]:
         """The phases as (name, first operator, operator at which the next one begins).

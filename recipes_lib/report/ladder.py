@@ -2,7 +2,7 @@
 
 ladder = Ladder("01_large_models_limited_hardware", tokens=576, rates=measure_matrix_rates())
 ladder.climb("baseline", baseline, predicted=plan)    # predict, measure, add a row
-ladder.take_turns(rounds=5)                           # the times of all rows, in turns
+ladder.take_turns(rounds=5)                           # the times of these rows, in turns
 ladder                                                # a table in Jupyter, text in a terminal
 ladder.timelines["baseline"]                          # memory over the step that was measured
 ladder.chart()                                        # a matplotlib figure
@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import statistics
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.machine import free_memory_bytes, machine
-from recipes_lib.core.measure import Measurement, measure
+from recipes_lib.core.measure import Measurement, bytes_alive, measure
 from recipes_lib.core.operations import step_operations
-from recipes_lib.core.timeline import Timeline
+from recipes_lib.core.operator_profile import profile_operators
+from recipes_lib.core.timeline import Timeline, record_timeline
 from recipes_lib.report import charts
 from recipes_lib.report.ladder_text import (
     HEADER,
@@ -35,7 +38,14 @@ from recipes_lib.report.ladder_text import (
 )
 from recipes_lib.report.rows import Rows
 from recipes_lib.report.style import mib, percent
-from recipes_lib.report.turns import Build, ReadyStep, groups_that_fit, take_turns
+from recipes_lib.report.turns import (
+    Build,
+    ReadyStep,
+    groups_that_fit,
+    kept_bytes,
+    take_turns,
+    warmed_up,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,8 @@ class Ladder(Rows):
         rates: operations per second of matrix products by dtype, for the share of the limit:
             what `core.matrix_rate.measure_matrix_rates` returns.
 
-    `plans` and `timelines` hold the budget and the memory over time of every row that climbed.
+    `plans` and `timelines` hold the budget and the memory over time of every row that climbed,
+    `profiles` the seconds by kind of operator of those that `take_turns` was asked for.
     """
 
     def __init__(
@@ -98,6 +109,10 @@ class Ladder(Rows):
             self.facts["rates"] = named
         self.plans: dict[str, Budget] = {}
         self.timelines: dict[str, Timeline] = {}
+        self.profiles: dict[str, dict[str, float]] = {}
+        # The steps that wait for their turns, with their models.
+        self._ready: dict[str, ReadyStep] = {}
+        self._baseline_seconds: list[float] = []  # of all turns so far
         self._builds: dict[str, Build] = {}
         self._dtypes: dict[str, torch.dtype | None] = {}
 
@@ -113,10 +128,12 @@ class Ladder(Rows):
         after: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Predict a step, measure it, and add its row; the model dies when this returns.
+        """Predict a step, measure it, and add its row.
 
         The step warms up until its optimizer has states, then runs once under the memory account.
-        Its seconds are a first impression: `take_turns` brings those that can be compared.
+        Its seconds are a first impression: `take_turns` brings those that can be compared. Until
+        then the model stays alive, as long as there is room for it beside the next one. What was
+        alive before `build` is called does not count in the row.
 
         Args:
             build: returns the model, its optimizer and a function `step(model, optimizer)`, which
@@ -135,8 +152,8 @@ class Ladder(Rows):
         elif reference.name in self.plans:
             print(wrapped(what_changes(self.plans[reference.name], predicted)))
 
+        self._make_room(predicted)
         row = self._measure(name, build, predicted=predicted, group=group, dtype=dtype)
-        gc.collect()  # the model may hang in a reference cycle: free it before the next is built
         self.plans[name] = predicted
         self._builds[name] = build
         self._dtypes[name] = dtype
@@ -146,6 +163,7 @@ class Ladder(Rows):
     def _measure(
         self, name: str, build: Build, *, predicted: Budget, group: str, dtype: torch.dtype | None
     ) -> Row:
+        alive_before = bytes_alive()
         step = ReadyStep(build)
         losses = []
         measured = measure(
@@ -154,12 +172,16 @@ class Ladder(Rows):
             repeats=_repeats(),
             model=step.model,
             optimizer=step.optimizer,
-        )
-        if measured.timeline is not None:
-            self.timelines[name] = measured.timeline
+        ).without(alive_before)
+        timeline = measured.timeline
+        if timeline is None:  # compiled blocks have one only where they run as plain ones
+            timeline = record_timeline(step, model=step.model, optimizer=step.optimizer)
+            timeline = timeline.without(alive_before)
+        self.timelines[name] = timeline
         operations = None
         if predicted.shape is not None:
             operations = step_operations(step.model, predicted.shape)
+        self._ready[name] = step  # from here on nothing can fail: it waits for its turns
         return Row(
             name=name,
             predicted_bytes=predicted.peak,
@@ -171,6 +193,18 @@ class Ladder(Rows):
             operations=operations,
             share_of_limit=self._share(operations, dtype, measured.seconds),
         )
+
+    def _make_room(self, predicted: Budget) -> None:
+        """Let the steps that wait go, if the next one does not fit beside their models."""
+        waiting = sum(kept_bytes(self.plans[name]) for name in self._ready)
+        if waiting + predicted.peak > self._room():
+            self._ready.clear()
+        gc.collect()  # a model may hang in a reference cycle
+
+    def _room(self) -> float:
+        """Bytes for models: half of the memory that is free, or taken by steps that wait."""
+        waiting = sum(kept_bytes(self.plans[name]) for name in self._ready)
+        return (free_memory_bytes() + waiting) / 2
 
     def add(
         self,
@@ -221,45 +255,67 @@ class Ladder(Rows):
 
     # --- time in turns ---
 
-    def take_turns(self, rounds: int = 5) -> None:
-        """Time all rows that climbed again, in turns, each with a fresh model.
+    def take_turns(self, rounds: int = 5, *, profile: Sequence[str] = ()) -> None:
+        """Time the rows that climbed since the last turns again, all of them in turns.
 
-        The rows are put into groups whose models fit together into half of the free memory.
-        In a group the steps take turns, there and back: what slows the machine for a while slows
-        all of them.
-        The baseline is in every group, and the others are compared with it round by round. A row
-        whose build or step fails keeps its first time. The file is saved after every round.
+        The steps take turns, there and back: what slows the machine for a while slows all of them.
+        The baseline takes part, and the others are compared with it round by round. Where their
+        models do not fit together into half of the free memory, the rows are put into groups, with
+        the baseline in each. A row whose build or step fails keeps its first time. The file is
+        saved after every round; the models are free afterwards.
 
-        Raises ValueError for less than one round, and if no row climbed.
+        Args:
+            profile: rows of which one more step is profiled; `profiles` holds the result.
+        Raises ValueError for less than one round, if no row waits for its turns, and for a row to
+        profile that takes none.
         """
-        climbed = {row.name: self.plans[row.name] for row in self.rows if row.name in self._builds}
-        if not climbed:
+        check_whole(rounds=rounds)
+        rows = [row.name for row in self.rows if row.name in self._builds and row.turns == 0]
+        if not rows:
             raise ValueError("no row can take turns: add rows with climb, which knows their builds")
-        groups = groups_that_fit(climbed, limit_bytes=free_memory_bytes() / 2)
-        baseline = groups[0][0]
-        baseline_seconds: list[float] = []  # of all groups
+        unknown = [name for name in profile if name not in rows]
+        if unknown:
+            raise ValueError(f"profile={unknown}: give names of rows that take turns now: {rows}")
+        baseline = self.rows[0].name
+        if baseline in self._builds and baseline not in rows:
+            rows.insert(0, baseline)
+        plans = {name: self.plans[name] for name in rows}
+        groups = groups_that_fit(plans, limit_bytes=self._room())
         for number, names in enumerate(groups, 1):
             line = f"in turns, group {number} of {len(groups)}: {', '.join(names)}"
             print(textwrap.shorten(line, WIDTH, placeholder=" …"), flush=True)
-            builds = {name: self._builds[name] for name in names}
-            turns: list[dict[str, float]] = []
-            for took in take_turns(builds, rounds=rounds):
-                turns.append(took)
-                if baseline in took:
-                    baseline_seconds.append(took[baseline])
-                self._set_times(turns, baseline, baseline_seconds)
+            self._take_turns_together(names, rounds=rounds, profile=profile)
 
-    def _set_times(
-        self, turns: list[dict[str, float]], baseline: str, baseline_seconds: list[float]
+    def _take_turns_together(
+        self, names: list[str], *, rounds: int, profile: Sequence[str]
     ) -> None:
+        """The turns of one group, whose models are alive beside each other."""
+        ready = {name: step for name, step in self._ready.items() if name in names}
+        self._ready.clear()  # those of other groups would be in the way
+        gc.collect()
+        steps = warmed_up({name: self._builds[name] for name in names}, ready)
+        ready.clear()
+        turns: list[dict[str, float]] = []
+        for took in take_turns(steps, rounds=rounds):
+            turns.append(took)
+            self._set_times(turns, baseline=self.rows[0].name)
+        for name in profile:
+            if name in steps:
+                self.profiles[name] = profile_operators(steps[name])
+        steps.clear()
+        gc.collect()
+
+    def _set_times(self, turns: list[dict[str, float]], *, baseline: str) -> None:
         """Give the rows of a group the times of its turns so far, and save."""
+        if baseline in turns[-1]:
+            self._baseline_seconds.append(turns[-1][baseline])
         for name in turns[-1]:
             seconds = [took[name] for took in turns if name in took]
             ratios = [
                 took[name] / took[baseline] for took in turns if {name, baseline} <= took.keys()
             ]
             if name == baseline:
-                seconds = baseline_seconds
+                seconds = self._baseline_seconds
                 # What it is compared with is its own median: the range shows the noise.
                 ratios = [each / statistics.median(seconds) for each in seconds]
             self._change(name, **self._times(name, seconds), **_ratio(ratios))
@@ -284,6 +340,9 @@ class Ladder(Rows):
             seconds=seconds,
             seconds_low=None,
             seconds_high=None,
+            turns=0,
+            **_ratio([]),
+            share_of_limit=None,
             tokens_per_second=tokens / seconds,
         )
         self.save()

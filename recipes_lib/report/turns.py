@@ -8,7 +8,6 @@ small for all, they are put into groups. Each group has the baseline, with which
 
 from __future__ import annotations
 
-import gc
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,27 +72,37 @@ def _first_with_room(
 
 def _fit(names: list[str], plans: dict[str, Budget], limit_bytes: float) -> bool:
     """Whether each of these can take its step while the others wait."""
-    kept = {name: _kept_bytes(plans[name]) for name in names}
+    kept = {name: kept_bytes(plans[name]) for name in names}
     waiting = sum(kept.values())
     return all(plans[name].peak + waiting - kept[name] <= limit_bytes for name in names)
 
 
-def _kept_bytes(plan: Budget) -> int:
+def kept_bytes(plan: Budget) -> int:
     """What a model keeps between its steps. Most steps free the gradients; not all do."""
     return plan.weights + plan.states + plan.gradients
 
 
-def take_turns(builds: dict[str, Build], *, rounds: int) -> Iterator[dict[str, float]]:
-    """Build all steps, then yield the seconds of each round by name; free the models at the end.
+def warmed_up(builds: dict[str, Build], ready: dict[str, ReadyStep]) -> dict[str, ReadyStep]:
+    """The steps that take turns: those of `ready` as they are, the others built now.
 
-    Each round goes in the other direction. A step that cannot be built or fails is missing from
-    then on, and a line says why. Raises ValueError for less than one round.
+    A step that cannot be built is missing, and a line says why.
     """
     steps = {}
     for name, build in builds.items():
-        step = _ready(name, build)
+        step = ready.get(name)
+        if step is None:
+            step = _ready(name, build)
         if step is not None:
             steps[name] = step
+    return steps
+
+
+def take_turns(steps: dict[str, ReadyStep], *, rounds: int) -> Iterator[dict[str, float]]:
+    """Yield the seconds of each round by name; each round goes in the other direction.
+
+    A step that fails is taken out of `steps`, and a line says why. Raises ValueError for less than
+    one round.
+    """
     for names in there_and_back(list(steps), rounds=rounds):
         took = {}
         for name in names:
@@ -104,8 +113,6 @@ def take_turns(builds: dict[str, Build], *, rounds: int) -> Iterator[dict[str, f
                 else:
                     took[name] = seconds
         yield took
-    steps.clear()
-    gc.collect()  # a model may hang in a reference cycle
 
 
 def _ready(name: str, build: Build) -> ReadyStep | None:

@@ -180,19 +180,51 @@ def test_the_loss_is_that_of_the_second_step(climbing):
     assert row.loss == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_the_model_dies_with_the_row(climbing):
-    """The mistake: the ladder keeps the model for the turns, and the next row pays for it."""
-    alive = []
+def watched(alive):
+    """A plain build; `alive` gets a weak reference to each model that it makes."""
 
-    def watched():
+    def build():
         model, optimizer, step = plain()
         alive.append(weakref.ref(model))
         return model, optimizer, step
 
-    climbing.climb("baseline", watched, predicted=budget_of(fresh(), SHAPE))
+    return build
+
+
+def test_what_waits_for_its_turn_is_not_in_the_next_row(climbing):
+    """The mistake: the ladder keeps the model for the turns, and the next row pays for it."""
+    plan = budget_of(fresh(), SHAPE)
+    climbing.climb("baseline", plain, predicted=plan)
+    climbing.climb("again", plain, predicted=plan)
+    first, second = climbing.rows
+    assert second.peak_bytes == pytest.approx(first.peak_bytes, rel=1e-3)
+    points = climbing.timelines["baseline"].points, climbing.timelines["again"].points
+    for before, after in zip(*points, strict=True):
+        assert after.bytes == pytest.approx(before.bytes, abs=1e-3 * first.peak_bytes)
+
+
+def test_the_model_is_built_once_and_dies_after_its_turns(climbing):
+    alive = []
+    climbing.climb("baseline", watched(alive), predicted=budget_of(fresh(), SHAPE))
     climbing.take_turns(rounds=1)
     gc.collect()
-    assert [model() for model in alive] == [None, None]
+    assert [model() for model in alive] == [None]
+
+
+def test_without_room_a_model_dies_before_the_next_is_built(climbing, monkeypatch):
+    """The mistake: models wait for their turns until the memory is full."""
+    alive = []
+    plan = budget_of(fresh(), SHAPE)
+    monkeypatch.setattr("recipes_lib.report.ladder.free_memory_bytes", lambda: 2 * plan.peak)
+    climbing.climb("baseline", watched(alive), predicted=plan)
+
+    def other():
+        assert alive[0]() is None
+        return plain()
+
+    climbing.climb("other", other, predicted=plan)
+    climbing.take_turns(rounds=1)
+    assert [row.turns for row in climbing.rows] == [1, 1]
 
 
 def test_climb_says_what_moved_and_whose_loss_it_is(climbing, capsys):
@@ -302,10 +334,10 @@ def test_time_is_compared_within_a_round(climbing, clock):
 
 
 def test_a_row_that_fails_keeps_its_first_time(climbing, clock, capsys):
-    """The warm-up and the step under the account are two steps: the first turn is the fourth."""
+    """The warm-up and the step under the account are two steps: the first turn is the third."""
     clock |= {"baseline": [1.0, 1.0], "fails": [1.0, 1.0], "other": [3.0, 3.0]}
     climbing.climb("baseline", step_that("baseline"), predicted=plan_of(weights=1))
-    climbing.climb("fails", step_that("fails", fails_from=3), predicted=plan_of(weights=1))
+    climbing.climb("fails", step_that("fails", fails_from=2), predicted=plan_of(weights=1))
     climbing.climb("other", step_that("other"), predicted=plan_of(weights=1))
     first = climbing["fails"].seconds
     climbing.take_turns(rounds=2)
@@ -347,6 +379,26 @@ def test_rows_whose_models_fit_together_are_a_group():
     assert groups(100) == [["baseline", "b", "c"], ["baseline", "e"], ["d"]]
     assert groups(70) == [["baseline", "b"], ["baseline", "c"], ["baseline", "e"], ["d"]]
     assert groups(1) == [["baseline"], ["b"], ["c"], ["d"], ["e"]]
+
+
+def test_later_rows_take_their_turns_with_the_baseline(climbing, clock):
+    """The mistake: rows that had their turns are timed again, or the baseline forgets its own."""
+    clock |= {"baseline": [1.0, 1.0, 2.0], "early": [3.0, 3.0], "late": [3.0]}
+    for name in ["baseline", "early"]:
+        climbing.climb(name, step_that(name), predicted=plan_of(weights=1))
+    climbing.take_turns(rounds=2)
+    climbing.climb("late", step_that("late"), predicted=plan_of(weights=1))
+    climbing.take_turns(rounds=1)
+    assert [row.turns for row in climbing.rows] == [3, 2, 1]
+    assert [row.ratio for row in climbing.rows] == [1.0, 3.0, 1.5]
+
+
+def test_a_profile_is_taken_while_the_model_is_alive(climbing):
+    climbing.climb("baseline", plain, predicted=budget_of(fresh(), SHAPE))
+    with pytest.raises(ValueError, match="rows that take turns now"):
+        climbing.take_turns(rounds=1, profile=["other"])
+    climbing.take_turns(rounds=1, profile=["baseline"])
+    assert climbing.profiles["baseline"]["matrix products"] > 0
 
 
 def test_turns_without_a_build(ladder):
