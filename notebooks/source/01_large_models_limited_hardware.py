@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to predict the memory of a training step, and which recipe removes which part of it |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Time** | ten to fifteen minutes on two CPU cores |
+# | **Time** | about ten minutes on two CPU cores |
 # | **Cost** | free on a laptop or on a Colab T4 |
 
 # %% [markdown]
