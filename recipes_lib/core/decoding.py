@@ -1,0 +1,162 @@
+"""Decoding: what a decoder is here, the cache of keys and values, and the greedy loop.
+
+A language model generates in two phases:
+
+    prefill    all S tokens of the prompt in one call     many rows per weight: arithmetic limits it
+    decode     one token per call                         one row per weight: memory limits it
+
+Attention looks back at every token before. Their keys and values are the same in each step, so a
+cache keeps them, and a step computes those of its own tokens only:
+
+    keys[layer]  [B, Hkv, T, D]     | prompt … | answer … |   free   |
+                                                          ^ length
+
+The techniques of inference work on anything that follows `CausalDecoder`.
+
+Shapes: B batch, K new tokens, T capacity, Hkv heads of keys and values, D head dimension, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_whole
+
+
+class KeyValueCache:
+    """Keys and values of all layers, allocated once for `capacity` tokens.
+
+    A call of the decoder writes its K tokens layer by layer with `append`, and then moves the end
+    once with `advance`. So every layer of one call sees the same `length`.
+
+        keys, values   lists over the layers of [B, Hkv, T, D]
+        length         tokens that are in, the same number for all rows
+        starts         int64 [B], the first real position of each row, if the rows are padded on the
+                       left; None if all begin at 0. Set it before the first call.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_whole(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        check_whole(capacity=capacity, batch=batch)
+        self.batch = batch
+        self.capacity = capacity
+        self.length = 0
+        self.starts: Tensor | None = None
+        shape = (batch, kv_heads, capacity, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, free places included."""
+        return sum(tensor.nbytes for tensor in [*self.keys, *self.values])
+
+    def reserve(self, tokens: int) -> None:
+        """Raise ValueError unless `tokens` more have room; the decoder asks before it writes."""
+        if self.length + tokens > self.capacity:
+            raise ValueError(
+                f"{self.length} tokens are in the cache and {tokens} more come, but it was made "
+                f"for {self.capacity}: give new_cache(max_tokens={self.length + tokens}) or more"
+            )
+
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Write K new tokens [B, Hkv, K, D] of one layer behind those that are in.
+
+        Returns the keys and values up to and with them, [B, Hkv, length + K, D] each. `length`
+        stays: `advance` moves it. With `at` they are written from that position on instead.
+        """
+        begin = self.length if at is None else at
+        end = begin + keys.shape[2]
+        self.keys[layer][:, :, begin:end] = keys
+        self.values[layer][:, :, begin:end] = values
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` were appended to every layer."""
+        self.length += tokens
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens and forget the rest, as speculation does."""
+        check_whole(length=length, least=0, most=self.length)
+        self.length = length
+
+
+class CausalDecoder(Protocol):
+    """What the techniques of inference ask of a model."""
+
+    vocabulary: int
+
+    def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
+        """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache,
+        *,
+        last_only: bool = False,
+        row_by_row: bool = False,
+    ) -> Tensor:
+        """Append `tokens` [B, K] to the cache and return their logits [B, K, V].
+
+        Args:
+            last_only: logits of the last token only, [B, 1, V]. The prompt of a generation needs
+                no others.
+            row_by_row: compute the attention of the K tokens one after the other, without a mask.
+                Then each token gets the same operations as in a call of its own.
+        Raises ValueError for more tokens than the cache has room for.
+        """
+        ...
+
+
+def greedy(
+    decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    *,
+    new_tokens: int,
+    stop: Collection[int] = (),
+) -> list[int]:
+    """Generate up to `new_tokens` tokens, each the likeliest one. Returns them without the prompt.
+
+    Args:
+        prompt: token ids, as a list or as a tensor [1, S].
+        stop: ids that end the answer; the one that came is returned as the last token.
+    Raises ValueError for an empty prompt, several rows, and new_tokens < 1.
+    """
+    check_whole(new_tokens=new_tokens)
+    tokens = prompt_row(prompt)  # [1, S]
+    cache = decoder.new_cache(max_tokens=tokens.shape[1] + new_tokens)
+    answer: list[int] = []
+    while True:
+        logits = decoder(tokens, cache, last_only=True)  # [1, 1, V]
+        tokens = logits.argmax(-1)  # [1, 1]
+        answer.append(int(tokens))
+        if len(answer) == new_tokens or answer[-1] in stop:
+            return answer
+
+
+def prompt_row(prompt: Sequence[int] | Tensor) -> Tensor:
+    """A prompt as int64 [1, S]. Raises ValueError for an empty one and for several rows."""
+    row = torch.as_tensor(prompt, dtype=torch.int64)
+    if row.dim() == 1:
+        row = row[None]
+    if row.dim() != 2 or len(row) != 1 or row.shape[1] == 0:
+        raise ValueError(f"prompt {list(row.shape)}: give token ids of one row, at least one token")
+    return row
