@@ -91,10 +91,10 @@ for dtype, rate in rates.items():
 
 # %%
 # Rounds of timing, steps of the last experiment, pairs of text.
-full = dict(rounds=5, steps=4, pairs=400, held_out=20)
+full = dict(rounds=5, steps=4, pairs=400, held_out=12)
 brief = dict(rounds=1, steps=1, pairs=40, held_out=6)
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
-smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=8, tokens=64)
+smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=6, tokens=72)
 # On a GPU a larger shape, of which plain fp32 training fits.
 llama = dict(shape="llama-3.2-1b", pretrained=False, rows=8, tokens=256)
 
@@ -130,7 +130,7 @@ held_out = load_instructions(
 padding = tokenizer.pad_token_id
 device = machine().device
 
-# One batch for all rows below: [8 rows, 64 tokens] on a CPU.
+# One batch for all rows below: [6 rows, 72 tokens] on a CPU.
 shaped = dict(batch_size=sizes.rows, length=sizes.tokens)
 batch = next(batches(train, **shaped, pad_token_id=padding, device=device))
 print(decode_with_mask(train[1], tokenizer))
@@ -180,7 +180,7 @@ print(f"{skeleton.num_parameters():,} weights, {shape.tokens} tokens\n")
 print(baseline_plan)
 
 # %% [markdown]
-# Check it by hand: 134,515,008 weights × 4 bytes are 513 MiB on a CPU; the states take twice that. The table has 49,152 rows of 576 numbers, so two copies of it are 216 MiB. The loss takes 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB.
+# Check it by hand: 134,515,008 weights × 4 bytes are 513 MiB on a CPU; the states take twice that. The table has 49,152 rows of 576 numbers, so two copies of it are 216 MiB. The loss takes 432 tokens × 49,152 logits × 4 bytes × 3 = 243 MiB.
 #
 # Four more lines of the print do not decide anything here, but they have names. *Carried* are gradients that exist before a forward pass begins, which happens in recipe 1. *One block* is the part of the activations that belongs to one block, and *block gradients* are what backward holds while it is inside. *Last gradients* are those which are still missing when backward enters the first block. That is a third moment between the two above, and it is never the highest in this notebook.
 #
@@ -271,12 +271,12 @@ print(f"{right.numel():,} gradients")
 # **What is going on?** Split the batch into micro-batches, run them one after the other, add up their gradients, and update the weights once. Only one micro-batch has activations and a loss at a time.
 #
 # ```text
-# plain        forward [8 rows]  backward                       step
+# plain        forward [6 rows]  backward                       step
 # accumulated  forward [2]  backward, forward [2]  backward, …  step
 #                              gradients stay and add up
 # ```
 #
-# **Guess first.** With four micro-batches the activations shrink to a quarter, and the loss shrinks too. But the gradients of the first micro-batches now wait while the next forward pass runs. Where is the peak then?
+# **Guess first.** With three micro-batches the activations shrink to a third, and the loss shrinks too. But the gradients of the first micro-batches now wait while the next forward pass runs. Where is the peak then?
 #
 # **The idea.** Autograd adds to `.grad` by itself, so a loop is enough. One division needs care. The model returns the *mean* loss of a micro-batch over its own answer tokens. In the gradient of the whole batch every token weighs the same.
 
@@ -338,7 +338,7 @@ print(f"the popular way: the gradient is off by {naive_error:.0%} of its length"
 # **The row.** The estimate takes the budget of the plain step and returns the budget with the recipe.
 
 # %%
-micro_batches = 4
+micro_batches = sizes.rows // 2  # two rows each
 in_parts = Shape(batch=sizes.rows, seq=sizes.tokens, micro_batches=micro_batches)
 accumulation_plan = estimate_gradient_accumulation(baseline_plan, skeleton, in_parts)
 
@@ -358,7 +358,7 @@ def accumulated():
 ladder.climb("gradient accumulation", accumulated, predicted=accumulation_plan, **alone)
 
 # %% [markdown]
-# **Why not more?** The first tower has shrunk, and the second one is now the peak. It has even grown by one table. The sum of the earlier micro-batches is there, and beside it the two gradients of this one and their own sum: the embedding copies are three tables instead of two. The loss keeps more than a quarter, because the gradient of the output layer, one more table, is made beside that of the logits.
+# **Why not more?** The first tower has shrunk, and the second one is now the peak. It has even grown by one table. The sum of the earlier micro-batches is there, and beside it the two gradients of this one and their own sum: the embedding copies are three tables instead of two. The loss keeps more than a third, because the gradient of the output layer, one more table, is made beside that of the logits.
 #
 # **How do I use it?** `TrainingArguments(gradient_accumulation_steps=4)`, with the batch size per device divided by four. The Trainer passes the number of tokens of the whole batch to the model, so that it divides as we do.
 #
@@ -374,7 +374,7 @@ ladder.climb("gradient accumulation", accumulated, predicted=accumulation_plan, 
 # checkpointed  x0       x1       x2      → loss     [a2] again, used, freed; then [a1]; then [a0]
 # ```
 #
-# **Guess first.** The model has 30 blocks. The input of a block is 512 tokens × 576 numbers × 4 bytes. How much is left of the activations, and what will the peak be?
+# **Guess first.** The model has 30 blocks. The input of a block is 432 tokens × 576 numbers × 4 bytes. How much is left of the activations, and what will the peak be?
 #
 # **The idea.** PyTorch's autograd lets us write a function with a `forward` and a `backward` of our own. This one keeps only the input in `forward`, and in `backward` it runs the block again.
 
