@@ -19,11 +19,12 @@ Shapes: B batch, K new tokens, T capacity, Hkv heads of keys and values, D head 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_whole
 
 
@@ -162,6 +163,20 @@ class CausalDecoder(Protocol):
         Raises ValueError for more tokens than the cache has room for.
         """
         ...
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether `model` follows `CausalDecoder`; a Hugging Face model does not."""
+    return hasattr(model, "new_cache") and hasattr(model, "vocabulary")
+
+
+def require_causal_lm_or_decoder(model: Any) -> None:
+    """Raise ValueError unless `model` is a Hugging Face causal LM or a decoder.
+
+    What changes linear layers works on both, and asks this first.
+    """
+    if not is_decoder(model):
+        require_causal_lm(model)
 
 
 def greedy(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes_lib.core.decoding import is_decoder
 from recipes_lib.core.evaluation import evaluating
 
 
@@ -71,15 +72,11 @@ def _check(model: Any, rows: list[Tensor], token_by_token: bool) -> None:
     shortest = min(map(len, rows))
     if shortest < 2:
         raise ValueError(f"a document of {shortest} tokens: give two or more, one predicts another")
-    if token_by_token and not _is_decoder(model):
+    if token_by_token and not is_decoder(model):
         raise ValueError(
             f"token_by_token with {type(model).__name__}: give a decoder, as apply_decode_loop "
             f"returns"
         )
-
-
-def _is_decoder(model: Any) -> bool:
-    return hasattr(model, "new_cache")
 
 
 def _read(model: Any, row: Tensor, token_by_token: bool) -> tuple[float, Tensor]:
@@ -100,7 +97,7 @@ def _logits_and_targets(
     """Logits [K, V] and the tokens [K] that really follow: all at once, or one by one."""
     inputs = row[None, :-1]  # [1, S - 1]: nothing follows the last token
     targets = row[1:]
-    if not _is_decoder(model):
+    if not is_decoder(model):
         yield model(inputs.to(model.device), use_cache=False).logits[0], targets
         return
     cache = model.new_cache(max_tokens=len(targets))

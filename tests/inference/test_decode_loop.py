@@ -1,0 +1,357 @@
+"""The decode loop against Hugging Face's greedy `generate`, and the families that it refuses."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from recipes_lib.core.decoding import greedy
+from recipes_lib.inference.decode_loop import (
+    apply_decode_loop,
+    predicted_read_bytes,
+    predicted_seconds_per_token,
+    rotate,
+    step_by_hand,
+)
+
+NEW_TOKENS = 12
+VOCABULARY = 128
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# Random weights this large make scores and choices that depend on every position.
+WILD = {"initializer_range": 0.2}
+
+
+def model_of(family, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | WILD | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # norms and biases are 1 and 0 in a new model: a mistake would not show
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"rope_theta": 10_000.0}
+
+READ = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, a head of keys for each query": ("Llama", {"num_key_value_heads": 6}),
+    "llama, one head of keys": ("Llama", {"num_key_value_heads": 1}),
+    "llama, biases everywhere": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("Llama", {"head_dim": 16}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama, gelu": ("Llama", {"hidden_act": "gelu"}),
+    "qwen2, biases": ("Qwen2", {}),
+    "qwen3, norms of queries and keys": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {}),
+    "mistral, head_dim": ("Mistral", {"head_dim": 12, "num_key_value_heads": 3}),
+}
+
+
+@pytest.fixture(params=READ)
+def model(request):
+    family, options = READ[request.param]
+    return model_of(family, **options)
+
+
+@pytest.fixture
+def plain():
+    return model_of("Llama")
+
+
+def prompt_of(length):
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+
+def generated(model, prompt, new_tokens=NEW_TOKENS):
+    """What Hugging Face answers, without the prompt."""
+    row = torch.tensor([prompt])
+    mask = torch.ones_like(row)
+    out = model.generate(row, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens)
+    return out[0, len(prompt) :].tolist()
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), use_cache=False).logits
+
+
+# --- equal to generate ----------------------------------------------------------------------------
+
+
+def test_tokens_are_those_of_generate(model):
+    """A head, a bias or a pair of dimensions in the wrong place gives other tokens."""
+    decoder = apply_decode_loop(model)
+    different = set()
+    for length in (1, 2, 17):
+        prompt = prompt_of(length)
+        expected = generated(model, prompt)
+        assert greedy(decoder, prompt, new_tokens=NEW_TOKENS) == expected
+        different |= set(expected)
+    assert len(different) > 5, "a model that repeats itself would hide mistakes"
+
+
+def test_logits_in_any_split(model):
+    """A mask or a position that starts anew in the second call shows in the logits."""
+    tokens = prompt_of(13)
+    decoder = apply_decode_loop(model)
+    for split in ([13], [5, 8], [1, 1, 11], [12, 1]):
+        cache = decoder.new_cache(max_tokens=13)
+        parts = torch.tensor([tokens]).split(split, dim=1)
+        logits = torch.cat([decoder(part, cache) for part in parts], dim=1)
+        torch.testing.assert_close(logits, logits_of(model, tokens), atol=2e-4, rtol=1e-4)
+        assert cache.length == 13
+
+
+def test_last_only_is_the_last_row(plain):
+    decoder = apply_decode_loop(plain)
+    tokens = torch.tensor([prompt_of(9)])
+    whole = decoder(tokens, decoder.new_cache(max_tokens=9))
+    last = decoder(tokens, decoder.new_cache(max_tokens=9), last_only=True)
+    assert last.shape == (1, 1, VOCABULARY)
+    torch.testing.assert_close(last, whole[:, -1:])
+
+
+def test_the_step_by_hand_is_the_step(model):
+    """The idea that readers copy: one block of the decoder on the last of seven tokens."""
+    decoder = apply_decode_loop(model)
+    block = decoder.blocks[0]
+    if block.query_key_norm is not None or "yarn" in str(model.config.rope_parameters):
+        pytest.skip("the plain lines leave out the norms of heads and YaRN's sharpening")
+    tokens = torch.tensor([prompt_of(7)])
+    cache = decoder.new_cache(max_tokens=7)
+    decoder(tokens[:, :6], cache)
+    with torch.inference_mode():
+        x = decoder.embedding(tokens[:, 6:])  # [1, 1, D]
+        turn = decoder._turn(cache.positions(1))
+        keys, values = cache.keys[0][0].clone(), cache.values[0][0].clone()
+        expected = block(x, turn, None, cache, False)[0, 0]
+        got = step_by_hand(block, x[0, 0], turn[0, 0], keys, values)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rotation_by_complex_and_by_real_numbers():
+    x = torch.randn(2, 3, 4, 8)
+    angles = torch.randn(3, 1, 4)
+    real = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    torch.testing.assert_close(rotate(x, torch.view_as_complex(real)), rotate(x, real))
+
+
+# --- several rows ---------------------------------------------------------------------------------
+
+
+def left_padded(prompts):
+    width = max(map(len, prompts))
+    rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    starts = [width - len(prompt) for prompt in prompts]
+    return torch.tensor(rows), torch.tensor(starts)
+
+
+def test_padded_rows_answer_like_single_ones(model):
+    """Padding that is seen, or counted as a position, gives other answers."""
+    prompts = [prompt_of(3), prompt_of(11), prompt_of(1)]
+    decoder = apply_decode_loop(model)
+    tokens, starts = left_padded(prompts)
+    cache = decoder.new_cache(batch=3, max_tokens=tokens.shape[1] + NEW_TOKENS)
+    cache.starts = starts
+    answers = []
+    for _ in range(NEW_TOKENS):
+        tokens = decoder(tokens, cache, last_only=True).argmax(-1)
+        answers.append(tokens)
+    answers = torch.cat(answers, dim=1).tolist()
+    assert answers == [greedy(decoder, prompt, new_tokens=NEW_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_row_by_row_is_one_call_per_token(plain, padded):
+    """To the bit in attention: that is what exact speculation with coarse kernels builds on."""
+    decoder = apply_decode_loop(plain)
+    tokens, starts = left_padded([prompt_of(9), prompt_of(12)])
+    caches = [decoder.new_cache(batch=2, max_tokens=12) for _ in range(3)]
+    for cache in caches:
+        if padded:
+            cache.starts = starts
+        decoder(tokens[:, :7], cache)
+    verified = tokens[:, 7:]
+    rows = decoder(verified, caches[0], row_by_row=True)
+    together = decoder(verified, caches[1])
+    single = [decoder(token, caches[2]) for token in verified.split(1, dim=1)]
+    single = torch.cat(single, dim=1)
+    torch.testing.assert_close(rows, single, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(together, single, atol=1e-5, rtol=1e-5)
+
+
+def test_forgotten_tokens_leave_no_trace(plain):
+    """Speculation drafts, rejects and goes on: the rejected tokens must not be looked at."""
+    decoder = apply_decode_loop(plain)
+    tokens = torch.tensor([prompt_of(10)])
+    cache = decoder.new_cache(max_tokens=16)
+    decoder(tokens, cache)
+    decoder(torch.tensor([[1, 2, 3, 4]]), cache)
+    cache.truncate(10)
+    after = decoder(torch.tensor([[5]]), cache)
+    fresh = decoder.new_cache(max_tokens=16)
+    decoder(tokens, fresh)
+    torch.testing.assert_close(after, decoder(torch.tensor([[5]]), fresh), atol=0, rtol=0)
+
+
+# --- the weights ----------------------------------------------------------------------------------
+
+
+def test_the_model_stays_and_shares_what_is_not_fused(plain):
+    before = copy.deepcopy(plain.state_dict())
+    was_training = plain.train().training
+    decoder = apply_decode_loop(plain)
+    attention = plain.model.layers[1].self_attn
+    assert decoder.blocks[1].output.weight.data_ptr() == attention.o_proj.weight.data_ptr()
+    assert decoder.embedding.weight.data_ptr() == plain.model.embed_tokens.weight.data_ptr()
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+    decoder.to(torch.bfloat16)
+    decoder.blocks[0].down = torch.nn.Identity()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert plain.training == was_training
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+
+
+def test_a_tied_head_is_one_parameter():
+    """Two parameters on one memory would become two tensors with the first change of dtype."""
+    decoder = apply_decode_loop(model_of("Llama", tie_word_embeddings=True)).to(torch.bfloat16)
+    assert decoder.head.weight is decoder.embedding.weight
+    untied = apply_decode_loop(model_of("Llama", tie_word_embeddings=False))
+    assert untied.head.weight is not untied.embedding.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits(plain, dtype):
+    """The stream has the weights' dtype; attention, its cache and the angles stay fp32 on a CPU."""
+    decoder = apply_decode_loop(plain).to(dtype)
+    cache = decoder.new_cache(max_tokens=20)
+    assert cache.keys[0].dtype == torch.float32
+    logits = decoder(torch.tensor([prompt_of(20)]), cache)
+    assert logits.dtype == dtype
+    expected = logits_of(plain, prompt_of(20))
+    error = (logits.float() - expected).norm() / expected.norm()
+    assert error < {torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+
+
+def test_a_model_of_sixteen_bits_is_read():
+    model = model_of("Llama").to(torch.bfloat16)
+    decoder = apply_decode_loop(model)
+    assert decoder.blocks[0].qkv.weight.dtype == torch.bfloat16
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+TINY = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+REFUSED = {
+    "gpt2": ("GPT2", {}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8}),
+    "gemma3": ("Gemma3Text", {"head_dim": 8}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {}),
+    "stablelm": ("StableLm", {}),
+    "cohere": ("Cohere", {}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0}),
+    "granite, residuals": ("Granite", {"residual_multiplier": 0.5}),
+    "olmo": ("Olmo", {}),
+    "olmo2": ("Olmo2", {}),
+    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "smollm3, layers without positions": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 2}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 2, "moe_intermediate_size": 32}),
+    "rotary angles that change": ("Llama", {"rope_parameters": DYNAMIC}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_families_are_refused(name):
+    """Each of them would answer fluently, and wrongly."""
+    family, options = REFUSED[name]
+    model = model_of(family, **TINY | options)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"keep model\.generate\(\) for this model") as refusal:
+        apply_decode_loop(model)
+    assert "\n" not in str(refusal.value)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key])
+
+
+def test_the_probe_sees_what_modules_do_not_show(plain):
+    """A forward that somebody has changed: every module is there, and the logits are others."""
+    block = plain.model.layers[2].self_attn
+    block.scaling = block.scaling * 1.1
+    with pytest.raises(ValueError, match="gives other logits"):
+        apply_decode_loop(plain)
+
+
+def test_adapters_and_quantized_layers_are_refused(plain):
+    """A layer with a forward of its own: its `weight` alone is another layer."""
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    plain.model.layers[1].mlp.down_proj = Adapted(96, 48, bias=False)
+    with pytest.raises(ValueError, match=r"Adapted as down_proj.* \(merge adapters first\)"):
+        apply_decode_loop(plain)
+
+
+def test_a_prompt_longer_than_the_cache(plain):
+    decoder = apply_decode_loop(plain)
+    cache = decoder.new_cache(max_tokens=6)
+    decoder(torch.tensor([prompt_of(4)]), cache)
+    with pytest.raises(ValueError, match=r"4 tokens .* 3 more .* made for 6: .*max_tokens=7"):
+        decoder(torch.tensor([prompt_of(3)]), cache)
+    assert cache.length == 4
+
+
+def test_rows_that_the_cache_does_not_have(plain):
+    decoder = apply_decode_loop(plain)
+    cache = decoder.new_cache(max_tokens=6)
+    for shape in [(2, 3), (1, 0), (3,)]:
+        with pytest.raises(ValueError, match=r"give \[1, K\]"):
+            decoder(torch.zeros(shape, dtype=torch.int64), cache)
+
+
+def test_a_sliding_window_is_exact_inside_and_refused_beyond():
+    """Within its window Mistral is plain attention. One token more, and the answers part."""
+    model = model_of("Mistral", sliding_window=16)
+    decoder = apply_decode_loop(model)
+    prompt = prompt_of(10)
+    assert greedy(decoder, prompt, new_tokens=6) == generated(model, prompt, 6)
+    with pytest.raises(ValueError, match="max_tokens=17: the model looks back 16"):
+        greedy(decoder, prompt, new_tokens=7)
+    other_layers = model_of("Qwen2", sliding_window=16, use_sliding_window=False)
+    assert apply_decode_loop(other_layers).new_cache(max_tokens=17).capacity == 17
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def test_predicted_bytes_are_weights_and_cache():
+    decoder = apply_decode_loop(model_of("Llama", tie_word_embeddings=True))
+    weights = sum(parameter.nbytes for parameter in decoder.parameters() if parameter.dim() == 2)
+    ten = predicted_read_bytes(decoder, length=10)
+    cache = decoder.new_cache(max_tokens=10)
+    assert ten == weights + cache.nbytes
+    assert predicted_seconds_per_token(read_bytes=8e9, bandwidth=4e10, overhead=0.5) == 0.7
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        predicted_seconds_per_token(read_bytes=8e9, bandwidth=0)
