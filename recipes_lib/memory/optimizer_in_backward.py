@@ -43,6 +43,7 @@ from recipes_lib.core.marks import (
     unmark,
 )
 from recipes_lib.core.plain_step import free_gradients
+from recipes_lib.core.trainable import parameters_to_train
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -92,9 +93,7 @@ def apply_optimizer_in_backward(
             f"max_grad_norm={max_grad_norm}: the global norm is unknown while the first parameters "
             f"step, so it cannot clip them; pass None, or use optimizer_offload, which can wait"
         )
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError("the model has no trainable parameter: set requires_grad before this call")
+    parameters = list(parameters_to_train(model))
     if any_marked(parameters, GRADIENT_TAKER):
         raise ValueError(
             "an optimizer takes these gradients in backward already: remove() it first"

@@ -40,6 +40,7 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.machine import require
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.sizes import parts_needed
+from recipes_lib.core.trainable import parameters_to_train
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
@@ -179,10 +180,7 @@ def _bitsandbytes_adamw(
 def _torchao_adamw(
     model_or_params: torch.nn.Module | Iterable[Any], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    params = model_or_params
-    if isinstance(params, torch.nn.Module):
-        params = [p for p in params.parameters() if p.requires_grad]
-    return _adamw_without_compiler()(params, **options)
+    return _adamw_without_compiler()(parameters_to_train(model_or_params), **options)
 
 
 def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]:
@@ -191,9 +189,7 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
     An output layer that is tied to the embedding is the same parameter.
     """
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("the model has no trainable parameter: set requires_grad before this call")
+    trainable = parameters_to_train(model)
     groups = [
         {"params": [p for p in trainable if p not in tables], "optim_bits": 8},
         {"params": [p for p in trainable if p in tables], "optim_bits": embedding_bits},

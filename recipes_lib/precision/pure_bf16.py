@@ -42,7 +42,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
@@ -109,6 +109,7 @@ class BF16AdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, seed: int | None, **defaults: Any) -> None:
         if seed is None:
             seed = torch.initial_seed()
+        check_whole(seed=seed, least=0, most=2**64 - 1)
         self._seeds = torch.Generator().manual_seed(seed)
         super().__init__(params, defaults)
 
@@ -117,7 +118,11 @@ class BF16AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         # The optimizer has filled in the defaults by now.
         group = self.param_groups[-1]
-        _check(group["params"], rounding=group["rounding"])
+        try:
+            _check(group["params"], rounding=group["rounding"])
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -163,6 +168,10 @@ class BF16AdamW(torch.optim.Optimizer):
 
         if weight is not parameter:
             parameter.copy_(weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and pickle take along: also where the random stream is."""
+        return super().__getstate__() | {"_seeds": self._seeds}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to resume exactly, the random stream included."""

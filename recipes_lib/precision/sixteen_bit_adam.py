@@ -17,7 +17,8 @@ Saves      4 of the 16 bytes per parameter that weight, gradient and two fp32 av
 Costs      The update is close to AdamW's, not equal. `exp_avg` may stop up to 4% short of a
            gradient that stays the same. `exp_avg_sq` has a random error with a standard deviation
            of some 5% at beta2 = 0.999, half of that after the root. A step on a CPU takes two to
-           three times as long as fused AdamW's. Only a chunk is in fp32 at a time.
+           three times as long as fused AdamW's. Only a chunk is in fp32 at a time; a transposed
+           weight and its gradient are copied whole, one parameter after the other.
 Use when   Full fine-tuning in fp32 or with mixed precision, where the states are a large term and
            8 bits are slow or not precise enough. It needs no library.
 Not when   With LoRA, whose states are small. Where 8-bit states do: they save 6 bytes instead of
@@ -41,7 +42,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_number
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
@@ -114,6 +115,7 @@ class SixteenBitAdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, seed: int | None, **defaults: Any) -> None:
         if seed is None:
             seed = torch.initial_seed()
+        check_whole(seed=seed, least=0, most=2**64 - 1)
         self._seeds = torch.Generator().manual_seed(seed)
         super().__init__(params, defaults)
 
@@ -122,8 +124,12 @@ class SixteenBitAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         # The optimizer has filled in the defaults by now.
         group = self.param_groups[-1]
-        _check_options(group)
-        _check_parameters(group["params"])
+        try:
+            _check_options(group)
+            _check_parameters(group["params"])
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -142,20 +148,40 @@ class SixteenBitAdamW(torch.optim.Optimizer):
     def _update_group(
         self, group: dict[str, Any], benches: dict[torch.device, _Workbench], seed: int
     ) -> None:
-        updated = [p for p in group["params"] if p.grad is not None]
-        # A transposed parameter has no flat view: a copy is updated, and written back.
-        flat = {parameter: parameter.contiguous() for parameter in updated}
         pieces = []
-        for parameter, weight in flat.items():
-            pieces += self._pieces(parameter, weight)
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.is_contiguous() and parameter.grad.is_contiguous():
+                pieces += self._pieces(parameter, parameter)
+            else:
+                self._update_transposed(parameter, group, benches, seed)
+        self._update_pieces(pieces, group, benches, seed)
+
+    def _update_transposed(
+        self,
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        benches: dict[torch.device, _Workbench],
+        seed: int,
+    ) -> None:
+        """What is transposed has no flat view: a copy is updated, and written back."""
+        weight = parameter.contiguous()
+        self._update_pieces(self._pieces(parameter, weight), group, benches, seed)
+        parameter.copy_(weight)
+
+    def _update_pieces(
+        self,
+        pieces: Iterable[_Piece],
+        group: dict[str, Any],
+        benches: dict[torch.device, _Workbench],
+        seed: int,
+    ) -> None:
         for batch in _batches(pieces):
             device = batch[0].weight.device
             if device not in benches:
                 benches[device] = _Workbench(self._largest_batch(device), device, seed)
             benches[device].update(batch, group)
-        for parameter, weight in flat.items():
-            if weight is not parameter:
-                parameter.copy_(weight)
 
     def _pieces(self, parameter: torch.Tensor, weight: torch.Tensor) -> Iterator[_Piece]:
         """Count the step of a parameter, and cut its tensors into pieces of at most a chunk."""
@@ -177,6 +203,10 @@ class SixteenBitAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             elements += sum(p.numel() for p in group["params"] if p.device == device)
         return min(elements, _chunk(device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and pickle take along: also where the random stream is."""
+        return super().__getstate__() | {"_seeds": self._seeds}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to resume exactly, the random stream included."""
@@ -270,7 +300,7 @@ def _fused_adamw(
     )
 
 
-def _batches(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Put small pieces together, so that a step has few kernels: each batch is at most a chunk."""
     batch: list[_Piece] = []
     elements = 0
@@ -338,7 +368,9 @@ def _check_saved(state_dict: dict[str, Any]) -> None:
     dtypes = set()
     for state in state_dict["state"].values():
         dtypes |= {value.dtype for value in state.values() if torch.is_tensor(value)}
-    if "seeds" not in state_dict or not dtypes <= {torch.bfloat16}:
+    # The states of `bf16_adamw` look the same, and its groups have a rounding.
+    rounded = any("rounding" in group for group in state_dict["param_groups"])
+    if "seeds" not in state_dict or rounded or not dtypes <= {torch.bfloat16}:
         raise ValueError(
             "the checkpoint is that of another optimizer: load it with the one that saved it"
         )
@@ -370,8 +402,12 @@ def predicted_state_bytes(model: Any) -> int:
 
 
 def predicted_step_bytes(model: Any) -> int:
-    """Bytes that a step needs for a chunk: two fp32 averages, and two int32 random numbers."""
+    """Bytes that a step needs for a chunk: two fp32 averages, and two int32 random numbers.
+
+    Beside them lies a copy of the largest transposed weight and of its gradient, if there is one.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trainable)
     chunk = min((_chunk(parameter.device) for parameter in trainable), default=0)
-    return 16 * min(elements, chunk)
+    transposed = [parameter.numel() for parameter in trainable if not parameter.is_contiguous()]
+    return 16 * min(elements, chunk) + 8 * max(transposed, default=0)

@@ -1,5 +1,6 @@
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -214,6 +215,31 @@ def test_states_of_another_optimizer_are_refused():
             own.load_state_dict(foreign.state_dict())
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_goes_on_as_the_original(copied):
+    """PyTorch copies groups and states. Without the random stream no copy could step."""
+    weight = ones(1000)
+    optimizer = bf16_adamw([weight], lr=1e-3, seed=1)
+    repeat(optimizer, weight, [0.7] * 3)
+    twin = copied(optimizer)
+    (other,) = twin.param_groups[0]["params"]
+    repeat(optimizer, weight, [0.3] * 3)
+    repeat(twin, other, [0.3] * 3)
+    assert torch.equal(weight, other)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[weight][name], twin.state[other][name])
+
+
+def test_a_refused_group_is_not_kept():
+    """Who catches the error would train it all the same."""
+    optimizer = bf16_adamw([ones(3)], lr=1e-3)
+    with pytest.raises(ValueError, match="trainable weights in"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]})
+    with pytest.raises(ValueError, match="rounding="):
+        optimizer.add_param_group({"params": [ones(3)], "rounding": "up"})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_the_seed_decides():
     def weights(**options):
         weight = ones(1000)
@@ -284,6 +310,8 @@ def test_bad_input(llama):
         estimate_pure_bf16(budget_of(llama, shape), llama, shape, rounding="master")
     with pytest.raises(ValueError, match="choose one of stochastic, nearest, master"):
         bf16_adamw([ones(3)], lr=1e-3, rounding="up")
+    with pytest.raises(ValueError, match=r"seed=1\.5: give a whole number"):
+        bf16_adamw([ones(3)], lr=1e-3, seed=1.5)
     with pytest.raises(ValueError, match="no trainable parameter"):
         bf16_adamw(llama.requires_grad_(False), lr=1e-3)
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rounding import stochastic_round_
 from recipes_lib.core.sizes import state_bytes
 from recipes_lib.precision import sixteen_bit_adam as module
+from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.precision.sixteen_bit_adam import (
     estimate_sixteen_bit_adam,
     plain_sixteen_bit_step,
@@ -217,6 +219,31 @@ def test_resumes_exactly_in_bf16(llama, batch):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_goes_on_as_the_original(copied):
+    """PyTorch copies groups and states. Without the random stream no copy could step."""
+    weight = ones(1000)
+    optimizer = sixteen_bit_adamw([weight], lr=1e-3, seed=1)
+    repeat(optimizer, weight, 0.7, 3)
+    twin = copied(optimizer)
+    (other,) = twin.param_groups[0]["params"]
+    repeat(optimizer, weight, 0.3, 3)
+    repeat(twin, other, 0.3, 3)
+    assert torch.equal(weight, other)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[weight][name], twin.state[other][name])
+
+
+def test_a_refused_group_is_not_kept():
+    """Who catches the error would train it all the same."""
+    optimizer = sixteen_bit_adamw([ones(3)], lr=1e-3)
+    with pytest.raises(ValueError, match="trainable weights in"):
+        optimizer.add_param_group({"params": [ones(4, dtype=torch.bfloat16)]})
+    with pytest.raises(ValueError, match="lr=-1"):
+        optimizer.add_param_group({"params": [ones(3)], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_the_seed_decides():
     def stored(**options):
         weight = ones(1000)
@@ -263,6 +290,20 @@ def test_a_step_needs_room_for_one_chunk():
     assert memory.peak - before == pytest.approx(predicted_step_bytes(model), rel=0.001)
 
 
+def test_transposed_weights_are_copied_one_at_a_time():
+    """All at once they would take as much again as all gradients."""
+    model = torch.nn.ParameterList(torch.randn(2**10, 2**10).t() for _ in range(3))
+    optimizer = sixteen_bit_adamw(model, lr=1e-3)
+    for weight in model:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with PeakMemory() as memory:
+        before = memory.current
+        optimizer.step()
+    assert predicted_step_bytes(model) == (16 + 8) * 2**20
+    assert memory.peak - before == pytest.approx(predicted_step_bytes(model), rel=0.001)
+
+
 # --- guards ---------------------------------------------------------------------------------------
 
 
@@ -277,6 +318,9 @@ def test_bad_input(llama):
         sixteen_bit_adamw(llama, lr=1e-3, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match="lr=-1"):
         sixteen_bit_adamw(llama, lr=-1.0)
+    for seed in (1.5, "a", -1, 2**64):
+        with pytest.raises(ValueError, match="seed="):
+            sixteen_bit_adamw(llama, lr=1e-3, seed=seed)
     sharded = ones(3)
     sharded.device_mesh = "as a DTensor has one"
     with pytest.raises(ValueError, match="sharded parameters"):
@@ -298,6 +342,16 @@ def test_states_of_another_optimizer_are_refused():
     own = sixteen_bit_adamw([ones(3)], lr=1e-3)
     with pytest.raises(ValueError, match="another optimizer"):
         own.load_state_dict(adamw.state_dict())
+
+
+def test_states_of_bf16_adamw_are_refused():
+    """They look the same, and bring another learning rate along."""
+    weight = ones(3, dtype=torch.bfloat16)
+    other = bf16_adamw([weight], lr=1e-3)
+    repeat(other, weight, 0.5, 1)
+    own = sixteen_bit_adamw([ones(3)], lr=1e-3)
+    with pytest.raises(ValueError, match="another optimizer"):
+        own.load_state_dict(other.state_dict())
 
 
 @pytest.mark.gpu
