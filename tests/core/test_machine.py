@@ -82,6 +82,16 @@ def test_results_of_a_gpu_carry_driver_and_cudnn(fresh):
     assert module._gpu_versions() == {"cudnn": "91002"}
 
 
+def test_a_driver_that_does_not_answer_is_left_out(monkeypatch):
+    """With a card in trouble nvidia-smi hangs, and so would every notebook."""
+
+    def hangs(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert "driver" not in module._gpu_versions()
+
+
 def test_fast(monkeypatch):
     monkeypatch.setenv("RECIPES_FAST", "0")
     assert not fast()
@@ -144,6 +154,36 @@ def test_every_tier_names_the_same_sizes():
 def test_free_memory_is_a_part_of_all():
     """The mistake: all memory taken for free. Models that are kept together then swap, or fail."""
     assert 0 < free_memory_bytes() < machine().memory_bytes
+
+
+VERSION_2 = {"memory.max": "3000", "memory.current": "2500", "memory.stat": "inactive_file 100"}
+VERSION_1 = {
+    "memory/memory.limit_in_bytes": "3000",
+    "memory/memory.usage_in_bytes": "2500",
+    "memory/memory.stat": "cache 7\ntotal_inactive_file 100",
+}
+NO_LIMIT = [{}, VERSION_2 | {"memory.max": "max"}]
+NO_LIMIT += [VERSION_1 | {"memory/memory.limit_in_bytes": "9223372036854771712"}]
+
+
+def in_a_container(monkeypatch, folder, files):
+    (folder / "memory").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+    monkeypatch.setattr(module, "CGROUP", folder)
+
+
+@pytest.mark.parametrize("files", [VERSION_2, VERSION_1])
+def test_a_containers_limit_counts(monkeypatch, tmp_path, files):
+    """The mistake: what the host has free. The container is killed before it has used that."""
+    in_a_container(monkeypatch, tmp_path, files)
+    assert free_memory_bytes() == 3000 - 2500 + 100
+
+
+@pytest.mark.parametrize("files", NO_LIMIT)
+def test_without_a_limit_the_system_says_what_is_free(monkeypatch, tmp_path, files):
+    in_a_container(monkeypatch, tmp_path, files)
+    assert free_memory_bytes() > 2**20
 
 
 def test_a_foreign_cudnn_is_reported_and_stops_nothing(monkeypatch):
