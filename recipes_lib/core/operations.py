@@ -16,12 +16,19 @@ unpacking of four bits. Norms, activations and the optimizer multiply no matrice
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks, norms_of, projection_widths
+from recipes_lib.core.causal_lm import (
+    decoder_blocks,
+    norms_of,
+    projection_widths,
+    trunk,
+    without_adapters,
+)
 from recipes_lib.core.plain_step import features, is_linear
 
 # The layers that read what comes into a block. Behind them, a block has made something of it.
@@ -31,25 +38,50 @@ READ_THE_BLOCKS_INPUT = {"q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn"}
 def step_operations(model: Any, shape: Shape) -> int:
     """Operations of one training step of `model` as it is now, on all micro-batches of one rank.
 
-    The model may have adapters and 4-bit weights. Every linear layer counts for every token, and
-    every block attends to all tokens before: a mixture of experts and a sliding window do less.
+    The model may have adapters, 4-bit weights, and a prompt of peft that trains, whose tokens count
+    as all others. Every linear layer counts for every token, and every block attends to all tokens
+    before: a mixture of experts and a sliding window do less.
     """
+    shape = replace(shape, seq=shape.seq + _prompt_tokens(model))
     layers = 0  # operations per token
     attentions = 0  # how many times that of a forward
     blocks = decoder_blocks(model)
-    below_trains = _trains([model.get_input_embeddings()])
+    below_trains = _trains_below_the_blocks(model)
     for block in blocks:
         layers += _block(block, below_trains=below_trains)
         below_trains = below_trains or _trains([block])
         # Where nothing below trains, nobody wants a gradient. Else backward multiplies twice as
         # often as forward.
         attentions += 3 if below_trains else 1
+    # The final norm stands between the blocks and the output layer.
+    below_trains = below_trains or _trains(norms_of(trunk(model))[-1:])
     inside = set(blocks.modules())
-    for _, layer in _linear_layers(model):
+    for _, layer in _linear_layers(without_adapters(model)):
         if layer not in inside:  # the output layer
             layers += _layer(layer, input_gradient=below_trains)
     tokens = shape.tokens * shape.micro_batches
     return tokens * layers + attentions * _attention_forward(model, shape)
+
+
+def _trains_below_the_blocks(model: Any) -> bool:
+    """Whether a gradient goes through all blocks: to the embedding, or to a prompt of adapters."""
+    behind = [*norms_of(trunk(model))[-1:], model.get_output_embeddings()]
+    elsewhere = set(decoder_blocks(model).parameters())
+    for module in behind:
+        elsewhere.update(module.parameters())
+    # An output layer that is tied to the embedding is the same parameter.
+    elsewhere -= set(model.get_input_embeddings().parameters())
+    return any(p.requires_grad for p in model.parameters() if p not in elsewhere)
+
+
+def _prompt_tokens(model: Any) -> int:
+    """Tokens that peft puts in front of each row: of a trained prompt, not of a prefix."""
+    adapters = getattr(model, "active_peft_config", None)
+    if adapters is None or not adapters.is_prompt_learning:
+        return 0
+    if adapters.peft_type.value in ("PREFIX_TUNING", "CARTRIDGE"):  # keys and values, no tokens
+        return 0
+    return adapters.num_virtual_tokens
 
 
 def _block(block: torch.nn.Module, *, below_trains: bool) -> int:

@@ -21,9 +21,13 @@ def counted(model):
     ids = torch.randint(0, model.config.vocab_size, (SHAPE.batch, SHAPE.seq))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return halved_scores(counter, SHAPE)
+
+
+def halved_scores(counter, shape):
     by_operator = counter.get_flop_counts()["Global"]
     of_scores = by_operator.pop(torch.ops.aten.bmm)
-    return sum(by_operator.values()) + of_scores * (SHAPE.seq + 1) / (2 * SHAPE.seq)
+    return sum(by_operator.values()) + of_scores * (shape.seq + 1) / (2 * shape.seq)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,6 +49,26 @@ def test_adapters_in_the_last_block_only():
     model = model_of_shape("tiny-llama", layers=4, device="cpu")
     model.requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)
+    assert step_operations(model, SHAPE) == pytest.approx(counted(model), rel=0.03)
+
+
+def test_a_prompt_that_trains():
+    """All blocks hand gradients down to it, and its tokens go through them as well."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16)
+    plain = model_of_shape("tiny-llama", layers=4, device="cpu")
+    plain.set_attn_implementation("eager")
+    model = peft.get_peft_model(plain, config)
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.randint(0, 128, (SHAPE.batch, SHAPE.seq))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    longer = Shape(batch=SHAPE.batch, seq=SHAPE.seq + 16)
+    assert step_operations(model, SHAPE) == pytest.approx(halved_scores(counter, longer), rel=0.03)
+
+
+def test_what_trains_behind_the_blocks_has_no_gradient_below():
+    model = model_of_shape("tiny-llama", layers=4, device="cpu").requires_grad_(False)
+    model.model.norm.requires_grad_(True)
     assert step_operations(model, SHAPE) == pytest.approx(counted(model), rel=0.03)
 
 
