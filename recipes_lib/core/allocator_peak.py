@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +47,7 @@ class AllocatorPeak:
         print(memory.peak)
 
     What was alive `before` counts as well. Run the step once outside: compiling allocates, too.
+    Raises RuntimeError inside of another profiler: PyTorch runs one at a time.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,11 @@ class AllocatorPeak:
     # --- measuring ---
 
     def __enter__(self) -> AllocatorPeak:
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError(
+                "a profiler of PyTorch is active, and this account would end it, because it is one "
+                "itself: measure the memory of compiled blocks before the profiler or after it"
+            )
         gc.collect()  # a dead reference cycle would count as alive
         self._alive.__enter__()
         # It has counted what is alive. From here on it sees no operator, and still each storage

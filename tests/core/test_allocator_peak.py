@@ -54,6 +54,17 @@ def test_an_error_inside_passes_through_and_leaves_nothing_on():
     assert memory.peak - memory.before == pytest.approx(10 * MIB, rel=0.01)
 
 
+def test_another_profiler_is_not_ended():
+    """PyTorch has one at a time: the user's would lose what it has seen, with no error."""
+    with torch.profiler.profile() as users:
+        with pytest.raises(RuntimeError, match="a profiler of PyTorch is active"), AllocatorPeak():
+            pass
+        torch.ones(3).sum()
+    assert "aten::sum" in {event.key for event in users.key_averages()}
+    with AllocatorPeak():
+        pass
+
+
 def test_tensors_do_not_keep_the_account():
     """It holds every change of its step. A model lives through many accounts."""
     kept = mebibytes(1)

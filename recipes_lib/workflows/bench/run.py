@@ -22,10 +22,10 @@ from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.machine import seed_everything
-from recipes_lib.core.measure import measure
+from recipes_lib.core.measure import Measurement, measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.timeline import Timeline
+from recipes_lib.core.timeline import Timeline, record_timeline
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.workflows.bench.entries import (
     ENTRIES,
@@ -153,8 +153,8 @@ class Bench:
                 optimizer=arranged.optimizer,
             )
             ladder.add(name, measured, predicted=arranged.plan.peak, loss=measured.result)
-            if measured.timeline is not None:  # compiled blocks have none
-                timelines[name] = measured.timeline
+            if timeline is not None:
+                timelines[name] = _timeline_of(arranged, measured)
             del arranged
             gc.collect()  # the next row must not pay for this one's model
         if timeline is not None:
@@ -165,6 +165,16 @@ class Bench:
 def techniques() -> list[str]:
     """Names that `Bench.run` takes."""
     return list(ENTRIES)
+
+
+def _timeline_of(arranged: Arranged, measured: Measurement) -> Timeline:
+    """The memory over one step. For compiled blocks that of another step, in which they are plain.
+
+    The allocator has measured their peak, and it does not know the kinds of tensors.
+    """
+    if measured.timeline is not None:
+        return measured.timeline
+    return record_timeline(arranged.step, model=arranged.model, optimizer=arranged.optimizer)
 
 
 def _draw(timelines: dict[str, Timeline], ladder: Ladder, path: Path) -> None:

@@ -3,6 +3,8 @@ import gc
 import pytest
 import torch
 
+from recipes_lib.training import compiled_blocks
+from recipes_lib.workflows.bench import run
 from recipes_lib.workflows.bench.entries import ENTRIES
 from recipes_lib.workflows.bench.run import LR, Bench, techniques
 
@@ -42,6 +44,20 @@ def test_the_timelines_of_both_rows_in_one_picture(bench, tmp_path):
     picture = tmp_path / "memory.png"
     bench.run("activation_checkpointing", repeats=1, timeline=picture)
     assert picture.stat().st_size > 10_000
+
+
+def test_compiled_blocks_have_a_timeline_too(bench, tmp_path, monkeypatch):
+    """Their memory is measured without one: the picture would show the baseline alone."""
+    drawn = []
+    monkeypatch.setattr(run, "_draw", lambda timelines, ladder, path: drawn.append(timelines))
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    compiled_blocks._compile_once.cache_clear()
+    ladder = bench.run("compiled_blocks", repeats=1, timeline=tmp_path / "memory.png")
+    compiled_blocks._compile_once.cache_clear()
+    (timelines,) = drawn
+    assert list(timelines) == ["baseline", "compiled_blocks"]
+    # In its timeline the blocks are plain ones.
+    assert timelines["compiled_blocks"].peak == pytest.approx(ladder.rows[0].peak_bytes, rel=0.01)
 
 
 def test_every_row_trains_the_same_weights_on_the_same_tokens(bench):
