@@ -1,0 +1,209 @@
+"""Batched decoding: several prompts at once, each read of the weights serves all of them.
+
+Problem    A step for one row reads all weights for one row of arithmetic. The arithmetic units wait
+           for memory most of the time.
+Idea       Put B prompts into one batch: a step reads the weights once, and gives B tokens. Prompts
+           of different lengths are padded **on the left**, so that all rows end, and go on, at the
+           same place:
+
+               row 0    .  .  .  the cat | sat  on          start = 3
+               row 1    once upon a  time | there was       start = 0
+
+           Attention of a row begins at its start, and positions count from there. Padding on the
+           right would put padding between a prompt and its answer.
+Saves      Time per token over all rows: up to a number of rows, a step takes as long as one.
+           time(B) = max(B · flops / rate, (weights + B · cache) / bandwidth)
+Costs      Every row waits for the step of all: the time between two tokens of one answer grows as
+           soon as arithmetic limits it. Each row has a cache. Padding is computed in the prefill,
+           and rows that end early are computed until the last one ends.
+Use when   Many answers are wanted and nobody waits for a single one: evaluations, labels for
+           distillation, documents of a night.
+Not when   One user waits for one answer. Nor for a service: requests come and go, and a server
+           gives the place of a row that has ended to the next request (continuous batching).
+In production   `tokenizer(prompts, padding=True, padding_side="left")` and `model.generate`; a
+           service: `vllm serve MODEL`, or llama.cpp `llama-server --parallel 8`.
+Source     Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative Models",
+           OSDI 2022 (continuous batching); Pope et al., arXiv 2211.05102 (the arithmetic).
+
+A row gets the tokens of a run of its own if no near tie decides: a kernel may round a row in a
+batch differently. With activations that are quantized with one scale per call, a row depends on the
+others of its batch.
+
+Shapes: B rows, S tokens of the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.decoding import CausalDecoder, prompt_row
+from recipes_lib.core.measure import in_turns
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, S] with zeros on the left, and where each row starts, [B]."""
+    longest = max(len(row) for row in rows)
+    starts = torch.tensor([longest - len(row) for row in rows])  # [B]
+    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)  # [B, S]
+    for number, row in enumerate(rows):
+        tokens[number, longest - len(row) :] = torch.as_tensor(row)
+    return tokens, starts
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def generate_batch(
+    decoder: CausalDecoder,
+    prompts: Sequence[Sequence[int] | Tensor],
+    *,
+    new_tokens: int,
+    stop: Collection[int] = (),
+) -> list[list[int]]:
+    """Answer all prompts greedily, in one batch. Returns the answers, without the prompts.
+
+    Args:
+        prompts: token ids, each as a list or as a tensor [1, S]; of any lengths.
+        new_tokens: the most for each row.
+        stop: ids that end an answer; the one that came is its last token.
+    Raises ValueError for no prompt, an empty one, and new_tokens < 1.
+    """
+    check_whole(new_tokens=new_tokens)
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty: give at least one prompt")
+    rows = [prompt_row(prompt)[0].tolist() for prompt in prompts]
+    tokens, starts = left_padded(rows)  # [B, S], [B]
+    cache = decoder.new_cache(batch=len(rows), max_tokens=tokens.shape[1] + new_tokens)
+    if starts.any():
+        cache.starts = starts.to(cache.device)  # equal lengths need no mask
+    answers: list[list[int]] = [[] for _ in rows]
+    while True:
+        logits = decoder(tokens, cache, last_only=True)  # [B, 1, V]
+        tokens = logits.argmax(-1)  # [B, 1]
+        for answer, token in zip(answers, tokens[:, 0].tolist()):
+            # A row that has ended is computed on, because a batch keeps its shape.
+            if not _has_ended(answer, new_tokens, stop):
+                answer.append(token)
+        if all(_has_ended(answer, new_tokens, stop) for answer in answers):
+            return answers
+
+
+def _has_ended(answer: list[int], new_tokens: int, stop: Collection[int]) -> bool:
+    return len(answer) == new_tokens or (len(answer) > 0 and answer[-1] in stop)
+
+
+@dataclass(frozen=True)
+class BatchSpeed:
+    """How fast batches of one size are.
+
+    Args:
+        batch: rows.
+        seconds_per_step: median time of one step, which is the time between two tokens of a row.
+        seconds_low, seconds_high: of the fastest and the slowest round.
+    """
+
+    batch: int
+    seconds_per_step: float
+    seconds_low: float
+    seconds_high: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all rows together."""
+        return self.batch / self.seconds_per_step
+
+
+def throughput_table(
+    decoder: CausalDecoder,
+    sizes: Iterable[int],
+    *,
+    prompt: Sequence[int] | Tensor,
+    steps: int = 8,
+    rounds: int = 3,
+) -> list[BatchSpeed]:
+    """Measure decoding at these batch sizes, in turns; every row is this prompt.
+
+    A round of a size is `steps` steps behind the prompt. The prefill is not on the clock. Raises
+    ValueError for sizes, steps and rounds below 1.
+    """
+    sizes = list(sizes)
+    check_whole(steps=steps, rounds=rounds)
+    for size in sizes:
+        check_whole(size=size)
+    row = prompt_row(prompt)  # [1, S]
+    runs = {str(size): _steps_behind(decoder, row, size, steps) for size in sizes}
+    for run in runs.values():
+        run()
+    table = []
+    for name, seconds in in_turns(runs, rounds=rounds).items():
+        per_step = [second / steps for second in seconds]
+        median = statistics.median(per_step)
+        table.append(BatchSpeed(int(name), median, min(per_step), max(per_step)))
+    return table
+
+
+def _steps_behind(decoder: CausalDecoder, row: Tensor, size: int, steps: int) -> Callable[[], None]:
+    """What decodes `steps` tokens for `size` rows, each time from the end of the prompt."""
+    tokens = row.expand(size, -1).contiguous()  # [B, S]
+    length = row.shape[1]
+    cache = decoder.new_cache(batch=size, max_tokens=length + steps)
+    first = decoder(tokens, cache, last_only=True).argmax(-1)  # [B, 1]
+
+    def run() -> None:
+        cache.truncate(length)
+        newest = first
+        for _ in range(steps):
+            newest = decoder(newest, cache, last_only=True).argmax(-1)  # [B, 1]
+
+    return run
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_tokens_per_second(
+    batch: int,
+    *,
+    weight_bytes: float,
+    flops_per_token: float,
+    bandwidth: float,
+    rate: float,
+    cache_bytes_per_row: float = 0,
+) -> float:
+    """The limit of a batch of this size: the slower of reading and arithmetic.
+
+    Args:
+        weight_bytes: that a step reads, once for all rows.
+        flops_per_token: floating-point operations for a token, about twice the number of weights.
+        bandwidth: bytes per second.
+        rate: operations per second.
+        cache_bytes_per_row: keys and values that a step reads for each row.
+    Raises ValueError for numbers outside their bounds.
+    """
+    check_whole(batch=batch)
+    check_number(weight_bytes=weight_bytes, flops_per_token=flops_per_token, above=0)
+    check_number(bandwidth=bandwidth, rate=rate, above=0)
+    check_number(cache_bytes_per_row=cache_bytes_per_row, least=0)
+    reading = (weight_bytes + batch * cache_bytes_per_row) / bandwidth
+    arithmetic = batch * flops_per_token / rate
+    return batch / max(reading, arithmetic)
+
+
+def predicted_padding(lengths: Sequence[int]) -> float:
+    """The share of the prefill that is padding, for prompts of these lengths.
+
+    Raises ValueError for no length, and for lengths below 1.
+    """
+    if len(lengths) == 0:
+        raise ValueError("lengths is empty: give the length of at least one prompt")
+    for length in lengths:
+        check_whole(length=length)
+    return 1 - sum(lengths) / (len(lengths) * max(lengths))

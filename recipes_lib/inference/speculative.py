@@ -1,0 +1,417 @@
+"""Speculative decoding: guess a few tokens cheaply, and check all of them in one call of the model.
+
+Problem    A call for one token reads all weights for one row of arithmetic. So generation waits for
+           memory, and a call for a few tokens takes hardly longer than one for a single token.
+Idea       Somebody cheap drafts k tokens. One call of the model gives its own choice after each of
+           them. The draft is kept up to the first token that the model would not have chosen, and
+           there the model's choice takes its place:
+
+               text     the cat sat
+               draft                on   the  mat  .
+               model                on   the  sofa .          the model's choice after each token
+               kept                 on   the  sofa            three tokens from one call
+
+           Two drafts: **prompt lookup** copies what followed the last words where they stood
+           before, and needs no second model. A **draft decoder** is a smaller model with the same
+           vocabulary.
+Saves      Time per token. With a, the chance that a drafted token is right, and c, the time of a
+           draft token over that of a model call:
+
+               speed-up = (1 - a^(k+1)) / ((1 - a) (k c + 1))
+
+           The 1 is the call that checks. It holds where k + 1 tokens take as long as one. Where
+           they take v times as long, v stands in its place.
+Costs      The call that checks computes k tokens more than needed when the draft is wrong. A draft
+           decoder has weights and a cache of its own.
+Use when   One answer at a time, and the answer repeats its prompt: edits of a text or of code,
+           summaries, answers from documents. Or a small model exists that often agrees.
+Not when   Batches are large: the arithmetic that drafts use is not idle any more. On free chat a
+           lookup finds little.
+In production   `model.generate(prompt_lookup_num_tokens=3)` or `model.generate(assistant_model=…)`;
+           vLLM `--speculative-config '{"method": "ngram", "num_speculative_tokens": 5,
+           "prompt_lookup_max": 4}'`; llama.cpp `--model-draft`.
+Source     Leviathan et al., arXiv 2211.17192 (the formula); Chen et al., arXiv 2302.01318; Saxena,
+           "Prompt Lookup Decoding" (2023).
+
+The answer is the greedy one if a token gets the same logits in a call of k + 1 tokens as in a call
+of its own. Most kernels compute one row differently from several, and then a near tie can go the
+other way. `row_difference` says what a decoder does: 0.0 is exact. With `row_by_row` the attention
+of each token has a call of its own. That makes a decoder exact whose linear layers are.
+
+Shapes: K tokens of a call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.decoding import CausalDecoder, KeyValueCache, prompt_row
+from recipes_lib.core.measure import in_turns
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def looked_up(text: list[int], *, ngram: int, most: int) -> list[int]:
+    """What followed the last tokens of `text` where they stood before: `most` tokens, or none.
+
+    It looks for the last `ngram` tokens, then for fewer, and takes the latest place.
+    """
+    for size in range(min(ngram, len(text) - 1), 0, -1):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                return copied(text, end, most)
+    return []
+
+
+def copied(text: list[int], begin: int, most: int) -> list[int]:
+    """`most` tokens of the text from `begin` on. At its end the copy goes on in itself."""
+    period = len(text) - begin
+    return [text[begin + step % period] for step in range(most)]
+
+
+def checked(
+    decoder: CausalDecoder, cache: KeyValueCache, last: int, draft: list[int], row_by_row: bool
+) -> list[int]:
+    """The model's next tokens, 1 to k + 1 of them, from one call.
+
+    `last` is the last token of the text; the cache holds those before it, and then it and what is
+    kept of the draft.
+    """
+    before = cache.length
+    tokens = torch.tensor([[last, *draft]])  # [1, k + 1]
+    logits = decoder(tokens, cache, row_by_row=row_by_row)  # [1, k + 1, V]
+    chosen = logits[0].argmax(-1).tolist()  # after `last`, after draft[0], after draft[1] …
+    agreed = 0
+    while agreed < len(draft) and draft[agreed] == chosen[agreed]:
+        agreed += 1
+    cache.truncate(before + 1 + agreed)  # what came after a wrong token is forgotten
+    return chosen[: agreed + 1]
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+# Gets the text so far, and the largest number of tokens; returns a draft, which may be empty.
+Drafter = Callable[[list[int], int], list[int]]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """An answer, and what became of the drafts.
+
+    Args:
+        tokens: the answer, without the prompt.
+        accepted: drafted tokens that the answer kept.
+        drafted: drafted tokens in all.
+        calls: of the decoder, without the prefill. The prefill gives the first token.
+        drafted_calls: those that checked a draft.
+        compared: drafted tokens that were accepted, or were the first wrong one of their call. What
+            follows a wrong token says nothing about the draft.
+    """
+
+    tokens: list[int]
+    accepted: int
+    drafted: int
+    calls: int
+    drafted_calls: int
+    compared: int
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a drafted token is right if those before it are: `a` of the formula."""
+        return self.accepted / self.compared if self.compared else 0.0
+
+    @property
+    def tokens_per_call(self) -> float:
+        """1.0 is greedy decoding."""
+        return (len(self.tokens) - 1) / self.calls if self.calls else 1.0
+
+    @property
+    def draft_share(self) -> float:
+        """The share of the calls that had a draft to check."""
+        return self.drafted_calls / self.calls if self.calls else 0.0
+
+
+def prompt_lookup_generate(
+    decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    *,
+    new_tokens: int,
+    draft_tokens: int = 3,
+    ngram: int = 3,
+    stop: Collection[int] = (),
+    row_by_row: bool = True,
+) -> Speculation:
+    """Generate greedily; drafts are copies from the text so far.
+
+    Args:
+        prompt: token ids, as a list or as a tensor [1, S].
+        draft_tokens: k, the longest draft.
+        ngram: the number of last tokens to look for. Fewer are tried where they are not found.
+        stop: ids that end the answer; the one that came is its last token.
+        row_by_row: one attention call per token of a draft: exact with kernels that are exact.
+    Raises ValueError for an empty prompt, several rows, and numbers below 1.
+    """
+    check_whole(ngram=ngram)
+    return _generate(
+        decoder,
+        prompt,
+        PromptLookup(ngram),
+        new_tokens=new_tokens,
+        draft_tokens=draft_tokens,
+        stop=stop,
+        row_by_row=row_by_row,
+    )
+
+
+def speculative_generate(
+    decoder: CausalDecoder,
+    draft_decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    *,
+    new_tokens: int,
+    draft_tokens: int = 3,
+    stop: Collection[int] = (),
+    row_by_row: bool = True,
+) -> Speculation:
+    """Generate greedily with `decoder`; `draft_decoder` drafts. Arguments as above.
+
+    Raises ValueError for two vocabularies too: a token of one means nothing to the other.
+    """
+    _require_one_vocabulary(decoder, draft_decoder)
+    check_whole(new_tokens=new_tokens)
+    room = prompt_row(prompt).shape[1] + new_tokens
+    return _generate(
+        decoder,
+        prompt,
+        DecoderDrafts(draft_decoder, max_tokens=room),
+        new_tokens=new_tokens,
+        draft_tokens=draft_tokens,
+        stop=stop,
+        row_by_row=row_by_row,
+    )
+
+
+def _generate(
+    decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    drafter: Drafter,
+    *,
+    new_tokens: int,
+    draft_tokens: int,
+    stop: Collection[int],
+    row_by_row: bool,
+) -> Speculation:
+    check_whole(new_tokens=new_tokens, draft_tokens=draft_tokens)
+    tokens = prompt_row(prompt)  # [1, S]
+    begin = tokens.shape[1]
+    end = begin + new_tokens
+    cache = decoder.new_cache(max_tokens=end)
+    first = decoder(tokens, cache, last_only=True).argmax(-1)  # [1, 1]
+    text = [*tokens[0].tolist(), int(first)]
+    tally = _Tally()
+    while len(text) < end and text[-1] not in stop:
+        # A call gives one token more than the draft has: never more than are wanted.
+        most = min(draft_tokens, end - len(text) - 1)
+        draft = drafter(text, most) if most > 0 else []
+        chosen = checked(decoder, cache, text[-1], draft, row_by_row)
+        kept = _up_to_stop(chosen, stop)
+        text += kept
+        tally.add(draft, chosen, kept)
+    return Speculation(tokens=text[begin:], **vars(tally))
+
+
+@dataclass
+class _Tally:
+    """The numbers of a `Speculation`, call by call."""
+
+    accepted: int = 0
+    drafted: int = 0
+    calls: int = 0
+    drafted_calls: int = 0
+    compared: int = 0
+
+    def add(self, draft: list[int], chosen: list[int], kept: list[int]) -> None:
+        """One call: the model has chosen these tokens, and the answer kept those of them."""
+        # The last one chosen is the model's own. A stop token may end the answer before it.
+        accepted = min(len(chosen) - 1, len(kept))
+        self.calls += 1
+        self.drafted += len(draft)
+        self.accepted += accepted
+        self.compared += accepted
+        if draft:
+            self.drafted_calls += 1
+        if len(kept) == len(chosen) <= len(draft):
+            self.compared += 1  # the model's own took the place of a wrong one
+
+
+def _up_to_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
+    """The tokens up to the first that ends the answer, it included."""
+    for place, token in enumerate(tokens):
+        if token in stop:
+            return tokens[: place + 1]
+    return tokens
+
+
+class PromptLookup:
+    """`looked_up` with an index, so that a draft takes no longer in a long text.
+
+    The text may only grow from call to call.
+    """
+
+    def __init__(self, ngram: int) -> None:
+        self._ngram = ngram
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest place ends
+        self._indexed = 0  # n-grams that end here or before are in
+
+    def __call__(self, text: list[int], most: int) -> list[int]:
+        """A draft of `most` tokens, or none."""
+        self._index(text)
+        for size in range(min(self._ngram, len(text) - 1), 0, -1):
+            place = self._after.get(tuple(text[-size:]))
+            if place is not None:
+                return copied(text, place, most)
+        return []
+
+    def _index(self, text: list[int]) -> None:
+        # The n-gram at the very end is what is looked for: nothing follows it yet.
+        for end in range(self._indexed + 1, len(text)):
+            for size in range(1, min(self._ngram, end) + 1):
+                self._after[tuple(text[end - size : end])] = end
+        self._indexed = len(text) - 1
+
+
+class DecoderDrafts:
+    """Greedy drafts of another decoder, with a cache of its own."""
+
+    def __init__(self, decoder: CausalDecoder, *, max_tokens: int) -> None:
+        self._decoder = decoder
+        self._cache = decoder.new_cache(max_tokens=max_tokens)
+
+    def __call__(self, text: list[int], most: int) -> list[int]:
+        """A draft of `most` tokens."""
+        # The text took over the last draft up to a wrong token, and one token of the model follows:
+        # before that one, the cache has the tokens of the text. All behind it is forgotten.
+        self._cache.truncate(min(self._cache.length, len(text) - 1))
+        tokens = torch.tensor([text[self._cache.length :]])  # [1, 1 or more]
+        draft: list[int] = []
+        while len(draft) < most:
+            logits = self._decoder(tokens, self._cache, last_only=True)  # [1, 1, V]
+            tokens = logits.argmax(-1)  # [1, 1]
+            draft.append(int(tokens))
+        return draft
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def row_difference(
+    decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    *,
+    tokens: int = 4,
+    row_by_row: bool = True,
+) -> float:
+    """The largest difference that a call of the last `tokens` tokens makes to their logits.
+
+    Compared are their logits in one call, and those of a call for each. 0.0 means that speculation
+    gives the greedy answer, whatever the draft. Anything else means that a near tie can go the
+    other way.
+    Raises ValueError for a prompt that is not longer than `tokens`.
+    """
+    check_whole(tokens=tokens, least=2)
+    row = prompt_row(prompt)  # [1, S]
+    begin = row.shape[1] - tokens
+    if begin < 1:
+        raise ValueError(f"tokens={tokens}: give a prompt of {tokens + 1} tokens or more")
+    cache = decoder.new_cache(max_tokens=row.shape[1])
+    decoder(row[:, :begin], cache, last_only=True)
+    together = decoder(row[:, begin:], cache, row_by_row=row_by_row)  # [1, K, V]
+    cache.truncate(begin)
+    alone = [decoder(row[:, place : place + 1], cache) for place in range(begin, row.shape[1])]
+    return (together - torch.cat(alone, dim=1)).abs().max().item()
+
+
+def _require_one_vocabulary(decoder: CausalDecoder, draft_decoder: CausalDecoder) -> None:
+    if decoder.vocabulary != draft_decoder.vocabulary:
+        raise ValueError(
+            f"the decoder has {decoder.vocabulary} tokens and the draft decoder "
+            f"{draft_decoder.vocabulary}: give a draft decoder with the same tokenizer, or use "
+            f"prompt_lookup_generate, which needs none"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_speedup(
+    acceptance: float,
+    *,
+    draft_tokens: int,
+    cost_ratio: float,
+    verify_ratio: float = 1.0,
+    draft_share: float = 1.0,
+) -> float:
+    """How many times faster than greedy decoding: the formula of the first page.
+
+    Args:
+        acceptance: a, the chance that a drafted token is right if those before it are.
+        draft_tokens: k.
+        cost_ratio: c, the time of a drafted token over that of a call for one token. 0 for a
+            prompt lookup.
+        verify_ratio: the time of a call for k + 1 tokens over that of a call for one
+            (`measured_verify_ratio`). The published formula has 1.
+        draft_share: share of the calls that have a draft. A lookup may find none; then the call is
+            one of greedy decoding.
+    Raises ValueError for numbers outside their bounds.
+    """
+    _check_share(acceptance=acceptance, draft_share=draft_share)
+    check_whole(draft_tokens=draft_tokens)
+    check_number(cost_ratio=cost_ratio, verify_ratio=verify_ratio, least=0)
+    accepted = sum(acceptance**place for place in range(1, draft_tokens + 1))  # a + a² + … + a^k
+    seconds = verify_ratio + draft_tokens * cost_ratio  # in calls for one token
+    tokens_per_call = 1 + draft_share * accepted
+    return tokens_per_call / (1 + draft_share * (seconds - 1))
+
+
+def _check_share(**given: float) -> None:
+    check_number(least=0, **given)
+    for name, value in given.items():
+        if value > 1:
+            raise ValueError(f"{name}={value!r}: give a share, from 0 to 1")
+
+
+def measured_verify_ratio(
+    decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    *,
+    draft_tokens: int = 3,
+    row_by_row: bool = True,
+    rounds: int = 9,
+) -> float:
+    """The time of a call for k + 1 tokens over that of a call for one, behind this prompt.
+
+    Median of the ratios of `rounds` rounds, in turns.
+    """
+    check_whole(draft_tokens=draft_tokens, rounds=rounds)
+    row = prompt_row(prompt)  # [1, S]
+    length = row.shape[1]
+    cache = decoder.new_cache(max_tokens=length + draft_tokens + 1)
+    decoder(row, cache, last_only=True)
+    several = row[:, -1:].expand(1, draft_tokens + 1).contiguous()  # [1, k + 1]
+
+    def call(tokens: Tensor) -> None:
+        cache.truncate(length)
+        decoder(tokens, cache, row_by_row=row_by_row)
+
+    steps = {"one": lambda: call(several[:, :1]), "several": lambda: call(several)}
+    for step in steps.values():
+        step()
+    seconds = in_turns(steps, rounds=rounds)
+    ratios = [many / one for many, one in zip(seconds["several"], seconds["one"])]
+    return statistics.median(ratios)

@@ -1,0 +1,159 @@
+import pytest
+import torch
+
+from recipes_lib.core.decoding import greedy
+from recipes_lib.core.measure import bytes_alive
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.inference.batching import generate_batch
+from recipes_lib.inference.decode_loop import apply_decode_loop
+from recipes_lib.inference.kv_cache import (
+    SCALE_BYTES,
+    Int8KeyValueCache,
+    apply_int8_cache,
+    dequantized,
+    predicted_cache_bytes,
+    quantized,
+    relative_error,
+    remove_int8_cache,
+)
+from recipes_lib.inference.kv_cache_positions import time_by_position
+from recipes_lib.inference.speculative import prompt_lookup_generate, row_difference
+
+SIZES = {"layers": 2, "kv_heads": 3, "head_dim": 16}
+
+
+def tiny_decoder(shape="tiny-llama"):
+    return apply_decode_loop(model_of_shape(shape, device="cpu"))
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def test_codes_and_scales_by_hand():
+    """Each token and head has its own scale: a large token must not round a small one to zero."""
+    x = torch.tensor([[127.0, -63.6, 0.4], [0.0127, 0.01, 0.0], [0.0, 0.0, 0.0]])
+    codes, scale = quantized(x)
+    assert codes.tolist() == [[127, -64, 0], [127, 100, 0], [0, 0, 0]]
+    torch.testing.assert_close(scale, torch.tensor([[1.0], [0.0001], [0.0]]))
+    torch.testing.assert_close(
+        dequantized(codes, scale, torch.float32)[:2],
+        torch.tensor([[127.0, -64.0, 0.0], [0.0127, 0.01, 0.0]]),
+    )
+
+
+def test_error_is_that_of_rounding():
+    """Steps of scale: the error is scale / sqrt(12) for numbers that fall anywhere between."""
+    x = torch.randn(3, 4, 200, 64)
+    step = x.abs().amax(-1, keepdim=True) / 127
+    expected = (step.square().mean() / 12).sqrt() / x.square().mean().sqrt()
+    assert relative_error(x) == pytest.approx(expected.item(), rel=0.02)
+    assert relative_error(x) < 0.01
+
+
+def test_append_and_truncate_as_the_plain_cache():
+    """Tokens in several calls, some forgotten and written again, for two rows."""
+    cache = Int8KeyValueCache(**SIZES, capacity=11, batch=2)
+    k, v = torch.randn(2, 2, 3, 11, 16)
+    for begin, end in [(0, 5), (5, 6), (6, 11)]:
+        for layer in range(2):
+            keys, values = cache.append(layer, k[:, :, begin:end], v[:, :, begin:end] * (layer + 1))
+            for got, whole in ((keys, k), (values, v * (layer + 1))):
+                expected = dequantized(*quantized(whole[:, :, :end]), torch.float32)
+                assert torch.equal(got, expected)
+        cache.advance(end - begin)
+    cache.truncate(4)
+    keys, _ = cache.append(0, k[:, :, :2], v[:, :, :2])
+    again = torch.cat([k[:, :, :4], k[:, :, :2]], dim=2)
+    assert torch.equal(keys, dequantized(*quantized(again), torch.float32))
+    with pytest.raises(ValueError, match="was made for 11"):
+        cache.reserve(8)
+
+
+def test_bytes_exactly_as_predicted():
+    sizes = SIZES | {"tokens": 100, "batch": 5}
+    before = bytes_alive()
+    cache = Int8KeyValueCache(**SIZES, capacity=100, batch=5)
+    predicted = predicted_cache_bytes(**sizes, bytes_per_number=1, scale_bytes=SCALE_BYTES)
+    assert bytes_alive() - before == cache.nbytes == predicted
+    decoder = tiny_decoder()
+    plain = decoder.new_cache(max_tokens=100, batch=5)
+    tiny = {"layers": 2, "kv_heads": 2, "head_dim": 16, "tokens": 100, "batch": 5}
+    assert plain.nbytes == predicted_cache_bytes(**tiny)
+    # At the head dimension of Llama and SmolLM2: 256 bytes become 68.
+    wide = {"layers": 30, "kv_heads": 3, "head_dim": 64, "tokens": 512}
+    small = predicted_cache_bytes(**wide, bytes_per_number=1, scale_bytes=SCALE_BYTES)
+    assert predicted_cache_bytes(**wide) / small == 256 / 68
+
+
+# --- in a decoder ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
+def test_logits_are_near_those_of_the_plain_cache(shape):
+    """And they are not equal: a cache that stays plain would pass otherwise."""
+    decoder = tiny_decoder(shape)
+    tokens = torch.randint(0, 128, (2, 40))
+    expected = decoder(tokens, decoder.new_cache(batch=2, max_tokens=40))
+    apply_int8_cache(decoder)
+    cache = decoder.new_cache(batch=2, max_tokens=40)
+    assert isinstance(cache, Int8KeyValueCache) and cache.dtype is torch.float32
+    got = decoder(tokens, cache)
+    error = ((got - expected).norm() / expected.norm()).item()
+    assert 0 < error < 0.02
+    remove_int8_cache(decoder)
+    again = decoder(tokens, decoder.new_cache(batch=2, max_tokens=40))
+    assert torch.equal(again, expected)
+
+
+def test_a_token_gets_its_logits_in_any_call():
+    """Were the prefill to read its own exact keys, a verified token would differ from a single."""
+    decoder = apply_int8_cache(tiny_decoder())
+    prompt = torch.randint(0, 128, (30,)).tolist()
+    for row_by_row in (True, False):
+        assert row_difference(decoder, prompt, row_by_row=row_by_row) < 1e-5
+    text = prompt[:10] * 2
+    got = prompt_lookup_generate(decoder, text, new_tokens=30)
+    assert got.tokens == greedy(decoder, text, new_tokens=30)
+
+
+def test_left_padding_as_the_plain_cache():
+    decoder = apply_int8_cache(tiny_decoder())
+    prompts = [torch.randint(0, 128, (length,)).tolist() for length in (3, 11, 1)]
+    single = [greedy(decoder, prompt, new_tokens=16) for prompt in prompts]
+    assert generate_batch(decoder, prompts, new_tokens=16) == single
+
+
+def test_bad_input():
+    decoder = apply_int8_cache(tiny_decoder())
+    with pytest.raises(ValueError, match="already"):
+        apply_int8_cache(decoder)
+    with pytest.raises(ValueError, match="apply_decode_loop"):
+        apply_int8_cache(model_of_shape("tiny-llama", device="cpu"))
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        decoder.new_cache(max_tokens=0)
+
+
+# --- time against position ------------------------------------------------------------------------
+
+
+def test_time_by_position():
+    """Without a cache the whole text is computed: much more at the later position."""
+    early, late = time_by_position(tiny_decoder(), [2, 600])
+    assert (early.position, late.position) == (2, 600)
+    assert late.without_cache > 1.5 * late.with_cache
+    assert late.without_cache > 1.5 * early.without_cache
+    with pytest.raises(ValueError, match="at least one"):
+        time_by_position(tiny_decoder(), [])
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    """In bf16 a cache takes 2 bytes per number, and attention reads bf16."""
+    decoder = apply_decode_loop(model_of_shape("tiny-llama").bfloat16())
+    plain = decoder.new_cache(max_tokens=64).nbytes
+    apply_int8_cache(decoder)
+    cache = decoder.new_cache(max_tokens=64)
+    assert cache.dtype is torch.bfloat16 and plain / cache.nbytes == 32 / 20
+    prompts = [[1, 2, 3], [4] * 11]
+    single = [greedy(decoder, prompt, new_tokens=8) for prompt in prompts]
+    assert generate_batch(decoder, prompts, new_tokens=8) == single

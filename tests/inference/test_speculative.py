@@ -1,0 +1,263 @@
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from recipes_lib.core.decoding import KeyValueCache, greedy
+from recipes_lib.core.linears import linear_layers, replace_linears
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.inference.decode_loop import apply_decode_loop
+from recipes_lib.inference.speculative import (
+    PromptLookup,
+    looked_up,
+    measured_verify_ratio,
+    predicted_speedup,
+    prompt_lookup_generate,
+    row_difference,
+    speculative_generate,
+)
+
+
+class Scripted:
+    """A decoder by a table: the last two tokens decide, and what it reads stands in its cache.
+
+    Logits are whole numbers below 4, so that most tokens are ties. What `truncate` fails to forget,
+    it reads again.
+    """
+
+    vocabulary = 12
+
+    def __init__(self, seed):
+        self.seed = seed
+        self.asked = []
+
+    def new_cache(self, *, batch=1, max_tokens):
+        self.asked.append(max_tokens)
+        return KeyValueCache(layers=1, kv_heads=1, head_dim=1, capacity=max_tokens, batch=batch)
+
+    def __call__(self, tokens, cache, *, last_only=False, row_by_row=False):
+        count = tokens.shape[1]
+        cache.reserve(count)
+        ids = tokens[:, None, :, None].float()
+        seen, _ = cache.append(0, ids, ids)
+        text = seen[0, 0, :, 0].long().tolist()
+        cache.advance(count)
+        ends = range(len(text) - count + 1, len(text) + 1)
+        logits = torch.stack([self.logits(text[:end]) for end in ends])[None]
+        return logits[:, -1:] if last_only else logits
+
+    def logits(self, text):
+        draw = random.Random(f"{self.seed} {text[-2:]}")
+        return torch.tensor([float(draw.randrange(4)) for _ in range(self.vocabulary)])
+
+
+def cases(count):
+    """Prompts and options at random, short ones and small numbers among them."""
+    draw = random.Random(0)
+    for number in range(count):
+        prompt = [draw.randrange(12) for _ in range(draw.choice([1, 2, 3, 9]))]
+        stop = draw.sample(range(12), draw.choice([0, 0, 1, 2]))
+        options = {"new_tokens": draw.choice([1, 2, 3, 5, 30]), "stop": stop}
+        yield number, prompt, options, draw.choice([1, 2, 3, 7])
+
+
+# --- the answer is the greedy one -----------------------------------------------------------------
+
+
+def test_prompt_lookup_gives_the_greedy_answer():
+    """Ties, stop tokens inside a draft, drafts longer than what is wanted, prompts of one token."""
+    accepted = 0
+    for number, prompt, options, draft_tokens in cases(300):
+        decoder = Scripted(number)
+        expected = greedy(decoder, prompt, **options)
+        got = prompt_lookup_generate(
+            decoder, prompt, draft_tokens=draft_tokens, ngram=1 + number % 4, **options
+        )
+        assert got.tokens == expected, (number, prompt, options)
+        first, second = decoder.asked
+        assert first == second, "it needs no more room than greedy decoding"
+        accepted += got.accepted
+    assert accepted > 500
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_draft_decoder_gives_the_greedy_answer(same):
+    """One that agrees always, and one that agrees by chance: its cache has to forget, too."""
+    for number, prompt, options, draft_tokens in cases(150):
+        decoder = Scripted(number)
+        draft_decoder = Scripted(number if same else -1)
+        expected = greedy(decoder, prompt, **options)
+        got = speculative_generate(
+            decoder, draft_decoder, prompt, draft_tokens=draft_tokens, **options
+        )
+        assert got.tokens == expected, (number, prompt, options)
+        if same and got.drafted:
+            assert got.acceptance == 1.0
+
+
+def test_a_model_that_drafts_for_itself_is_always_right():
+    """Would catch a draft cache that lacks a token after a draft that was right to the end."""
+    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
+    prompt = torch.randint(0, 128, (9,)).tolist()
+    got = speculative_generate(decoder, decoder, prompt, new_tokens=21, draft_tokens=4)
+    assert got.tokens == greedy(decoder, prompt, new_tokens=21)
+    assert got.acceptance == 1.0 and got.calls == 4 and got.tokens_per_call == 5.0
+
+
+def test_the_index_finds_what_the_plain_search_finds():
+    for number in range(50):
+        draw = random.Random(number)
+        ngram = draw.randint(1, 4)
+        index = PromptLookup(ngram)
+        text = [draw.randrange(4)]
+        while len(text) < 40:
+            text += [draw.randrange(4) for _ in range(draw.randint(1, 4))]
+            assert index(text, 5) == looked_up(text, ngram=ngram, most=5)
+
+
+def test_a_lookup_copies_the_latest_place_and_goes_on_in_its_copy():
+    assert looked_up([1, 2, 3, 9, 1, 2, 4, 1, 2], ngram=2, most=2) == [4, 1]
+    assert looked_up([5, 6, 5, 6], ngram=3, most=5) == [5, 6, 5, 6, 5]
+    assert looked_up([5], ngram=3, most=5) == []
+
+
+# --- exact with kernels that are exact ------------------------------------------------------------
+
+
+class WeightOnly(nn.Module):
+    """int8 weights with a scale per row, and PyTorch's kernel for them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(1) / 127
+        self.codes = (weight / scale[:, None]).round().to(torch.int8)
+        self.scale = scale.bfloat16()
+
+    def forward(self, x):
+        y = torch._weight_int8pack_mm(x.flatten(0, -2), self.codes, self.scale)
+        return y.view(*x.shape[:-1], -1)
+
+
+def bf16_decoder():
+    return apply_decode_loop(model_of_shape("tiny-llama", device="cpu")).bfloat16()
+
+
+def int8_decoder():
+    decoder = bf16_decoder()
+    return replace_linears(
+        decoder, lambda _, linear: WeightOnly(linear), names=linear_layers(decoder)
+    )
+
+
+@pytest.mark.parametrize("make", [bf16_decoder, int8_decoder])
+def test_row_by_row_is_exact_where_one_masked_call_is_not(make):
+    """Ties are frequent in 16 bits, so the masked call changes answers in silence."""
+    # Without oneDNN a bf16 product computes each row by itself; with it this depends on the shape.
+    with torch.backends.mkldnn.flags(enabled=False):
+        decoder = make()
+        prompt = torch.randint(0, 128, (40,)).tolist()
+        for tokens in (2, 4, 8):
+            assert row_difference(decoder, prompt, tokens=tokens) == 0.0
+        assert row_difference(decoder, prompt, tokens=4, row_by_row=False) > 0.0
+        for start in range(8):
+            text = prompt[start : start + 12] * 2
+            got = prompt_lookup_generate(decoder, text, new_tokens=40)
+            assert got.tokens == greedy(decoder, text, new_tokens=40)
+
+
+# --- the numbers ----------------------------------------------------------------------------------
+
+
+def test_the_tally_counts_what_was_compared():
+    """Behind a wrong token nothing is compared: in the divisor it would make the draft look bad."""
+
+    class Counting(Scripted):
+        """Counts up, modulo 12."""
+
+        def logits(self, text):
+            return nn.functional.one_hot(torch.tensor((text[-1] + 1) % 12), 12).float()
+
+    class Wrong(Counting):
+        """Wrong after 3: drafts 0 1 2 3 for the answer 1 2 3 4."""
+
+        def logits(self, text):
+            return super().logits([7] if text[-1] == 3 else text)
+
+    got = speculative_generate(Counting(0), Wrong(0), [0], new_tokens=9, draft_tokens=4)
+    # 1 from the prefill; 2 3 right, 8 wrong, 9 not compared, 4 corrected; 5 … 9 right
+    assert got.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert (got.calls, got.drafted_calls, got.drafted) == (2, 2, 8)
+    assert (got.accepted, got.compared) == (6, 7)
+    assert got.acceptance == 6 / 7 and got.tokens_per_call == 4.0 and got.draft_share == 1.0
+
+
+def test_predicted_speedup_is_the_published_formula():
+    for a, k, c in [(0.8, 4, 0.1), (0.3, 7, 0.02), (0.0, 3, 0.2)]:
+        published = (1 - a ** (k + 1)) / ((1 - a) * (k * c + 1))
+        got = predicted_speedup(a, draft_tokens=k, cost_ratio=c)
+        assert got == pytest.approx(published)
+    assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0) == 4.0
+    # A dear check and rare drafts: half of the calls give 4 tokens and take twice as long.
+    some = {"verify_ratio": 2.0, "draft_share": 0.5}
+    assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0, **some) == 2.5 / 1.5
+
+
+def test_predicted_tokens_per_call_are_those_that_random_acceptance_gives():
+    """Drafts that are right with chance a, independently: the formula's own assumption."""
+
+    class Coin(Scripted):
+        """Agrees with a counting model at 7 of 10 texts, the same each time."""
+
+        vocabulary = 12
+
+        def logits(self, text):
+            right = random.Random(f"{self.seed} {len(text)}").random() < self.chance
+            step = 1 if right else 2
+            return nn.functional.one_hot(torch.tensor((text[-1] + step) % 12), 12).float()
+
+    target = Coin(0)
+    target.chance = 1.0
+    draft = Coin(0)
+    draft.chance = 0.7
+    got = speculative_generate(target, draft, [0], new_tokens=4000, draft_tokens=3)
+    assert got.acceptance == pytest.approx(0.7, abs=0.03)
+    expected = predicted_speedup(got.acceptance, draft_tokens=3, cost_ratio=0.0)
+    assert got.tokens_per_call == pytest.approx(expected, rel=0.02)
+
+
+def test_verify_ratio_leaves_the_prompt_in_place():
+    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
+    ratio = measured_verify_ratio(decoder, [1, 2, 3, 4], draft_tokens=3, rounds=3)
+    assert 0.2 < ratio < 10
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def test_bad_input():
+    decoder = Scripted(0)
+    other = Scripted(0)
+    other.vocabulary = 13
+    with pytest.raises(ValueError, match=r"12 tokens and the draft decoder 13.*prompt_lookup"):
+        speculative_generate(decoder, other, [1], new_tokens=3)
+    for options in ({"draft_tokens": 0}, {"ngram": 0}, {"new_tokens": 0}):
+        with pytest.raises(ValueError, match="=0: give a whole number"):
+            prompt_lookup_generate(decoder, [1, 2], **{"new_tokens": 3} | options)
+    with pytest.raises(ValueError, match="at least one token"):
+        prompt_lookup_generate(decoder, [], new_tokens=3)
+    with pytest.raises(ValueError, match="give a prompt of 5 tokens or more"):
+        row_difference(decoder, [1, 2, 3, 4], tokens=4)
+    with pytest.raises(ValueError, match=r"acceptance=1\.2: give a share"):
+        predicted_speedup(1.2, draft_tokens=3, cost_ratio=0.1)
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    """Tokens are made on the CPU, and chosen on the GPU."""
+    decoder = apply_decode_loop(model_of_shape("tiny-llama"))
+    prompt = [1, 2, 3, 4] * 4
+    expected = greedy(decoder, prompt, new_tokens=20)
+    assert prompt_lookup_generate(decoder, prompt, new_tokens=20).tokens == expected
+    assert speculative_generate(decoder, decoder, prompt, new_tokens=20).tokens == expected
