@@ -25,6 +25,7 @@ EXEMPT = {"apply_optimizer_in_backward"}
 
 # What has no default.
 OPTIONS = {
+    "apply_awq": {"batches": []},
     "apply_block_sparse": {"block_size": 16, "window_blocks": 1},
     "apply_nested_checkpointing": {"group": 1},
     "apply_rope_scaling": {"kind": "linear", "factor": 2.0},

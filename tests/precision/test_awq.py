@@ -1,0 +1,232 @@
+"""AWQ changes nothing before rounding, and less than rounding alone after it."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from recipes_lib.core.four_bit_grid import to_four_bits
+from recipes_lib.core.linears import linear_layers, output_layer_name
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.precision import awq_sites
+from recipes_lib.precision.awq import (
+    apply_awq,
+    plain_awq_scales,
+    predicted_error_ratio,
+    scales_of,
+    search_scales,
+)
+from recipes_lib.precision.int4 import apply_int4
+from tests.conftest import assert_equal
+
+FAMILIES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-gemma2"]
+
+
+def with_outliers(model):
+    """A few channels of every norm are large, as in trained models; rounding then hurts."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if "Norm" in type(module).__name__ and name.endswith(("layernorm", "layer_norm")):
+                module.weight[::13] += 20
+    return model.eval()
+
+
+def text(seed=0, rows=4, length=32):
+    ids = torch.randint(1, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids}
+
+
+def logits(model, batch=None):
+    batch = batch or text(seed=9)
+    with torch.no_grad():
+        return model(**batch, use_cache=False).logits
+
+
+def names_in_blocks(model):
+    return [name for name in linear_layers(model) if name != output_layer_name(model)]
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# --- nothing changes before rounding --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_are_folded_exactly(family):
+    """Norms with and without 1 + weight, biases, shared heads. A wrong fold changes the logits."""
+    model = with_outliers(model_of_shape(family, device="cpu"))
+    before = logits(model)
+    sites = awq_sites.find_sites(model, names_in_blocks(model))
+    assert len(sites) == 8
+    for site in sites:
+        channels = len(model.get_submodule(site.before).weight)
+        awq_sites.fold_scales(model, site, torch.rand(channels) + 0.5)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4 * before.std().item())
+
+
+def test_the_model_is_scaled_and_computes_what_it_did(llama):
+    """Every linear layer of the blocks is scaled."""
+    with_outliers(llama)
+    before = logits(llama)
+    weights = state(llama)
+    assert apply_awq(llama, [text()]) is llama
+    now = state(llama)
+    changed = {name for name, value in weights.items() if not torch.equal(value, now[name])}
+    assert {f"{name}.weight" for name in names_in_blocks(llama)} <= changed
+    torch.testing.assert_close(logits(llama), before, rtol=0, atol=1e-4 * before.std().item())
+
+
+def test_layer_norms_with_a_bias():
+    """GPT-NeoX: the norm's bias passes the same linear layer, so it is divided, too."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = transformers.GPTNeoXForCausalLM(config).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.weight[::13] += 20
+                module.bias.normal_()
+    before = logits(model)
+    choices = search_scales(model, [text()])
+    # Behind the activation nothing takes scales: the feed-forward's second layer is left as it is.
+    assert len(choices) == 4 and all("norm" in choice.site.before for choice in choices)
+    apply_awq(model, [text()])
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4 * before.std().item())
+
+
+def test_sites_of_a_llama(llama):
+    """Four for each block; both heads of queries that share a head of values have its scales."""
+    sites = awq_sites.find_sites(llama, names_in_blocks(llama))
+    first = {site.before.removeprefix("model.layers.0."): site for site in sites}
+    attention = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+    assert len(sites) == 8
+    assert first["input_layernorm"].linears == attention
+    assert first["post_attention_layernorm"].linears[0].endswith("gate_proj")
+    assert first["mlp.up_proj"].linears[0].endswith("down_proj")
+    values = first["self_attn.v_proj"]
+    assert values.sources.view(4, 16)[:, 0].tolist() == [0, 0, 16, 16]
+    assert values.shared(torch.arange(64.0)).view(2, 16)[:, 0].tolist() == [8, 40]
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+def test_equals_the_plain_search(llama):
+    """Of down_proj, which alone reads its input. A common factor of all scales does not matter."""
+    with_outliers(llama)
+    batch = text()
+    name = "model.layers.1.mlp.down_proj"
+    layer = llama.get_submodule(name)
+    seen = []
+    with layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1))):
+        logits(llama, batch)
+    plain = plain_awq_scales(layer.weight.detach(), seen[0])
+    [choice] = [c for c in search_scales(llama, [batch]) if c.site.linears == (name,)]
+    ratios = choice.scales / plain
+    assert choice.alpha > 0
+    torch.testing.assert_close(ratios, ratios[:1].expand(160), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_better_than_rounding_alone_on_other_text(llama, symmetric):
+    """At the same size. The layers that AWQ scales, and the logits of the whole model."""
+    with_outliers(llama)
+    exact = logits(llama)
+    rounded = apply_int4(copy.deepcopy(llama), symmetric=symmetric)
+    choices = search_scales(llama, [text()], symmetric=symmetric)
+    assert all(choice.error <= choice.rounded for choice in choices)
+    assert sum(choice.error for choice in choices) < 0.7 * sum(c.rounded for c in choices)
+    apply_awq(llama, [text()], symmetric=symmetric)
+    apply_int4(llama, symmetric=symmetric)
+    with_awq = (logits(llama) - exact).norm()
+    assert with_awq < 0.8 * (logits(rounded) - exact).norm()
+
+
+def test_padding_does_not_count(llama):
+    batch = text(rows=2)
+    ids = torch.nn.functional.pad(batch["input_ids"], (0, 20), value=5)
+    mask = torch.nn.functional.pad(torch.ones_like(batch["input_ids"]), (0, 20))
+    padded = {"input_ids": ids, "attention_mask": mask}
+    for choice, other in zip(search_scales(llama, [batch]), search_scales(llama, [padded])):
+        assert choice.alpha == other.alpha
+        torch.testing.assert_close(choice.scales, other.scales, rtol=1e-3, atol=0)
+
+
+def test_channels_without_activations():
+    """A scale of 0 would be divided by."""
+    for alpha in (0.0, 1.0):
+        assert (scales_of(torch.tensor([0.0, 1.0, 2.0]), alpha) > 0).all()
+        assert scales_of(torch.zeros(4), alpha).tolist() == pytest.approx([1, 1, 1, 1])
+
+
+def test_predicted_error():
+    """One small channel of each group, times 4: its error falls to a quarter."""
+    weight = torch.randn(512, 32)
+    weight[:, 0] *= 0.05
+    scales = torch.ones(32)
+    scales[0] = 4
+    before = to_four_bits(weight, group=32).weight() - weight
+    after = to_four_bits(weight * scales, group=32).weight() / scales - weight
+    ratio = after[:, 0].norm() / before[:, 0].norm()
+    assert ratio.item() == pytest.approx(predicted_error_ratio(4), rel=0.1)
+    with pytest.raises(ValueError, match="above 0"):
+        predicted_error_ratio(0)
+
+
+# --- what cannot be folded, and bad input ---------------------------------------------------------
+
+
+def test_something_else_reads_the_norm(llama):
+    """A second reader that is no linear layer: the scales would reach it. The model stays as is."""
+    with_outliers(llama)
+    block = llama.model.layers[1]
+    normed = []
+    block.input_layernorm.register_forward_hook(lambda *given: normed.append(given[-1]))
+    block.register_forward_hook(lambda *given: given[-1] + normed.pop())
+    before = state(llama)
+    with pytest.raises(ValueError, match="something between"):
+        apply_awq(llama, [text()])
+    assert_equal(state(llama), before)
+
+
+def test_the_check_leaves_no_trace(tiny_gemma):
+    """Its norms are 1 + weight, which does not come back by multiplying."""
+    before = state(tiny_gemma)
+    search_scales(tiny_gemma, [text()])
+    assert_equal(state(tiny_gemma), before)
+
+
+@pytest.fixture
+def tiny_gemma():
+    model = model_of_shape("tiny-gemma2", device="cpu")
+    with torch.no_grad():
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                module.weight.normal_()
+    return model
+
+
+def test_refused(llama):
+    for batches in ([], [{"labels": torch.ones(1, 4)}]):
+        with pytest.raises(ValueError, match="no calibration text"):
+            apply_awq(llama, batches)
+    with pytest.raises(ValueError, match="give group=32"):
+        apply_awq(llama, [text()], group=64)
+    with pytest.raises(ValueError, match="linear_layers"):
+        apply_awq(llama, [text()], names=["model.norm"])
+    with pytest.raises(ValueError, match="none of its linear layers"):
+        apply_awq(llama, [text()], names=["lm_head"])  # tied: its scales would reach the embedding
+    with pytest.raises(ValueError, match="alphas=1"):
+        apply_awq(llama, [text()], alphas=1)
+    with pytest.raises(ValueError, match=r"call model\.float"):
+        apply_awq(llama.bfloat16(), [text()])
+    with pytest.raises(ValueError, match=r"no nn\.Linear beside"):
+        apply_awq(model_of_shape("tiny-gpt2", device="cpu"), [text()])

@@ -1,0 +1,274 @@
+"""Four-bit layers compute with the nearest levels of their grid, on the fast path, anywhere."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from recipes_lib.core.linears import linear_layers, output_layer_name
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.precision import int4 as module
+from recipes_lib.precision.int4 import (
+    Int4Linear,
+    apply_int4,
+    int4_linear,
+    plain_int4,
+    predicted_bytes,
+    predicted_bytes_per_weight,
+)
+
+IDS = torch.arange(1, 24)[None]
+
+
+def linear(inputs=128, outputs=48, *, bias=False):
+    return nn.Linear(inputs, outputs, bias=bias)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+# --- one layer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_equals_the_plain_rounding(group):
+    """Also shows that levels survive packing: another layout would be other weights."""
+    layer = linear()
+    packed = int4_linear(layer, group=group)
+    assert torch.equal(packed.dequantized(), plain_int4(layer.weight.detach(), group=group))
+    stored = weight_bytes(packed) / layer.weight.numel()
+    assert stored == packed.bytes_per_weight == predicted_bytes_per_weight(group=group)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_levels_are_the_nearest_of_the_stored_grid(symmetric):
+    """The mistake: levels for the exact scale, which is not the one that is stored."""
+    layer = linear(512, 64)
+    weight = layer.weight.detach()
+    grid = int4_linear(layer, group=32, symmetric=symmetric).grid()
+    error = (grid.weight() - weight).abs()
+    for step in (-1, 1):
+        levels = (grid.levels.int() + step).clamp(0, 15).to(torch.uint8)
+        other = (grid._replace(levels=levels).weight() - weight).abs()
+        assert (error <= other + 1e-9).all()
+    if symmetric:
+        assert not grid.offsets.any() and grid.levels.min() >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(128,), (1, 128), (2, 3, 128)])
+def test_output_is_that_of_the_rounded_weight(dtype, shape, monkeypatch):
+    """In the dtype that came in. The kernel sees bf16 only: else it is right, and slow (trap 1)."""
+    given = []
+
+    def recorded(rows, *others):
+        given.append(rows.dtype)
+        return multiply(rows, *others)
+
+    multiply = module.multiply
+    monkeypatch.setattr(module, "multiply", recorded)
+    layer = linear(bias=True)
+    packed = int4_linear(layer, group=32)
+    x = torch.randn(shape, dtype=dtype)
+    y = packed(x)
+    exact = x.bfloat16().float() @ packed.dequantized().T + layer.bias
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.float(), exact.detach(), rtol=2**-7, atol=2**-7)
+    assert given == [torch.bfloat16]
+
+
+def test_rows_that_do_not_lie_together():
+    """The last position of each row, as a step of generation cuts it out."""
+    packed = int4_linear(linear())
+    x = torch.randn(3, 5, 128, dtype=torch.bfloat16)
+    assert torch.equal(packed(x[:, -1:]), packed(x)[:, -1:])
+    assert packed(x[:, :0]).shape == (3, 0, 48)
+
+
+def test_groups_without_spread():
+    """All weights equal, or zero: the scale is 0, and the result no NaN."""
+    layer = linear()
+    layer.weight.data[0] = 0.75
+    layer.weight.data[1] = 0
+    for symmetric in (False, True):
+        dequantized = int4_linear(layer, symmetric=symmetric).dequantized()
+        assert not dequantized[1].any()
+        torch.testing.assert_close(dequantized[0], layer.weight[0].detach(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float, nn.Module.double])
+def test_casting_the_model_keeps_the_kernel_fast(cast):
+    """The mistake: scales that follow the model's dtype, and with them the slow kernel."""
+    packed = int4_linear(linear(bias=True))
+    before = packed.dequantized()
+    cast(packed)
+    assert packed.scales_and_offsets.dtype is torch.bfloat16
+    assert torch.equal(packed.dequantized(), before)
+    assert torch.equal(copy.deepcopy(packed).dequantized(), before)
+
+
+OTHER_PROCESSOR = """
+import sys, torch
+from recipes_lib.precision.int4 import int4_linear
+
+saved = torch.load(sys.argv[1])
+layer = int4_linear(torch.nn.Linear(128, 64, bias=False))
+layer.load_state_dict(saved["state"])
+assert torch.backends.cpu.get_cpu_capability() == "AVX2"
+assert not torch.equal(layer.packed, saved["packed"]), "the layouts are the same"
+assert torch.equal(layer.dequantized(), saved["weight"])
+"""
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs two layouts: AVX-512, AVX2"
+)
+def test_saved_weights_are_the_same_on_another_processor(tmp_path):
+    """Trap 2: packed bytes of AVX-512 are other weights for AVX2, and nothing says so."""
+    packed = int4_linear(linear(outputs=64))
+    saved = {"state": packed.state_dict(), "packed": packed.packed, "weight": packed.dequantized()}
+    torch.save(saved, tmp_path / "layer.pt")
+    command = [sys.executable, "-c", OTHER_PROCESSOR, str(tmp_path / "layer.pt")]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_state_dict_loads_strictly():
+    saved = int4_linear(linear(bias=True)).state_dict()
+    other = int4_linear(linear(bias=True))
+    other.load_state_dict(saved)
+    assert torch.equal(other.state_dict()["levels"], saved["levels"])
+    del saved["levels"]
+    with pytest.raises(RuntimeError, match="levels"):
+        other.load_state_dict(saved)
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2"])
+def test_model_computes_with_rounded_weights(family):
+    """Every linear layer of the blocks, and no other."""
+    model = model_of_shape(family, device="cpu").eval()
+    rounded = copy.deepcopy(model)
+    names = [name for name in linear_layers(model) if name != output_layer_name(model)]
+    for name in names:
+        weight = rounded.get_submodule(name).weight.data
+        weight.copy_(plain_int4(weight))
+    expected = predicted_bytes(model)
+    assert apply_int4(model) is model
+    found = [name for name, layer in model.named_modules() if isinstance(layer, Int4Linear)]
+    assert found == names and len(names) == 14
+    assert weight_bytes(model) == expected
+    error = (logits(model) - logits(rounded)).norm() / logits(rounded).norm()
+    assert error < 0.02  # of activations in bf16
+
+
+def test_named_layers_and_a_tied_output_layer(llama):
+    """The output layer alone: its embedding stays, so the model grows."""
+    before = weight_bytes(llama)
+    predicted = predicted_bytes(llama, group=64, names=["lm_head"])
+    apply_int4(llama, group=64, names=["lm_head"])
+    assert weight_bytes(llama) == predicted > before
+    assert type(llama.model.layers[0].mlp.up_proj) is nn.Linear
+    apply_int4(llama, names=["model.layers.0.mlp.up_proj"])  # other layers may follow
+    assert logits(llama).isfinite().all()
+
+
+def test_no_gradient_is_lost_in_silence(llama):
+    """The kernel has no backward: without the guard, what is below would not train."""
+    apply_int4(llama)
+    assert not any(parameter.requires_grad for parameter in llama.parameters())
+    layer = llama.model.layers[0].mlp.up_proj
+    with pytest.raises(ValueError, match="no backward"):
+        layer(torch.randn(1, 64, requires_grad=True))
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": 48}, "choose one of 32, 64, 128"),
+        ({"group": 64}, "has 160 inputs.*give group=32, or leave it out"),
+        ({"names": ["model.embed_tokens"]}, "no nn.Linear"),
+        ({"names": []}, "no nn.Linear to quantize"),
+    ],
+)
+def test_refused_before_anything_changes(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        apply_int4(llama, **options)
+    with pytest.raises(ValueError, match=message):
+        predicted_bytes(llama, **options)
+    assert not any(isinstance(layer, Int4Linear) for layer in llama.modules())
+
+
+def test_quantizing_twice(llama):
+    apply_int4(llama, names=["model.layers.0.mlp.up_proj"])
+    for names in (None, ["model.layers.0.mlp.up_proj"]):
+        with pytest.raises(ValueError, match="in 4 bits already"):
+            apply_int4(llama, names=names)
+
+
+def test_families_without_linear_layers():
+    with pytest.raises(ValueError, match="GPT-2 stores"):
+        apply_int4(model_of_shape("tiny-gpt2", device="cpu"))
+
+
+def test_shapes_and_weights_that_have_no_four_bits(llama):
+    llama.lm_head = nn.Linear(64, 100)
+    with pytest.raises(ValueError, match=r"100 outputs.*leave it out"):
+        apply_int4(llama, names=["lm_head"])
+    layer = linear()
+    layer.weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="not finite"):
+        int4_linear(layer)
+
+
+def test_a_machine_without_a_kernel(llama, monkeypatch):
+    """An operator that is declared and fails, and one that computes one number at a time."""
+    from recipes_lib.precision import int4_kernel
+
+    def missing(*_):
+        raise NotImplementedError("not available for build")
+
+    int4_kernel._why_no_kernel.cache_clear()
+    monkeypatch.setattr(int4_kernel, "multiply", missing)
+    with pytest.raises(ValueError, match=r"not available for build.*int8"):
+        apply_int4(llama)
+    int4_kernel._why_no_kernel.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    with pytest.warns(UserWarning, match="right, and slow"):
+        apply_int4(llama)
+    with pytest.raises(ValueError, match="CPU or a CUDA device"):
+        llama.to("meta")
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_cuda_computes_with_the_same_levels(group):
+    layer = linear(256, 64, bias=True)
+    packed = int4_linear(layer, group=group)
+    expected = packed.dequantized()
+    moved = copy.deepcopy(packed).cuda()
+    made_there = int4_linear(layer.cuda(), group=group)
+    x = torch.randn(3, 256, device="cuda")
+    for there in (moved, made_there):
+        assert torch.equal(there.dequantized().cpu(), expected)
+        exact = x.bfloat16().float() @ expected.cuda().T + layer.bias
+        error = (there(x) - exact).norm() / exact.norm()
+        assert error < 0.01
+    assert torch.equal(moved.cpu().packed, packed.packed)
