@@ -1,4 +1,8 @@
 """What a model is made of.
 
-rope    longer contexts for a trained model: position interpolation, dynamic NTK, YaRN
+rope                      longer contexts for a trained model: interpolation, dynamic NTK, YaRN
+grouped_query_attention   fewer heads of keys and values, pooled in a trained model: a small cache
+rms_norm                  LayerNorm replaced by RMSNorm: exactly, with centred weights, or to train
+swiglu                    a gate in the feed-forward layers, at the same number of weights
+tied_embeddings           one table for the embedding and the output layer, or two again
 """

@@ -1,0 +1,256 @@
+"""Grouped-query attention: several heads of queries share one head of keys and values.
+
+Problem    A decoder reads its KV cache for every token that it writes. The cache grows with the
+           text and with the batch, and with a long text it is larger than the weights.
+Idea       A trained model has a head of keys and values for every head of queries, or for some of
+           them. Put neighbouring ones into groups, and give each group the mean of its heads:
+
+               heads of queries            q1 q2 q3 q4   q5 q6 q7 q8
+               before: keys and values     k1 k2 k3 k4   k5 k6 k7 k8     8 heads in the cache
+               after                           k1'           k2'         2 heads in the cache
+
+           k1' is the mean of k1 … k4. The projection is linear, so the mean is taken once, of its
+           weights. The model is not the same any more: a short training run heals it.
+Saves      The cache has 2 x layers x tokens x kv_heads x head_dim elements: it shrinks as the
+           number of heads does. So do the two projections.
+Costs      Quality. Heads that a model has learnt apart are mixed, and their mean is shorter than
+           they were, so attention is flatter. The paper trains on for 5 % of the original steps.
+Use when   Long texts or large batches fill the memory with the cache, and the model can be trained
+           on. A model that is designed anew has few heads of keys and values from the start.
+Not when   The model cannot be trained after it. Texts are short: the weights are what is read then.
+In production   `num_key_value_heads` in config.json: Llama 3, Qwen 2.5 and Mistral come with it,
+           and vLLM, llama.cpp and transformers read it there.
+Source     Ainslie et al., "GQA" (arXiv 2305.13245). One group for all: Shazeer, "Fast Transformer
+           Decoding" (arXiv 1911.02150).
+
+Shapes: B batch, H heads of queries, G heads of keys and values, T tokens, E head dimension,
+D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.sizes import storage_bytes
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def mean_of_groups(weight: Tensor, *, heads: int, groups: int) -> Tensor:
+    """The projection of keys or values [heads * E, D], or its bias [heads * E], with fewer heads.
+
+    The heads of a group are neighbours, because query head h reads the keys of h // (H / G).
+    """
+    split = weight.view(groups, heads // groups, -1, *weight.shape[1:])  # [G, members, E, D]
+    # In fp32, because a sum in 16 bits rounds at each member.
+    pooled = split.float().mean(dim=1)  # [G, E, D]
+    return pooled.flatten(0, 1).to(weight.dtype)  # [G * E, D]
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
+    """Pool the heads of keys and values of every block to `kv_heads`, in place; returns `model`.
+
+    The configuration changes with it: the model saves, loads, generates and trains like any other.
+    Its loss is worse until it has been trained on. Make the optimizer after this, because the
+    projections are new parameters.
+
+    Raises ValueError for a number of heads that does not divide the present one, or equals it; for
+    a family without groups (GPT-2, OPT, GPT-NeoX); where queries, keys and values are one matrix
+    (Phi-3); where each head of keys has a norm or a matrix of its own; and for quantized or adapted
+    projections.
+    """
+    require_causal_lm(model)
+    causal = without_adapters(model)
+    heads = _check_heads(causal, kv_heads)
+    attentions = _attentions(causal)
+    _check_projections(causal, attentions, heads)
+    twin = _twin(causal, kv_heads)
+    _check_twin(causal, twin, attentions, heads=heads, kv_heads=kv_heads)
+
+    for name, attention in attentions.items():
+        for projection in PROJECTIONS:
+            whole = getattr(attention, projection)
+            setattr(attention, projection, _pooled(whole, heads=heads, groups=kv_heads))
+        _take_numbers(attention, twin.get_submodule(name))
+    causal.config.get_text_config().num_key_value_heads = kv_heads
+    return model
+
+
+PROJECTIONS = ("k_proj", "v_proj")
+
+
+def _pooled(linear: nn.Linear, *, heads: int, groups: int) -> nn.Linear:
+    """The same projection with fewer heads; it trains if the given one does."""
+    features = linear.out_features // heads * groups
+    options = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+    pooled = nn.Linear(linear.in_features, features, bias=linear.bias is not None, **options)
+    for name, parameter in linear.named_parameters():
+        fewer = mean_of_groups(parameter, heads=heads, groups=groups)
+        setattr(pooled, name, nn.Parameter(fewer, requires_grad=parameter.requires_grad))
+    return pooled.train(linear.training)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the keys and values in the `past_key_values` that a model of transformers returns.
+
+    They are what its tensors hold: a cache with a window keeps a view of larger ones until the
+    next token comes.
+    """
+    tensors = []
+    for layer in cache.layers:
+        tensors += [layer.keys.contiguous(), layer.values.contiguous()]
+    return storage_bytes(tensors)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _check_heads(causal: Any, kv_heads: int) -> int:
+    """The present number of heads of keys and values."""
+    check_whole(kv_heads=kv_heads)
+    heads = getattr(causal.config.get_text_config(), "num_key_value_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"{type(causal).__name__} knows no groups of heads (its configuration has no "
+            f"num_key_value_heads), so it would not load again: convert a model of a family that "
+            f"has them, such as Llama"
+        )
+    if kv_heads >= heads or heads % kv_heads:
+        smaller = [number for number in range(1, heads) if heads % number == 0]
+        raise ValueError(
+            f"kv_heads={kv_heads}: the model has {heads} heads of keys and values; "
+            f"give one of {', '.join(map(str, smaller)) or 'none: it has one only'}"
+        )
+    return heads
+
+
+def _attentions(causal: Any) -> dict[str, nn.Module]:
+    """The modules that project keys and values apart, by their names in the model."""
+    blocks = decoder_blocks(causal)
+    inside = {id(module) for module in blocks.modules()}
+    found = {}
+    for name, module in causal.named_modules():
+        has_both = all(hasattr(module, projection) for projection in PROJECTIONS)
+        if id(module) in inside and has_both:
+            found[name] = module
+    return found
+
+
+def _check_projections(causal: Any, attentions: dict[str, nn.Module], heads: int) -> None:
+    if not attentions:
+        raise ValueError(
+            f"{type(causal).__name__} has no k_proj and v_proj (queries, keys and values are one "
+            f"matrix): convert a model that keeps them apart, such as Llama"
+        )
+    for name, attention in attentions.items():
+        for projection in PROJECTIONS:
+            linear = getattr(attention, projection)
+            # A subclass is a quantized or adapted layer, whose weight is not all that it does.
+            if type(linear) is not nn.Linear:
+                raise ValueError(
+                    f"{name}.{projection} is a {type(linear).__name__}: pool the heads of the "
+                    f"plain model, before it is quantized or gets adapters"
+                )
+            if linear.out_features % heads:
+                raise ValueError(
+                    f"{name}.{projection} has {linear.out_features} features, and the "
+                    f"configuration {heads} heads: this block is built otherwise"
+                )
+
+
+def _twin(causal: Any, kv_heads: int) -> nn.Module:
+    """The model that the new configuration describes, without weights."""
+    config = copy.deepcopy(causal.config)
+    config.get_text_config().num_key_value_heads = kv_heads
+    with torch.device("meta"):
+        return type(causal)(config)
+
+
+def _check_twin(
+    causal: Any,
+    twin: nn.Module,
+    attentions: dict[str, nn.Module],
+    *,
+    heads: int,
+    kv_heads: int,
+) -> None:
+    """Refuse a family in which more depends on the number of heads than the two projections.
+
+    A norm with a weight for each head of keys does (StableLM, Cohere, OLMo 2): its file would not
+    load again.
+    """
+    shapes = {name: parameter.shape for name, parameter in causal.named_parameters()}
+    for name in attentions:
+        for parameter in [f"{name}.{p}.{kind}" for p in PROJECTIONS for kind in ("weight", "bias")]:
+            if parameter in shapes:
+                rows, *others = shapes[parameter]
+                shapes[parameter] = torch.Size([rows // heads * kv_heads, *others])
+    expected = {name: parameter.shape for name, parameter in twin.named_parameters()}
+    wrong = [name for name in {**shapes, **expected} if shapes.get(name) != expected.get(name)]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} of {type(causal).__name__} depends on the number of heads, too, or is not "
+            f"in a model of its configuration: this one cannot be pooled"
+        )
+
+
+def _take_numbers(attention: nn.Module, twin: nn.Module) -> None:
+    """Give `attention` the numbers of its twin: `num_key_value_groups`, `num_key_value_heads` …"""
+    for name, value in vars(twin).items():
+        if isinstance(value, int) and name in vars(attention) and name != "training":
+            setattr(attention, name, value)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_cache_bytes(
+    model: Any, *, tokens: int, batch: int = 1, kv_heads: int | None = None
+) -> int:
+    """Bytes of the KV cache after `tokens` tokens: 2 x layers x B x G x T x E elements.
+
+    A layer with a sliding window keeps one token less than its window.
+
+    Args:
+        kv_heads: G; None takes that of the model as it is.
+    """
+    require_causal_lm(model)
+    check_whole(tokens=tokens, batch=batch)
+    causal = without_adapters(model)
+    config = causal.config.get_text_config()
+    if kv_heads is None:
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    check_whole(kv_heads=kv_heads)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
+    kept = sum(_kept_tokens(config, tokens))
+    return 2 * batch * kv_heads * kept * head_dim * causal.dtype.itemsize
+
+
+def _kept_tokens(config: Any, tokens: int) -> list[int]:
+    """How many tokens each layer keeps."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        # Without a list, all layers have the window, or none has.
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+    if window is None:
+        return [tokens] * len(kinds)
+    kept = []
+    for kind in kinds:
+        if kind == "sliding_attention":
+            kept.append(min(tokens, window - 1))
+        else:
+            kept.append(tokens)
+    return kept

@@ -1,0 +1,197 @@
+"""SwiGLU: a feed-forward layer with a gate, at the same number of weights.
+
+Problem    A feed-forward layer has one way into its wide middle, and a fixed function decides what
+           passes: max(0, x) or GELU.
+Idea       A second projection decides. Each feature of the middle is a product of two:
+
+               GELU      y = gelu(x W1) W2                  2 x D x F weights
+               SwiGLU    y = (silu(x G) * (x U)) W2         3 x D x F weights
+
+           Three matrices instead of two: with two thirds of the width both have equally many.
+Saves      Nothing at equal weights. It is meant to reach a lower loss for the same weights and
+           tokens; the gain is small, and a comparison needs several seeds.
+Costs      The weights of all feed-forward layers are fresh: the model is trained from the start.
+           One product of two tensors [T, F] more, and four saved ones instead of two or three.
+Use when   A new model is designed: Llama, Mistral, Qwen and most others have it.
+Not when   The model is trained already: its feed-forward layers would be lost. To make one smaller,
+           distil it.
+In production   `LlamaMLP` of transformers with `hidden_act="silu"`; Liger `LigerSwiGLUMLP` computes
+           silu and the product in one kernel; vLLM keeps both first matrices as one.
+Source     Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202); the two thirds are its
+           section 3.
+
+Shapes: T tokens, D hidden, F width of the middle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.plain_step import features, is_linear
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x [T, D], gate and up [F, D], down [D, F] -> [T, D]; the weights as `nn.Linear` has them."""
+    opened = x @ gate.T  # [T, F]
+    opened = opened * torch.sigmoid(opened)  # silu
+    middle = opened * (x @ up.T)  # [T, F]
+    return middle @ down.T  # [T, D]
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_swiglu(
+    model: Any,
+    *,
+    width: int | None = None,
+    multiple_of: int = 1,
+    discard_trained: bool = False,
+) -> Any:
+    """Replace the MLP of every block by a SwiGLU with fresh weights, in place; returns `model`.
+
+    The fresh weights are drawn with the spread of those that they replace, from PyTorch's random
+    numbers. Biases and dropout stay. What `save_pretrained` writes has weights that the class of
+    the model does not know: build the model from its configuration, apply this, and load the state
+    dict.
+
+    Args:
+        width: F of the SwiGLU. None takes the one with which it has as many weights as the MLP.
+        multiple_of: by which that F has to be divisible: 64 or 256 for a GPU.
+        discard_trained: a model that was loaded is refused, unless this says that the weights of
+            its MLPs may be lost.
+    Raises ValueError where a block has no MLP of two projections (one has a gate already, or is a
+    mixture of experts), and for a model that was loaded.
+    """
+    require_causal_lm(model)
+    check_whole(multiple_of=multiple_of)
+    if width is not None:
+        check_whole(width=width)
+    causal = without_adapters(model)
+    loaded_from = getattr(causal.config, "_name_or_path", "")
+    if loaded_from and not discard_trained:
+        raise ValueError(
+            f"the model was loaded from {loaded_from!r}, and a SwiGLU starts with fresh weights: "
+            f"build the model from its configuration, or give discard_trained=True"
+        )
+    blocks = decoder_blocks(causal)
+    names = [_name_of_mlp(block) for block in blocks]  # of all, before the first one changes
+    for block, name in zip(blocks, names):
+        mlp = getattr(block, name)
+        setattr(block, name, _swiglu_like(mlp, width=width, multiple_of=multiple_of))
+    return model
+
+
+class SwiGLU(nn.Module):
+    """A feed-forward layer with a gate. Its parts have the names that Llama gives them."""
+
+    def __init__(
+        self, hidden: int, width: int, *, bias: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=bias)
+        self.up_proj = nn.Linear(hidden, width, bias=bias)
+        self.down_proj = nn.Linear(width, hidden, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        gate = nn.functional.silu(self.gate_proj(x))  # [..., F]
+        middle = gate * self.up_proj(x)  # [..., F]
+        return self.dropout(self.down_proj(middle))
+
+
+def matched_width(hidden: int, width: int, *, bias: bool = False, multiple_of: int = 1) -> int:
+    """F of the SwiGLU that has as many weights as an MLP of this width, or nearly: 2/3 of it.
+
+    Args:
+        bias: whether all projections have one.
+        multiple_of: by which F has to be divisible.
+    """
+    check_whole(hidden=hidden, width=width, multiple_of=multiple_of)
+    wanted = predicted_parameters(hidden, width, gated=False, bias=bias)
+
+    def distance(candidate: int) -> int:
+        got = predicted_parameters(hidden, candidate, gated=True, bias=bias)
+        return abs(got - wanted)
+
+    below = max(2 * width // (3 * multiple_of), 1) * multiple_of
+    # With biases the best F may be one less than two thirds.
+    candidates = [below - multiple_of, below, below + multiple_of]
+    return min([each for each in candidates if each > 0], key=distance)
+
+
+@torch.no_grad()
+def _swiglu_like(mlp: nn.Module, *, width: int | None, multiple_of: int) -> SwiGLU:
+    """A SwiGLU in place of `mlp`, on its device and in its dtype."""
+    first, last = _projections(mlp)
+    hidden, middle = features(first)
+    bias = first.bias is not None
+    if width is None:
+        width = matched_width(hidden, middle, bias=bias, multiple_of=multiple_of)
+    swiglu = SwiGLU(hidden, width, bias=bias, dropout=_dropout_of(mlp))
+    spreads = {
+        swiglu.gate_proj: first.weight.std().item(),
+        swiglu.up_proj: first.weight.std().item(),
+        swiglu.down_proj: last.weight.std().item(),
+    }
+    for linear, spread in spreads.items():
+        nn.init.normal_(linear.weight, std=spread)
+        if bias:
+            nn.init.zeros_(linear.bias)
+    return swiglu.to(device=first.weight.device, dtype=first.weight.dtype).train(mlp.training)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _name_of_mlp(block: nn.Module) -> str:
+    """The part of a block that goes from D to F and back, in two projections."""
+    for name, part in block.named_children():
+        if _projections(part):
+            return name
+    raise ValueError(
+        f"{type(block).__name__} has no MLP of two projections: one with a gate is a SwiGLU or a "
+        f"relative of it already, and experts or parts that stand in the block itself (OPT) are "
+        f"not replaced"
+    )
+
+
+def _projections(part: nn.Module) -> list[nn.Module]:
+    """The two projections of an MLP; empty if `part` is something else."""
+    linears = [module for module in part.modules() if is_linear(module)]
+    if len(linears) != 2:
+        return []
+    (hidden, width), (width_again, hidden_again) = [features(linear) for linear in linears]
+    # The projections of attention go from D to 3 D, and from D to D.
+    if hidden == hidden_again and width == width_again and hidden != width:
+        return linears
+    return []
+
+
+def _dropout_of(mlp: nn.Module) -> float:
+    """How much the MLP drops from its output."""
+    inside = [module.p for module in mlp.modules() if isinstance(module, nn.Dropout)]
+    if inside:
+        return inside[-1]
+    return getattr(mlp, "residual_dropout", 0.0)  # StarCoder 2 keeps the number
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_parameters(hidden: int, width: int, *, gated: bool, bias: bool = False) -> int:
+    """Weights of one feed-forward layer: 2 D F, or 3 D F with a gate, and the biases."""
+    check_whole(hidden=hidden, width=width)
+    first_projections = 2 if gated else 1
+    weights = (first_projections + 1) * hidden * width
+    if bias:
+        weights += first_projections * width + hidden
+    return weights

@@ -1,0 +1,160 @@
+"""Tied embeddings: the output layer uses the table of the embedding, and no weights of its own.
+
+Problem    Two tables have a row for each word: the embedding, which is read at the input, and the
+           output layer, which is multiplied with at the end. In a small model they are a large
+           part of all weights.
+Idea       logits = hidden @ embedding.weight.T      [T, D] x [D, V]: one table, used twice
+Saves      V x D weights, and their gradient and AdamW states when it trains: 16 bytes each in fp32.
+Costs      No time: the output layer is multiplied with as before. In backward the table gets two
+           gradients, which are added. In a large model two tables fit the data better.
+Use when   A small model is trained from the start: SmolLM2-135M, Llama 3.2 1B and Qwen 2.5 0.5B are
+           tied. `untie_embeddings` is for a step that must change one of both only, such as
+           quantizing the output layer, or centring the embedding.
+Not when   A trained model has two different tables: one of them is lost, and the model has to be
+           trained again. Pipeline parallelism puts both on different devices.
+In production   `"tie_word_embeddings": true` in config.json.
+Source     Press and Wolf, "Using the Output Embedding to Improve Language Models" (arXiv
+           1608.05859); Inan et al. (arXiv 1611.01462).
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.sizes import tensor_bytes
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def tied_logits(hidden: Tensor, embedding: nn.Embedding) -> Tensor:
+    """The score of each word is the product of its embedding with the hidden state.
+
+    hidden [T, D] -> logits [T, V].
+    """
+    return hidden @ embedding.weight.T
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+KEEP = ("equal", "embedding", "output")
+
+
+def apply_tied_embeddings(model: Any, *, keep: str = "equal") -> Any:
+    """Let the output layer share the weights of the embedding, in place; returns `model`.
+
+    The configuration changes with it, so that the model is saved and loaded with one table. Make
+    the optimizer after this: one that holds the old table would train it, and nobody reads it.
+
+    Args:
+        keep: which table stays. "equal": either, because they are equal, and the model stays the
+            same. "embedding" or "output": that one, and the other is lost. The model must be
+            trained then; a model with fresh weights is to be trained in any case.
+    Raises ValueError where the tables have different shapes or dtypes, where they differ and `keep`
+    does not say which one stays, and for a model that is tied already.
+    """
+    require_causal_lm(model)
+    check_choice(KEEP, keep=keep)
+    causal = without_adapters(model)
+    embedding, output = _tables(causal)
+    if _tied(causal):
+        raise ValueError("the output layer shares the weights of the embedding already")
+    _check_shapes(embedding, output)
+    if keep == "equal" and not torch.equal(embedding.weight, output.weight):
+        raise ValueError(
+            "the embedding and the output layer differ: say with keep='embedding' or "
+            "keep='output' which table stays, and train the model after that"
+        )
+    kept = embedding.weight
+    if keep == "output":
+        kept = output.weight
+    _configure(causal, tied=True)
+    for table in (embedding, output):
+        table.weight = kept
+    return model
+
+
+@torch.no_grad()
+def untie_embeddings(model: Any) -> Any:
+    """Give the output layer a copy of the embedding's weights, in place; returns `model`.
+
+    The model computes the same. The configuration changes with it: under one that says "tied",
+    `model.tie_weights()` would throw the copy away, and `resize_token_embeddings` calls that.
+    Raises ValueError for a model that is not tied.
+    """
+    require_causal_lm(model)
+    causal = without_adapters(model)
+    embedding, output = _tables(causal)
+    if not _tied(causal):
+        raise ValueError("the output layer has weights of its own already")
+    own = embedding.weight.detach().clone()
+    output.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
+    _configure(causal, tied=False)
+    return model
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _tables(causal: Any) -> tuple[nn.Module, nn.Module]:
+    """The embedding and the output layer. Adapters and quantized layers are refused."""
+    embedding = causal.get_input_embeddings()
+    output = causal.get_output_embeddings()
+    for layer in (embedding, output):
+        # The weight of an adapted or quantized layer is not all that it does.
+        plain = isinstance(layer, nn.Embedding) or type(layer) is nn.Linear
+        if not plain or not layer.weight.is_floating_point():
+            raise ValueError(
+                f"a {type(layer).__name__} cannot be tied or untied here: do it with the plain "
+                f"model, before it is quantized or gets adapters"
+            )
+    return embedding, output
+
+
+def _tied(causal: Any) -> bool:
+    embedding, output = _tables(causal)
+    return output.weight is embedding.weight
+
+
+def _check_shapes(embedding: nn.Module, output: nn.Module) -> None:
+    pairs = {
+        "shapes": (tuple(embedding.weight.shape), tuple(output.weight.shape)),
+        "dtypes": (embedding.weight.dtype, output.weight.dtype),
+    }
+    for what, (of_embedding, of_output) in pairs.items():
+        if of_embedding != of_output:
+            raise ValueError(
+                f"the embedding and the output layer have different {what}, {of_embedding} and "
+                f"{of_output}: only equal ones can be tied"
+            )
+
+
+def _configure(causal: Any, *, tied: bool) -> None:
+    """Write it into the configuration, and let transformers tie or not, as that says now."""
+    before = causal.config.tie_word_embeddings
+    causal.config.tie_word_embeddings = tied
+    keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
+    if tied and not keys:
+        causal.config.tie_word_embeddings = before
+        raise ValueError(f"{type(causal).__name__} has no way to tie its output layer")
+    # What `save_pretrained`, device maps and loading ask; it was made when the model was.
+    causal.all_tied_weights_keys = keys
+    causal.tie_weights()
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_bytes_saved(model: Any) -> int:
+    """Bytes of weights that a tied model does without: those of one table, V x D elements.
+
+    It is what `apply_tied_embeddings` saves, and what `untie_embeddings` takes.
+    """
+    require_causal_lm(model)
+    return tensor_bytes(without_adapters(model).get_output_embeddings().weight)

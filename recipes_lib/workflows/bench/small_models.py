@@ -1,0 +1,245 @@
+"""A small model trained both ways: what does a part of the architecture change, at equal tokens?
+
+    as GPT        LayerNorm, GELU, a head of keys for every head of queries, tied embeddings
+    RMSNorm       the same with RMSNorm, without biases in the norms
+    SwiGLU        the same with a gate in the MLP, at equal weights
+    one KV head   the same with one head of keys and values for all heads of queries
+    untied        the same with an output layer of its own
+    as Llama      RMSNorm, SwiGLU and one head of keys and values
+
+All of them read the same bytes of text in the same order, in the same step. So their times are
+taken in turns, and their losses differ by the architecture and by the weights that they start from.
+One seed says little: a difference counts if it has the same sign for every seed.
+
+The models are of StarCoder 2's family: rotary positions, LayerNorm, GELU, apart from these as
+Llama. A byte is a token, so no tokenizer plays a part.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes_lib.architecture.grouped_query_attention import predicted_cache_bytes
+from recipes_lib.architecture.rms_norm import apply_rms_norm
+from recipes_lib.architecture.swiglu import apply_swiglu
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.data import load_text
+from recipes_lib.core.machine import machine, synchronize
+
+BYTES = 256  # the vocabulary
+HELD_OUT_ROWS = 64
+WARM_UP = 0.1  # the part of the steps in which the learning rate rises
+
+BASELINE = "as GPT"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of one architecture; `losses` are held-out, in nats per byte, one per seed."""
+
+    parameters: int
+    cache_bytes_per_token: int
+    seconds_per_step: float
+    losses: list[float]
+    beyond_baseline: list[float]  # each loss, less that of the baseline with the same seed
+
+    @property
+    def loss(self) -> float:
+        """The mean over the seeds."""
+        return statistics.fmean(self.losses)
+
+    def __str__(self) -> str:
+        difference = statistics.fmean(self.beyond_baseline)
+        low = min(self.beyond_baseline)
+        high = max(self.beyond_baseline)
+        return (
+            f"loss {self.loss:.3f} ({difference:+.3f}, {low:+.3f} to {high:+.3f})  "
+            f"{self.parameters:9,} weights  {self.cache_bytes_per_token:6,} bytes of cache per "
+            f"token  {1e3 * self.seconds_per_step:6.1f} ms per step"
+        )
+
+
+def compare_architectures(
+    *,
+    steps: int = 150,
+    seeds: Sequence[int] = (0, 1, 2),
+    names: Sequence[str] | None = None,
+    hidden: int = 64,
+    layers: int = 2,
+    rows: int = 8,
+    seq_len: int = 64,
+    learning_rate: float = 4e-3,
+) -> dict[str, Trained]:
+    """Train each architecture on the same tokens with each seed.
+
+    Args:
+        steps: of `rows` x `seq_len` tokens each.
+        names: of the architectures above, None for all; the baseline is always among them.
+        hidden: a multiple of 32, since the models have four heads with pairs of dimensions.
+    Raises ValueError for an unknown name and for sizes below 1.
+    """
+    check_whole(steps=steps, hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
+    chosen = _chosen(names)
+    train = _bytes("train")
+    held_out = _rows(_bytes("validation"), HELD_OUT_ROWS, seq_len, seed=0)
+
+    losses: dict[str, list[float]] = {name: [] for name in chosen}
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    models: dict[str, Any] = {}
+    for seed in seeds:
+        models = {name: _build(name, hidden, layers, seq_len, seed) for name in chosen}
+        batches = (_rows(train, rows, seq_len, seed=1000 * seed + step) for step in range(steps))
+        for name, took in _train(models, batches, steps, learning_rate).items():
+            seconds[name] += took
+            losses[name].append(_loss_of(models[name], held_out))
+    return {name: _trained(models[name], seconds[name], losses, name) for name in chosen}
+
+
+def _chosen(names: Sequence[str] | None) -> list[str]:
+    if names is None:
+        return list(ARCHITECTURES)
+    for name in names:
+        check_choice(ARCHITECTURES, name=name)
+    return [BASELINE, *(name for name in names if name != BASELINE)]
+
+
+def _trained(
+    model: Any, seconds: list[float], losses: dict[str, list[float]], name: str
+) -> Trained:
+    beyond = [loss - base for loss, base in zip(losses[name], losses[BASELINE])]
+    return Trained(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        cache_bytes_per_token=predicted_cache_bytes(model, tokens=1),
+        seconds_per_step=statistics.median(seconds),
+        losses=losses[name],
+        beyond_baseline=beyond,
+    )
+
+
+# --- the models -----------------------------------------------------------------------------------
+
+
+def _gpt(**changes: Any) -> dict[str, Any]:
+    """The configuration of the baseline, with these changes."""
+    return {"num_key_value_heads": 4, "tie_word_embeddings": True} | changes
+
+
+def _rms(model: Any) -> Any:
+    return apply_rms_norm(model, exact=False, keep_bias=False)
+
+
+def _as_llama(model: Any) -> Any:
+    return apply_swiglu(_rms(model))
+
+
+def _unchanged(model: Any) -> Any:
+    return model
+
+
+# By name: the configuration, and what is applied to the model that it describes.
+ARCHITECTURES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    BASELINE: (_gpt(), _unchanged),
+    "RMSNorm": (_gpt(), _rms),
+    "SwiGLU": (_gpt(), apply_swiglu),
+    "one KV head": (_gpt(num_key_value_heads=1), _unchanged),
+    "untied": (_gpt(tie_word_embeddings=False), _unchanged),
+    "as Llama": (_gpt(num_key_value_heads=1), _as_llama),
+}
+
+
+def _build(name: str, hidden: int, layers: int, seq_len: int, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM, Starcoder2Config
+
+    options, change = ARCHITECTURES[name]
+    config = Starcoder2Config(
+        vocab_size=BYTES,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=seq_len,
+        use_bias=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
+    torch.manual_seed(seed)
+    return change(AutoModelForCausalLM.from_config(config)).to(machine().device).train()
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+TEXT_BYTES = 4_000_000  # more than any run here reads
+
+
+def _bytes(split: str) -> Tensor:
+    """The beginning of the standard library as bytes [N], each a token."""
+    text = load_text(split=split).encode()[:TEXT_BYTES]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _rows(text: Tensor, rows: int, seq_len: int, *, seed: int) -> Tensor:
+    """Rows [B, S] from places that the seed draws."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - seq_len, (rows, 1), generator=generator)
+    places = starts + torch.arange(seq_len)  # [B, S]
+    return text[places].long().to(machine().device)
+
+
+# --- the training ---------------------------------------------------------------------------------
+
+
+def _train(
+    models: dict[str, Any], batches: Iterator[Tensor], steps: int, learning_rate: float
+) -> dict[str, list[float]]:
+    """Train all models side by side on the same batches; the seconds of each of their steps."""
+    optimizers = {}
+    for name, model in models.items():
+        optimizers[name] = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for step, ids in enumerate(batches):
+        rate = learning_rate * _share_of_rate(step, steps)
+        for name, model in models.items():
+            start = _now()
+            _step(model, optimizers[name], ids, rate)
+            seconds[name].append(_now() - start)
+    return seconds
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    """It rises in the first tenth of the steps, and falls along a cosine to zero."""
+    rising = max(round(WARM_UP * steps), 1)
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+
+
+def _now() -> float:
+    """The clock of a step: on a CPU the time that this thread has computed, whatever else runs."""
+    if machine().device == "cpu":
+        return time.thread_time()
+    synchronize()
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def _loss_of(model: Any, rows: Tensor) -> float:
+    model.eval()
+    return model(input_ids=rows, labels=rows, use_cache=False).loss.item()

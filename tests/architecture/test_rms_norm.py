@@ -1,0 +1,236 @@
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recipes_lib.architecture.rms_norm import (
+    RMSNorm,
+    apply_rms_norm,
+    centred,
+    plain_rms_norm,
+    predicted_norm_bytes,
+)
+from recipes_lib.core.model import model_of_shape
+from tests.conftest import assert_equal
+
+IDS = torch.arange(1, 25).view(2, 12)
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 1}
+# Learned positions and Conv1D; parallel and sequential blocks; biases in the output layer; norms of
+# queries and keys beside those of the stream.
+FAMILIES = {
+    "GPT2": {},
+    "GPTNeoX": {"use_parallel_residual": True},
+    "GPTNeoX, sequential": {"use_parallel_residual": False},
+    "Phi": {"qk_layernorm": True},
+    "StableLm": {"num_key_value_heads": 4},
+    "Starcoder2": {},
+    "OPT": OPT,
+    "Falcon": {"new_decoder_architecture": True},
+    "GPTJ": {"rotary_dim": 8},
+}
+
+
+def small(name, **options):
+    """A model whose norms and biases are as random as trained ones, and whose means are not 0."""
+    config_class = getattr(transformers, f"{name.split(',')[0]}Config")
+    config = config_class(**SIZES | FAMILIES.get(name, {}) | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.03 + 0.05 * torch.randn_like(parameter))
+    return model
+
+
+# --- the module -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("shape", [(2, 5, 64), (3, 1), (1, 7, 33)])
+def test_the_formula_forward_and_backward(shape, dtype, tolerance):
+    x = (3 * torch.randn(shape) + 1).to(dtype).requires_grad_()
+    norm = RMSNorm(shape[-1], eps=1e-5, bias=True).to(dtype)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+
+    root = (x.detach().double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact = x.detach().double() / root * norm.weight.double() + norm.bias.double()
+    y = norm(x)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=tolerance)
+
+    copied = x.detach().clone().requires_grad_()
+    plain = plain_rms_norm(copied, norm.weight, 1e-5) + norm.bias
+    torch.testing.assert_close(y, plain, rtol=tolerance, atol=tolerance)
+    y.float().pow(3).sum().backward()
+    got = [x.grad.clone(), norm.weight.grad.clone()]
+    norm.zero_grad()
+    plain.float().pow(3).sum().backward()
+    for gradient, expected in zip(got, [copied.grad, norm.weight.grad]):
+        scale = expected.abs().max().item() + 1e-6
+        torch.testing.assert_close(
+            gradient, expected, rtol=4 * tolerance, atol=4 * tolerance * scale
+        )
+
+
+def test_equal_to_that_of_transformers_and_of_pytorch():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x = torch.randn(2, 3, 64)
+    ours = RMSNorm(64, eps=1e-6)
+    torch.testing.assert_close(ours(x), LlamaRMSNorm(64, eps=1e-6)(x))
+    torch.testing.assert_close(ours(x), nn.RMSNorm(64, eps=1e-6)(x))
+    assert "eps=1e-06" in repr(ours)
+
+
+# --- exact ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_centred_models_compute_the_same_and_load_as_what_they_were(name, tmp_path):
+    """A writer that is forgotten, a wrong dimension, a lost bias or an output layer that is centred
+    with the embedding: each changes the logits."""
+    model = small(name)
+    expected = model(IDS).logits
+    before = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
+    assert apply_rms_norm(model) is model
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    replaced = [m for m in model.modules() if isinstance(m, RMSNorm)]
+    left = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
+    assert len(replaced) >= 3 and len(replaced) + len(left) == len(before)
+    assert bool(left) == (name == "Phi"), "norms of queries and keys stay"
+
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert not any(isinstance(m, RMSNorm) for m in again.modules())
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_stream_has_no_mean_any_more():
+    model = apply_rms_norm(small("GPT2"))
+    streams = model(IDS, output_hidden_states=True).hidden_states[:-1]  # the last one is normed
+    assert max(stream.mean(-1).abs().max().item() for stream in streams) < 1e-6
+    weight = torch.randn(3, 5)
+    assert centred(weight, dim=0).mean(0).abs().max() < 1e-6
+    assert centred(weight, dim=1).mean(1).abs().max() < 1e-6
+
+
+def test_a_tied_output_layer_gets_weights_of_its_own():
+    model = small("GPT2")
+    table = model.transformer.wte.weight.detach().clone()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    apply_rms_norm(model)
+    assert torch.equal(model.lm_head.weight, table)
+    assert not model.config.tie_word_embeddings
+    model.tie_weights()  # as resize_token_embeddings and others do
+    assert torch.equal(model.lm_head.weight, table)
+
+
+def test_modes_hooks_and_flags_stay():
+    model = small("GPT2").train()
+    model.transformer.ln_f.requires_grad_(False)
+    apply_rms_norm(model)
+    assert model.training and model.transformer.h[0].ln_1.training
+    assert not model.transformer.ln_f.weight.requires_grad
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# --- not exact ------------------------------------------------------------------------------------
+
+
+def test_without_centring_it_is_another_model_that_trains():
+    model = small("Starcoder2")
+    before = copy.deepcopy(model.state_dict())
+    expected = model(IDS).logits
+    apply_rms_norm(model, exact=False)
+    assert_equal(model.state_dict(), before)
+    assert (model(IDS).logits - expected).abs().max() > 1e-2
+    model(IDS, labels=IDS).loss.backward()
+    assert model.model.layers[0].input_layernorm.bias.grad.abs().sum() > 0
+    loaded = small("Starcoder2")  # its file: build the class, apply again, load
+    apply_rms_norm(loaded, exact=False).load_state_dict(before)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_new_design_has_no_bias_in_its_norms():
+    model = apply_rms_norm(small("Starcoder2"), exact=False, keep_bias=False)
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    assert len(norms) == 5 and all(norm.bias is None for norm in norms)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "RMSNorm": (lambda: model_of_shape("tiny-llama", device="cpu"), "no LayerNorm that reads"),
+    "post-norm": (lambda: small("OPT", do_layer_norm_before=False), "computes something else"),
+    "norm behind the embedding": (lambda: small("Bloom"), "computes something else"),
+    "another writer": (lambda: small("OPT", word_embed_proj_dim=32), "computes something else"),
+    "weight + 1": (lambda: small("Nemotron", num_key_value_heads=4), "formula of its own"),
+    "own class": (lambda: small("Cohere", num_key_value_heads=4), "formula of its own"),
+    "16 bits": (lambda: small("GPT2").to(torch.bfloat16), r"model.float\(\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_stays_as_it_was(case):
+    build, message = REFUSED[case]
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        apply_rms_norm(model)
+    assert_equal(model.state_dict(), before)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="exact=False"):
+        apply_rms_norm(small("GPT2"), keep_bias=False)
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        apply_rms_norm(nn.LayerNorm(3))
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes of all large tensors that operators read and write."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements = elements
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves([args, kwargs, out]):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == self.elements:
+                self.bytes += tensor.nbytes
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_bytes_of_the_plain_formula_are_those_of_its_operators(dtype):
+    x = torch.randn(6, 64).to(dtype)
+    with Traffic(x.numel()) as traffic:
+        plain_rms_norm(x, torch.ones(64, dtype=dtype), 1e-6)
+    sizes = {"rows": 6, "hidden": 64, "itemsize": dtype.itemsize}
+    assert traffic.bytes == predicted_norm_bytes(**sizes, fused=False)
+    assert predicted_norm_bytes(**sizes, fused=True) == 2 * x.nbytes
