@@ -69,3 +69,18 @@ def replace_linears(
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, new)
     return model
+
+
+def bytes_per_token(model: nn.Module) -> int:
+    """Bytes of weights that a step of one token reads: of all products, the output layer among them.
+
+    Of the embedding it reads one row. A quantized layer says its `bytes_per_weight`; keys and
+    values of the cache are not counted.
+    """
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.nbytes
+        elif hasattr(module, "bytes_per_weight"):
+            total += module.bytes_per_weight * module.in_features * module.out_features
+    return round(total)

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.linears import linear_layers, output_layer_name, replace_linears
+from recipes_lib.core.linears import (
+    bytes_per_token,
+    linear_layers,
+    output_layer_name,
+    replace_linears,
+)
 from recipes_lib.fine_tuning.lora import apply_lora
 
 
@@ -83,3 +88,17 @@ def test_an_unknown_name_changes_nothing():
     with pytest.raises(ValueError, match=r"no linear layer embedding: .*linear_layers\(model\)"):
         replace_linears(model, lambda *_: torch.nn.Identity(), names=["head", "embedding"])
     assert dict(model.named_modules()) == before
+
+
+def test_a_token_reads_the_products_and_not_the_embedding():
+    """The mistake: the embedding counts, or a quantized layer as if it still had its weight."""
+    model = Small()
+    assert bytes_per_token(model) == 4 * (4 * 4 + 4 * 4 + 5 * 4)
+
+    class InOneByte(nn.Module):
+        bytes_per_weight = 1.5
+        in_features = 4
+        out_features = 4
+
+    replace_linears(model, lambda name, linear: InOneByte(), names=["blocks.0"])
+    assert bytes_per_token(model) == 4 * (4 * 4 + 5 * 4) + 1.5 * 4 * 4
