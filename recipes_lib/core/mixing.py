@@ -11,6 +11,9 @@ name, its parameters and its hooks, and only its class changes:
 The new class has the old one's name, because FSDP and device maps find blocks by it. A mixin's
 `forward` calls `super().forward(...)` for what the module did before. Hooks run once, outside.
 
+An attribute `forward` on the module itself hides that of its class, and with it all that is mixed
+in. Accelerate sets one for a device map, and kernel libraries do. Such a module is refused.
+
 To pickle a whole model (its state dict is unchanged), unmix it first: the new class has no address.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -26,10 +30,13 @@ from torch import nn
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Let `module` be a `mixin` as well, with these attributes on the instance.
 
-    Raises ValueError if one is mixed in already: two of a kind would run the technique twice.
+    Raises ValueError if one is mixed in already: two of a kind would run the technique twice. And
+    it raises what `require_forward_of_class` does.
     """
+    require_forward_of_class([module])
     if isinstance(module, mixin):
         raise ValueError(f"{type(module).__name__} is a {mixin.__name__} already: unmix it first")
+    vars(module).pop("forward", None)  # only that of the class is left
     module.__class__ = _mixed_class(mixin, type(module))
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -38,16 +45,47 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
 def unmix(module: nn.Module, mixin: type, *, attributes: Iterable[str] = ()) -> None:
     """Give `module` the class back that it had before `mix_in`, and drop the attributes.
 
-    Raises ValueError if another mixin came later: the last one goes first.
+    Raises ValueError if another mixin came later: the last one goes first. And it raises what
+    `require_forward_of_class` does: a forward that was set later holds on to the mixin.
     """
+    require_forward_of_class([module])
     outermost, *rest = type(module).__bases__
     if outermost is not mixin:
         raise ValueError(
             f"{type(module).__name__} is no {mixin.__name__}, or another class was mixed in later"
         )
+    vars(module).pop("forward", None)
     module.__class__ = rest[0]
     for name in attributes:
         delattr(module, name)
+
+
+def unmixed_class(module: nn.Module) -> type:
+    """The class of `module` without all that is mixed in."""
+    module_class = type(module)
+    while "mixed_in" in vars(module_class):
+        module_class = module_class.__bases__[1]
+    return module_class
+
+
+def require_forward_of_class(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError unless each module runs the forward of its class.
+
+    A technique that changes many modules asks for all of them before it changes the first.
+    """
+    for module in modules:
+        if "forward" in vars(module) and not _is_the_classes_own(module):
+            raise ValueError(
+                f"{type(module).__name__} has a forward of its own, set by a device map or a "
+                f"kernel library, and only that of a class can be changed: load the model without "
+                f"device_map, or, if one device holds all of it, call "
+                f"accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
+
+
+def _is_the_classes_own(module: nn.Module) -> bool:
+    """Whether its attribute `forward` hides nothing: accelerate leaves it when its hooks go."""
+    return vars(module)["forward"] == MethodType(type(module).forward, module)
 
 
 @functools.cache  # so that all blocks of a model share one new class
@@ -57,5 +95,5 @@ def _mixed_class(mixin: type, module_class: type) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)
 
-    body = {"forward": forward, "__module__": module_class.__module__}
+    body = {"forward": forward, "mixed_in": mixin, "__module__": module_class.__module__}
     return type(module_class.__name__, (mixin, module_class), body)

@@ -41,7 +41,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
-from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
 from recipes_lib.core.plain_step import (
     features,
     head_of,
@@ -106,13 +106,14 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
         mode: "block" keeps the input only, "selective" also what matmuls and attention return.
         every: 1 for all blocks, k for every k-th.
     Raises ValueError for an unknown mode, an `every` outside 1 … number of blocks, and a model
-    that is no causal LM or is checkpointed already. The model's forward raises one for a filled
-    KV cache in training.
+    that is no causal LM, is checkpointed already, or has blocks with a forward of their own, as a
+    device map sets it. The model's forward raises one for a filled KV cache in training.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
     _check(blocks, mode, every)
     require_no_checkpoints(blocks)
+    require_forward_of_class(blocks)
     for index in range(0, len(blocks), every):
         mix_in(blocks[index], _Checkpointed, checkpoint_contexts=CONTEXTS[mode])
         mark(blocks[index], CHECKPOINTED_INDEX, index)

@@ -44,7 +44,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, is_layer_norm, norms_of, require_causal_lm
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
-from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
 from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks, trainable_bytes
 from recipes_lib.core.recompute import (
     caches_among,
@@ -95,7 +95,7 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     blocks = decoder_blocks(model)
     _check(blocks, group)
     require_no_checkpoints(blocks)
-    _require_own_forward(blocks)
+    require_forward_of_class(blocks)
     for first in range(0, len(blocks), group):
         last = min(first + group, len(blocks)) - 1
         shared = _Group(first, last)
@@ -227,13 +227,6 @@ def _refuse_collecting() -> None:
         raise ValueError(
             "output_hidden_states=True would collect the inputs of groups, not of blocks: pass "
             "False, run under torch.no_grad(), or call remove_nested_checkpointing(model)"
-        )
-
-
-def _require_own_forward(blocks: torch.nn.ModuleList) -> None:
-    if any("forward" in vars(block) for block in blocks):
-        raise ValueError(
-            "a block has a forward of its own (of a device map?), which would hide the checkpoints"
         )
 
 

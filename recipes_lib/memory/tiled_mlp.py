@@ -50,7 +50,7 @@ from recipes_lib.core.causal_lm import (
     trunk,
 )
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
 from recipes_lib.memory.tiled_mlp_arithmetic import (
     as_backward_begins,
     in_one_block,
@@ -256,6 +256,7 @@ def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
         problem = _why_not(module)
         if problem:
             raise ValueError(f"{type(module).__name__} in {type(blocks[0]).__name__} {problem}")
+    require_forward_of_class(modules)
     return modules
 
 
@@ -282,11 +283,6 @@ def _why_not(module: nn.Module | None) -> str | None:
         return (
             "is a mixture of experts, whose router may look at all tokens: "
             "only dense MLPs can be tiled"
-        )
-
-    if "forward" in vars(module):  # it hides the forward of the class
-        return (
-            "has a forward of its own (of a device map or a kernel library): no tile would ever run"
         )
 
     inputs = inspect.signature(module.forward).parameters.values()
