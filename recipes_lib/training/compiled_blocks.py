@@ -26,7 +26,8 @@ Source     Ansel et al., "PyTorch 2", ASPLOS 2024; "Reducing torch.compile cold 
 
 The order of recipes: adapters and 4-bit weights, then this, then checkpointing. The checkpoint
 stays outside and runs the compiled block a second time. Inside of a graph it would be compiled away
-or refused.
+or refused. Hugging Face's own checkpointing lies outside by itself: it may be switched on before
+compiling or after it.
 
 Shapes: B batch, S sequence, T = B*S tokens, D hidden.
 """
@@ -49,7 +50,12 @@ from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_number
 from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
-from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.mixing import (
+    mix_in,
+    require_forward_of_class,
+    unmix,
+    unmixed_class,
+)
 from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks
 from recipes_lib.core.recompute import caches_among
 from recipes_lib.core.sizes import quantization_tensors, storage_bytes
@@ -83,18 +89,21 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     Args:
         dynamic: None compiles for the first shape of a batch, and for a second one a graph that
             takes all shapes; True makes that graph at once, False one for each shape.
-    Raises ValueError without a compiler for this device, and for a model that is no causal LM or is
-    compiled or checkpointed already. The model's forward raises one for a block that is not one
-    graph, and when too many different graphs were compiled.
+    Raises ValueError without a compiler for this device, and for a model that is no causal LM, is
+    compiled or checkpointed by a recipe already, or has blocks with a forward of their own, as a
+    device map sets it. The model's forward raises one for a block that is not one graph. Where
+    PyTorch allows no further graph, it warns once, and what is new runs uncompiled.
     """
     require_causal_lm(model)
     check_choice((None, True, False), dynamic=dynamic)
     blocks = decoder_blocks(model)
     _require_first(blocks)
+    require_forward_of_class(blocks)
     _require_compiler(blocks[0])
     for block in blocks:
-        compiled = _compile_once(type(block), _kind_of(block), dynamic)
-        mix_in(block, _Compiled, compiled_forward=compiled)
+        # An attribute of the block, without the block in it: a deep copy runs its own weights.
+        graphs_of = functools.partial(_compile_once, type(block), _kind_of(block), dynamic)
+        mix_in(block, _Compiled, graphs_of=graphs_of)
         mark(block, COMPILED)
     return model
 
@@ -105,7 +114,7 @@ def remove_compiled_blocks(model: Any) -> Any:
     if not blocks:
         raise ValueError("this model has no block that apply_compiled_blocks() has changed")
     for block in blocks:
-        unmix(block, _Compiled, attributes=["compiled_forward"])
+        unmix(block, _Compiled, attributes=["graphs_of"])
         unmark(block, COMPILED)
     return model
 
@@ -136,41 +145,93 @@ def break_even_steps(
 
 
 @functools.cache
-def _compile_once(block_class: type, kind: tuple, dynamic: bool | None) -> Callable[..., Any]:
-    """The compiled forward that all blocks of one class and kind share, in later models too."""
-
-    def forward(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return block_class.forward(block, *args, **kwargs)
-
-    # PyTorch counts the graphs of each code object and stops at eight. So each kind gets its own.
-    forward.__code__ = forward.__code__.replace()
-    return torch.compile(forward, fullgraph=True, dynamic=dynamic, backend=BACKEND)
+def _compile_once(
+    block_class: type, kind: tuple, dynamic: bool | None, situation: tuple
+) -> _Graphs:
+    """The graphs that all blocks of one class and kind share, in later models too."""
+    return _Graphs(block_class, dynamic)
 
 
 def _kind_of(block: torch.nn.Module) -> tuple:
     """What makes the graph of one block another one than that of the next: not its values."""
-    parameters = block.named_parameters()
-    return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in parameters)
+    kind = []
+    for name, parameter in block.named_parameters():
+        kind.append((name, parameter.shape, parameter.dtype, parameter.requires_grad))
+    for module in block.modules():  # such as layer_type="sliding_attention"
+        kind += [value for value in vars(module).values() if isinstance(value, str)]
+    return tuple(kind)
+
+
+def _situation(hidden: torch.Tensor, others: tuple, options: dict[str, Any]) -> tuple:
+    """What makes the graph of one call another one than that of the next, beside the shapes.
+
+    The device, autocast, and which arguments are there: a batch without padding has no mask.
+    """
+    autocast = None
+    if torch.is_autocast_enabled(hidden.device.type):
+        autocast = torch.get_autocast_dtype(hidden.device.type)
+    by_position = tuple(value is not None for value in others)
+    by_name = tuple(name for name, value in options.items() if value is not None)
+    return hidden.device, autocast, by_position, by_name
 
 
 class _Compiled:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
-    compiled_forward: Callable[..., Any]
+    graphs_of: Callable[[tuple], _Graphs]  # of a situation
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
+        """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
         if not self.training or not torch.is_grad_enabled() or _operators_are_counted():
-            return super().forward(*args, **kwargs)
-        if caches_among(args, kwargs):
+            return super().forward(hidden_states, *others, **options)
+        if caches_among(others, options):
             _warn_of_cache()
-            return super().forward(*args, **kwargs)
+            return super().forward(hidden_states, *others, **options)
         _refuse_selective_checkpoint()
-        hidden, *others = args  # [B, S, D], and what the family of the model gives by position
+        hidden = hidden_states
         if not hidden.requires_grad and _trains(self):
             hidden = _with_gradient(hidden)
-        with _clear_errors(self):
-            # Called as a plain function: a bound method would tie a copy of the block to this one.
-            return self.compiled_forward(self, hidden, *others, **kwargs)
+        graphs = self.graphs_of(_situation(hidden, others, options))
+        return graphs.run(self, hidden, *others, **options)
+
+
+class _Graphs:
+    """A forward, and the graphs that PyTorch has compiled of it, one or a few by shape.
+
+    PyTorch stops at eight graphs of one code object. So each of these has a code object of its own,
+    and when it is full, the shapes that have a graph keep it and all others run uncompiled.
+    """
+
+    def __init__(self, block_class: type, dynamic: bool | None) -> None:
+        # A plain function: a bound method would tie a copy of the block to the original.
+        def forward(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return block_class.forward(block, *args, **kwargs)
+
+        forward.__code__ = forward.__code__.replace()
+        self._code = forward.__code__
+        self._compiled = torch.compile(forward, fullgraph=True, dynamic=dynamic, backend=BACKEND)
+        self._full = False
+
+    def run(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What `block` does with these arguments, compiled where that is possible."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        if self._full and not self._count():  # torch.compiler.reset() has forgotten them
+            self._full = False
+        if not self._full:
+            with _clear_errors(block):
+                try:
+                    return self._compiled(block, *args, **kwargs)
+                except FailOnRecompileLimitHit:
+                    self._full = True
+                    _warn_of_limit(type(block).__name__)
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return self._compiled(block, *args, **kwargs)
+
+    def _count(self) -> int:
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        return len(_debug_get_cache_entry_list(self._code))
 
 
 def _trains(block: torch.nn.Module) -> bool:
@@ -236,12 +297,6 @@ def _clear_errors(block: torch.nn.Module) -> Iterator[None]:
     name = type(block).__name__
     try:
         yield
-    except exc.FailOnRecompileLimitHit as error:
-        raise ValueError(
-            f"{name} would need yet another compiled graph: pad the batches to few shapes, or pass "
-            f"apply_compiled_blocks(model, dynamic=True); torch.compiler.reset() forgets the "
-            f"graphs of earlier models"
-        ) from error
     except exc.Unsupported as error:
         raise ValueError(
             f"{name} cannot be compiled as one graph: call remove_compiled_blocks(model) and train "
@@ -282,12 +337,23 @@ def _warn_of_cache() -> None:
     )
 
 
+@functools.cache  # once for each class of blocks
+def _warn_of_limit(name: str) -> None:
+    warnings.warn(
+        f"{name} has as many compiled graphs as PyTorch allows, and what needs another one runs "
+        f"uncompiled from here on: pad the batches to few shapes, or pass "
+        f"apply_compiled_blocks(model, dynamic=True). An attribute that differs by layer makes one "
+        f"graph per layer, as GPT-2's scale_attn_by_inverse_layer_idx does.",
+        stacklevel=2,
+    )
+
+
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
 @estimate(Order.MLP)
 def estimate_compiled_blocks(
-    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype = torch.float32
+    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype | None = None
 ) -> Budget:
     """The budget when blocks keep for backward what PyTorch's partitioner chooses.
 
@@ -296,8 +362,9 @@ def estimate_compiled_blocks(
     counted. That takes a second or two and a copy of one block; the model is left as it is.
 
     Args:
-        model: with its adapters, if any; its blocks may be compiled already.
-        dtype: of autocast, as in `estimate_mixed_precision`.
+        model: with its adapters, if any; its blocks may be compiled or checkpointed already.
+        dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
+            or if there is none.
     Raises ValueError for a model without weights, as on the meta device or in a dry run.
     """
     require_adapters(budget, model)
@@ -307,24 +374,25 @@ def estimate_compiled_blocks(
     return budget.change(activations=all_blocks + outside, one_block=one_block)
 
 
-def compiled_block_bytes(model: Any, shape: Shape, *, dtype: torch.dtype) -> int:
+def compiled_block_bytes(model: Any, shape: Shape, *, dtype: torch.dtype | None) -> int:
     """Bytes that one compiled block keeps of `shape.rows` rows; under autocast with its copies."""
     block = decoder_blocks(model)[0]
-    device = next(block.parameters()).device.type
-    if device == "meta" or torch._guards.active_fake_mode() is not None:
+    device = next(block.parameters()).device
+    if device.type == "meta" or torch._guards.active_fake_mode() is not None:
         raise ValueError(
             "what a compiled block keeps is counted on a block with weights: give a model that is "
             "not on the meta device, outside of a dry run"
         )
-    with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with _autocast(device.type, dtype), torch.enable_grad(), _random_numbers_stay(device):
         hidden, others, options = _inputs_of(model, block, shape)
-        block = _plain_copy(block)
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-
+        block = copy.deepcopy(block).train()
+        block.gradient_checkpointing = False  # Hugging Face's own, which is counted elsewhere
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             _partitioned(block)(_with_gradient(hidden), *others, **options)
     for tensor in _stored(block):  # the weights are counted elsewhere
@@ -332,32 +400,43 @@ def compiled_block_bytes(model: Any, shape: Shape, *, dtype: torch.dtype) -> int
     return storage_bytes(kept.values())
 
 
-def _inputs_of(model: Any, block: torch.nn.Module, shape: Shape) -> tuple[torch.Tensor, list, dict]:
+def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """The autocast of a step of this dtype; None leaves it as it is."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype, enabled=dtype is not torch.float32)
+
+
+def _random_numbers_stay(device: torch.device) -> contextlib.AbstractContextManager:
+    """Dropout draws numbers inside. Afterwards training draws those that it would have drawn."""
+    devices = []  # beside the CPU
+    if device.type == "cuda":
+        devices.append(device)
+    return torch.random.fork_rng(devices)
+
+
+def _inputs_of(
+    model: Any, block: torch.nn.Module, shape: Shape
+) -> tuple[torch.Tensor, tuple, dict[str, Any]]:
     """What the model gives to its first block: hidden [B, S, D], other arguments, keywords."""
     taken = []
 
-    def take(block: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        taken.append((args, kwargs))
+    def take_apart(hidden_states: torch.Tensor, *others: Any, **options: Any) -> None:
+        taken.append((hidden_states, others, options))
+
+    def take(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        take_apart(*args, **kwargs)
         raise _Enough
 
     ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long, device=model.device)  # [B, S]
     hook = block.register_forward_pre_hook(take, with_kwargs=True)
     with hook, torch.no_grad(), contextlib.suppress(_Enough):
         model(input_ids=ids, use_cache=False)
-    (hidden, *others), options = taken[0]
-    return hidden, others, options
+    return taken[0]
 
 
 class _Enough(Exception):
     """Ends the forward of a model in front of its first block."""
-
-
-def _plain_copy(block: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a block as it was before it was compiled, in training mode."""
-    block = copy.deepcopy(block).train()
-    if isinstance(block, _Compiled):
-        unmix(block, _Compiled, attributes=["compiled_forward"])
-    return block
 
 
 def _stored(block: torch.nn.Module) -> list[torch.Tensor]:
@@ -369,10 +448,14 @@ def _stored(block: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _partitioned(block: torch.nn.Module) -> Callable[..., Any]:
-    """`block` traced and divided into forward and backward, and run operator by operator."""
+    """`block` traced and divided into forward and backward, and run operator by operator.
+
+    It is the forward of its own class: without the checkpoint around it, and not compiled already.
+    """
+    block_class = unmixed_class(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return block(*args, **kwargs)
+        return block_class.forward(block, *args, **kwargs)
 
     # A new code object has no graphs yet, and leaves none to those that train.
     forward.__code__ = forward.__code__.replace()

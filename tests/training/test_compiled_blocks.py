@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,16 @@ def graphs():
 
 
 @pytest.fixture
+def graphs_only(monkeypatch):
+    """Graphs are made and run as they are: enough to count them."""
+    compiled_blocks._compile_once.cache_clear()
+    compiled_blocks._warn_of_limit.cache_clear()
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
+    yield
+    compiled_blocks._compile_once.cache_clear()
+
+
+@pytest.fixture
 def without_kernels(monkeypatch):
     """Graphs are made, divided and run operator by operator: as many of them, in less time."""
     compiled_blocks._compile_once.cache_clear()
@@ -62,7 +73,7 @@ def forbid(monkeypatch, model):
         raise AssertionError("compiled code runs")
 
     for block in decoder_blocks(model):
-        monkeypatch.setattr(block, "compiled_forward", compiled)
+        monkeypatch.setattr(block, "graphs_of", compiled)
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -76,9 +87,12 @@ def test_near_the_plain_model_in_one_graph(dtype, tolerance):
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         expected = run(model, batch)
         before = graphs()
+        seconds = compile_seconds()
         apply_compiled_blocks(model)
         got = run(model, batch)
         assert graphs() == before + 1, "all blocks share one graph"
+        seconds_of_this = compile_seconds() - seconds
+        assert seconds_of_this > 0
         assert_near(got, expected, tolerance)
         assert any(not torch.equal(got[name], expected[name]) for name in got), "it did compile"
         assert_equal(run(remove_compiled_blocks(model), batch), expected)
@@ -101,7 +115,7 @@ def test_a_checkpoint_around_it_repeats_compiled_code():
     remove_compiled_blocks(model)
 
 
-def test_adapters_in_one_graph(without_kernels):
+def test_adapters_in_one_graph(graphs_only):
     """The first block's input needs no gradient: that must not cost a second graph."""
     model = apply_lora(model_of_shape("tiny-llama", layers=3, device="cpu"), rank=4)
     for name, parameter in model.named_parameters():
@@ -116,14 +130,14 @@ def test_adapters_in_one_graph(without_kernels):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_masks_and_positions_of_each_family(without_kernels, tiny, padded):
+def test_masks_and_positions_of_each_family(graphs_only, tiny, padded):
     """Of the five, one has layers of two kinds, and one gives its mask by position."""
     batch = make_batch() if padded else batch_of()
     expected = run(tiny, batch)
     assert_near(run(apply_compiled_blocks(tiny), batch), expected, IN_FP32)
 
 
-def test_each_block_unpacks_its_own_four_bits(without_kernels):
+def test_each_block_unpacks_its_own_four_bits(graphs_only):
     """Scales hang on the weights as attributes: as constants they would be those of block 0."""
     pytest.importorskip("bitsandbytes")
     model = model_of_shape("tiny-llama", layers=3, device="cpu")
@@ -140,7 +154,7 @@ def test_each_block_unpacks_its_own_four_bits(without_kernels):
     assert_near(run(apply_compiled_blocks(model), batch), expected, 10 * IN_FP32)
 
 
-def test_frozen_blocks_below_all_others_have_no_backward(without_kernels):
+def test_frozen_blocks_below_all_others_have_no_backward(graphs_only):
     """The mistake: their input is made to need a gradient, and they save and compute in vain."""
     model = model_of_shape("tiny-llama", layers=3, device="cpu").requires_grad_(False)
     blocks = decoder_blocks(model)
@@ -155,7 +169,7 @@ def test_frozen_blocks_below_all_others_have_no_backward(without_kernels):
     assert needed == [False, False, True]
 
 
-def test_a_prompt_that_trains_gets_its_gradient(without_kernels):
+def test_a_prompt_that_trains_gets_its_gradient(graphs_only):
     """All weights are frozen; what trains comes in front of the blocks."""
     model = model_of_shape("tiny-llama", layers=3, device="cpu").requires_grad_(False)
     prompt = torch.randn(BATCH, SEQ, model.config.hidden_size, requires_grad=True)
@@ -179,6 +193,79 @@ def test_other_shapes_take_one_more_graph(without_kernels):
         batch = batch_of(seq=seq)
         assert_near(run(model, batch), run(plain, batch), IN_FP32)
     assert graphs() <= before + 2
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_ordinary_batches_stay_below_the_limit(graphs_only, llama):
+    """With padding and without, in autocast and outside: each has graphs of its own to fill."""
+    apply_compiled_blocks(llama)
+    before = graphs()
+    batches = [batch_of(), make_batch()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* compiled graphs")
+        for autocast in (False, True):
+            for batch in batches:
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    run(llama, batch)
+    assert graphs() == before + 2 * len(batches)
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_beyond_the_limit_blocks_run_as_they_are(graphs_only):
+    """A run of hours must not stop. GPT-2 can scale each layer in its own way: a graph for each."""
+    model = model_of_shape("tiny-gpt2", layers=3, device="cpu")
+    for number, block in enumerate(decoder_blocks(model), 1):
+        block.attn.scaling /= number
+    batch = batch_of()
+    expected = run(model, batch)
+    apply_compiled_blocks(model)
+    before = graphs()
+    with pytest.warns(UserWarning, match="scale_attn_by_inverse_layer_idx") as warned:
+        first = run(model, batch)
+        second = run(model, batch)
+    assert len(warned) == 1 and graphs() == before + 1
+    for got in (first, second):
+        assert_near(got, expected, IN_FP32)
+    torch.compiler.reset()  # forgets the graph, so there is room for one again
+    run(model, batch)
+    assert graphs() > before + 1
+
+
+def test_hidden_states_by_name(graphs_only, llama):
+    """Some models call their blocks so."""
+    hidden = torch.randn(2, 5, llama.config.hidden_size)
+    positions = llama.model.rotary_emb(hidden, torch.arange(5)[None])
+    block = decoder_blocks(llama)[0]
+    expected = block(hidden, position_embeddings=positions)
+    apply_compiled_blocks(llama)
+    got = block(hidden_states=hidden, position_embeddings=positions)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("checkpointed_first", [True, False])
+def test_the_checkpoints_of_hugging_face_come_before_or_after(
+    checkpointed_first, monkeypatch, graphs_only, llama
+):
+    """Outside of the graph either way: backward runs the compiled block again."""
+    batch = batch_of()
+    expected = run(llama, batch)
+    if checkpointed_first:
+        llama.gradient_checkpointing_enable({"use_reentrant": False})
+        apply_compiled_blocks(llama)
+    else:
+        apply_compiled_blocks(llama)
+        llama.gradient_checkpointing_enable({"use_reentrant": False})
+    runs = []
+    compiled = compiled_blocks._Graphs.run
+
+    def counted(graphs, block, *args, **kwargs):
+        runs.append(block)
+        return compiled(graphs, block, *args, **kwargs)
+
+    monkeypatch.setattr(compiled_blocks._Graphs, "run", counted)
+    assert_near(run(llama, batch), expected, IN_FP32)
+    first, second = decoder_blocks(llama)
+    assert runs == [first, second, second, first]
 
 
 # --- where it stays out of the way ----------------------------------------------------------------
@@ -226,7 +313,7 @@ def test_the_model_stays_what_it_was(llama):
     assert all(type(block) is block_class for block in decoder_blocks(llama))
 
 
-def test_a_copy_runs_its_own_weights():
+def test_a_copy_runs_its_own_weights(graphs_only):
     model = apply_compiled_blocks(model_of_shape("tiny-llama", layers=3, device="cpu"))
     batch = batch_of()
     twin = copy.deepcopy(model)
@@ -326,6 +413,37 @@ def test_what_blocks_keep_is_as_estimated(dtype):
     del hidden
 
 
+def test_the_estimate_is_that_of_training_wherever_it_is_asked():
+    """Without gradients, in autocast, of a checkpointed model: the same block, the same bytes."""
+    shape = Shape(batch=2, seq=16)
+    model = model_of_shape("tiny-llama", device="cpu")
+    plan = budget_of(model, shape)
+
+    def one_block(**options):
+        return estimate_compiled_blocks(plan, model, shape, **options).one_block
+
+    expected = one_block()
+    in_bf16 = one_block(dtype=torch.bfloat16)
+    apply_activation_checkpointing(model)
+    with torch.no_grad():
+        assert one_block() == expected > 0
+    remove_activation_checkpointing(model).gradient_checkpointing_enable()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert one_block() == in_bf16 != expected
+
+
+def test_the_estimate_draws_no_random_numbers():
+    """The training after it would have other dropout than without."""
+    shape = Shape(batch=2, seq=16)
+    model = model_of_shape("tiny-gpt2", device="cpu")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    before = torch.get_rng_state()
+    estimate_compiled_blocks(budget_of(model, shape), model, shape)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_estimate_composes_and_refuses():
     shape = Shape(batch=BATCH, seq=SEQ)
     model = model_of_shape("tiny-llama", device="cpu")
@@ -346,7 +464,17 @@ def test_break_even():
     assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=2.0) is None
     with pytest.raises(ValueError, match="plain_step"):
         break_even_steps(compile_seconds=8, plain_step=-1, compiled_step=1)
-    assert compile_seconds() >= 0
+
+
+def test_seconds_are_those_of_compiling_alone(graphs_only, llama):
+    """The mistake: those of the step. Then compiling would seem to last for ever."""
+    apply_compiled_blocks(llama)
+    batch = batch_of()
+    before = compile_seconds()
+    run(llama, batch)
+    compiled = compile_seconds()
+    run(llama, batch)
+    assert before < compiled == compile_seconds()
 
 
 @pytest.mark.gpu
