@@ -1,0 +1,8 @@
+"""Smaller models made from larger ones.
+
+distillation           train a student on the distribution of a teacher, chunk by chunk
+distillation_autograd  ... the loss of a chunk and its gradients
+distillation_hf        ... the glue to two Hugging Face models
+student                a model with fewer blocks and narrower MLPs, made from a trained one
+student_parts          ... what a smaller model takes from the larger one: settings and tensors
+"""

@@ -1,0 +1,495 @@
+"""Knowledge distillation: a small model learns all that a large one says about the next token.
+
+Problem    A small model that trains on text learns one token per position. What else could stand
+           there, and how likely it is, the text does not say. A larger model that is trained
+           already does say it, in the whole distribution over the vocabulary.
+Idea       Train the student on two losses, with p the softmax of the teacher's logits over a
+           temperature t, and q that of the student's:
+
+               loss = w t² KL(p ‖ q)  +  (1 - w) cross-entropy with the text
+
+           The gradient of a softmax over t is smaller by t, and so is the difference of p and q:
+           t² makes up for both, and w keeps its meaning at any temperature.
+
+           Two models make two tables of logits [T, V]. The loss is a scalar, so the gradient of
+           the student's logits is known chunk by chunk, and no table is ever whole:
+
+               for h, g in chunks of hidden:     [C, D], [C, E]
+                   x = h W^T,  y = g U^T         [C, V] each
+                   x = w t (q - p) + (1 - w) (softmax(x) - onehot)      in place
+                   dh = x W,  dW += x^T h
+Saves      Some ten tables of 4 T V bytes become two of 4 C V for chunks of C tokens, and blocks
+           between the products. The gradient of W remains: 4 V D bytes.
+Costs      A forward of the teacher in every step, and its weights. 16-bit weights of the output
+           layers are copied to fp32 on a CPU without bf16 units.
+Use when   A student is to replace a trained model that is too slow or too large, and both have the
+           same tokens. After layers or channels were cut away: see `student`.
+Not when   The teacher is hardly better than the student, or the text is not what the teacher is
+           good at: then the text itself is the better teacher. The tokens differ.
+In production   NVIDIA Model Optimizer `modelopt.torch.distill` (after its Minitron pruning);
+           TRL `trl.experimental.gkd.GKDTrainer`, also on the student's own answers, and with
+           `use_liger_kernel` chunk by chunk; Liger `LigerFusedLinearJSDLoss`; torchtune
+           `ForwardKLWithChunkedOutputLoss`, which makes the logits and chunks what follows.
+Source     Hinton et al., "Distilling the Knowledge in a Neural Network", arXiv 1503.02531;
+           hidden states: Sanh et al., "DistilBERT", arXiv 1910.01108; Muralidharan et al.,
+           "Compact Language Models via Pruning and Knowledge Distillation", arXiv 2407.14679.
+
+Shapes: T tokens, N of them with a target, D and E hidden of student and teacher, V vocabulary,
+C rows of a chunk, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from recipes_lib.compression.distillation_autograd import (
+    ChunkedDistillation,
+    ChunkPlan,
+    Mixture,
+    OutputLayer,
+    plan_chunks,
+)
+from recipes_lib.compression.distillation_hf import (
+    PlainLoss,
+    Ran,
+    Taught,
+    Teaching,
+    require_plain_head,
+    require_plain_loss,
+)
+from recipes_lib.core.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.machine import machine
+from recipes_lib.core.measure import dry
+from recipes_lib.core.mixing import mix_in, unmix
+from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
+from recipes_lib.core.sizes import weight_bytes
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_distillation_loss(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float,
+    teacher_share: float,
+) -> torch.Tensor:
+    """The mean loss of logits [T, V] against teacher_logits [T, V] and labels [T]."""
+    # What both say about the next token, at a temperature that shows the unlikely ones as well.
+    log_p = (teacher_logits / temperature).log_softmax(dim=-1)  # [T, V]
+    log_q = (logits / temperature).log_softmax(dim=-1)  # [T, V]
+    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
+
+    # What the text says.
+    cross_entropy = F.cross_entropy(logits, labels)
+    of_teacher = teacher_share * temperature**2 * divergence
+    return of_teacher + (1 - teacher_share) * cross_entropy
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_distillation(
+    student: Any,
+    teacher: Any,
+    *,
+    temperature: float = 1.0,
+    teacher_share: float = 0.5,
+    block_pairs: Iterable[tuple[int, int]] = (),
+    hidden_weight: float = 1.0,
+    chunk_size: int | None = None,
+) -> Any:
+    """Let `student(input_ids, labels=…)` have the loss above in training mode. Returns `student`.
+
+    Any loop trains it: the output has `loss` and no logits. In eval mode the student is as before.
+    The teacher runs without gradients and in eval mode, whatever mode it is in, and is no part of
+    the student: not of its parameters, its state dict or what it saves.
+
+    Args:
+        teacher_share: w above, above 0 and up to 1. 1 takes nothing from the labels but which
+            positions count.
+        block_pairs: (block of the student, block of the teacher), each from 0. The outputs of both
+            are brought together: `hidden_state_loss` of each pair, their mean times
+            `hidden_weight`, is added to the loss.
+        chunk_size: most rows of logits at a time. None: 32 MiB of them, 128 on a GPU.
+    Raises ValueError for options outside their bounds; for models that are no causal LMs, are the
+    same, have vocabularies of different sizes, or (with pairs) hidden states of different widths;
+    for a student that has a teacher, or that computes its loss itself; and for an output layer with
+    adapters. The forward of the student raises it for logits that are more than a linear layer and
+    the soft cap of the configuration, for a teacher on another device, and for `inputs_embeds`.
+    """
+    require_causal_lm(student)
+    require_causal_lm(teacher)
+    _check_options(temperature, teacher_share, chunk_size)
+    check_number(least=0, hidden_weight=hidden_weight)
+    pairs = _checked_pairs(student, teacher, block_pairs)
+    causal = without_adapters(student)
+    if isinstance(causal, Taught):
+        raise ValueError("this student has a teacher: call remove_distillation(student) first")
+    _check_models(causal, without_adapters(teacher))
+    require_plain_loss(causal)
+
+    loss = partial(
+        _loss_of_a_step,
+        temperature=temperature,
+        teacher_share=teacher_share,
+        hidden_weight=hidden_weight,
+        chunk_size=chunk_size,
+    )
+    of_student = tuple(ours for ours, _ in pairs)
+    of_teacher = tuple(theirs for _, theirs in pairs)
+    mix_in(causal, Taught, teaching=Teaching(teacher, loss, of_student, of_teacher))
+    causal.loss_function = PlainLoss()
+    return student
+
+
+def remove_distillation(student: Any) -> Any:
+    """Give the student its own class back. Raises ValueError if there is nothing to remove."""
+    causal = without_adapters(student)
+    if not isinstance(causal, Taught):
+        raise ValueError("this model has no teacher that apply_distillation() has given it")
+    unmix(causal, Taught, attributes=["teaching"])
+    del causal._loss_function  # from here on transformers finds the usual one again
+    return student
+
+
+def distillation_loss(
+    hidden: torch.Tensor,
+    layer: OutputLayer,
+    teacher_hidden: torch.Tensor,
+    teacher_layer: OutputLayer,
+    labels: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    teacher_share: float = 0.5,
+    chunk_size: int | None = None,
+    ignore_index: int = -100,
+    num_items: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`plain_distillation_loss` of two models, from what their output layers read.
+
+    Args:
+        hidden: [..., D]; teacher_hidden: [..., E]; labels: [...], shifted: what each position has
+            to predict. Positions with `ignore_index` count in neither loss.
+        layer: OutputLayer(weight [V, D], bias [V] or None, soft cap or None); teacher_layer: the
+            same with E. The teacher's get no gradients.
+        num_items: divides the sum, instead of the number of targets: that of the whole batch, when
+            `labels` are those of one micro-batch.
+    Returns the mean in fp32 or fp64. Backward runs once. Raises ValueError for wrong options,
+    shapes and labels, and for a mean over no target.
+    """
+    _check_options(temperature, teacher_share, chunk_size)
+    _check_shapes(hidden, layer, teacher_hidden, teacher_layer, labels)
+    rows = rows_with_a_target(labels, ignore_index)  # [N]
+    targets = labels.flatten()[rows]  # [N]
+    _check_labels(targets, len(layer.weight), ignore_index)
+    plan = plan_chunks(
+        hidden, layer.weight, teacher_hidden, teacher_layer.weight, chunk_size=chunk_size
+    )
+    training = torch.is_grad_enabled()  # inside a Function it is always off
+    # The plan knows the dtype of each product: autocast would choose another one.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return ChunkedDistillation.apply(
+            hidden.reshape(-1, hidden.shape[-1]),  # [T, D]
+            *layer,
+            teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),  # [T, E]
+            OutputLayer(*map(_detached, teacher_layer)),
+            rows,
+            targets,
+            _divisor(len(rows), num_items),
+            Mixture(temperature, teacher_share),
+            plan,
+            training,
+        )
+
+
+def hidden_state_loss(
+    hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    divisor: torch.Tensor,
+) -> torch.Tensor:
+    """How far hidden [..., D] is from teacher_hidden [..., D], in the `rows` [N] that count.
+
+    Of one position: the squared distance over the squared length of the teacher's. So each counts
+    the same. The first tokens of a text often have hidden states hundreds of times as long as the
+    others; in a mean of squared distances there would be nothing else.
+    """
+    ours = hidden.reshape(-1, hidden.shape[-1])[rows].float()  # [N, D]
+    theirs = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows].float()  # [N, D]
+    length = theirs.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # [N]
+    distance = (ours - theirs).square().sum(-1)  # [N]
+    return (distance / length).sum() / divisor
+
+
+def rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Which of the T tokens have a target: [N]. In a dry run, which has no labels, all of them."""
+    rows = torch.arange(labels.numel(), device=labels.device)  # [T]
+    if dry():
+        return rows
+    return rows[labels.flatten() != ignore_index]
+
+
+def _loss_of_a_step(
+    student: Ran,
+    teacher: Ran,
+    targets: torch.Tensor,
+    *,
+    num_items: int | torch.Tensor | None,
+    ignore_index: int,
+    hidden_weight: float,
+    **options: Any,
+) -> torch.Tensor:
+    """The loss of what both models did on a batch with these targets [B, S]."""
+    loss = distillation_loss(
+        student.hidden,
+        student.layer,
+        teacher.hidden,
+        teacher.layer,
+        targets,
+        num_items=num_items,
+        ignore_index=ignore_index,
+        **options,
+    )
+    if not student.after_blocks:
+        return loss
+    rows = rows_with_a_target(targets, ignore_index)
+    divisor = _divisor(len(rows), num_items)
+    of_pairs = [
+        hidden_state_loss(ours, theirs, rows, divisor=divisor)
+        for ours, theirs in zip(student.after_blocks, teacher.after_blocks)
+    ]
+    return loss + hidden_weight * torch.stack(of_pairs).mean()
+
+
+def _detached(value: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return value
+
+
+def _divisor(targets: int, num_items: int | torch.Tensor | None) -> torch.Tensor:
+    """What the sum of the losses is divided by: a scalar."""
+    divisor = targets
+    if num_items is not None:
+        divisor = num_items
+    divisor = torch.as_tensor(divisor).reshape(())
+    if not dry() and divisor <= 0:
+        raise ValueError(
+            f"a mean over {divisor} targets: "
+            f"give labels other than the ignored one, or num_items above 0"
+        )
+    return divisor
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
+    """Raise ValueError unless both tokenizers give every token the same number.
+
+    The models alone cannot show it: two vocabularies of one size may hold other tokens, and the
+    student would learn the teacher's distribution over the wrong ones.
+    """
+    ours = tokenizer.get_vocab()
+    theirs = teacher_tokenizer.get_vocab()
+    different = [token for token in ours if theirs.get(token) != ours[token]]
+    different += [token for token in theirs if token not in ours]
+    if different:
+        raise ValueError(
+            f"the tokenizers differ in {len(different):,} tokens, such as {different[0]!r}: "
+            f"logit distillation needs a teacher with the student's tokens"
+        )
+
+
+def _check_options(temperature: float, teacher_share: float, chunk_size: int | None) -> None:
+    check_number(above=0, temperature=temperature)
+    check_number(above=0, teacher_share=teacher_share)
+    if teacher_share > 1:
+        raise ValueError(f"teacher_share={teacher_share!r}: give a number above 0 and up to 1")
+    if chunk_size is not None:
+        check_whole(chunk_size=chunk_size)
+
+
+def _check_models(student: Any, teacher: Any) -> None:
+    """Raise ValueError for two causal LMs that cannot be student and teacher."""
+    if student is teacher:
+        raise ValueError("student and teacher are the same model: give two, such as make_student's")
+    for model in (student, teacher):
+        require_plain_head(model)
+    ours = len(head_of(student))
+    theirs = len(head_of(teacher))
+    if ours != theirs:
+        raise ValueError(
+            f"the student has a vocabulary of {ours:,} tokens and the teacher one of {theirs:,}: "
+            f"give models with the same tokens; where only unused rows at the end differ, "
+            f"teacher.resize_token_embeddings({ours}) cuts or adds them"
+        )
+
+
+def _checked_pairs(
+    student: Any, teacher: Any, block_pairs: Iterable[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The pairs as a list. Raises ValueError for blocks that do not exist, or do not fit."""
+    pairs = list(block_pairs)
+    for ours, theirs in pairs:
+        check_whole(least=0, most=len(decoder_blocks(student)) - 1, block_of_student=ours)
+        check_whole(least=0, most=len(decoder_blocks(teacher)) - 1, block_of_teacher=theirs)
+    widths = [head_of(model).shape[1] for model in (student, teacher)]
+    if pairs and widths[0] != widths[1]:
+        raise ValueError(
+            f"hidden states of the widths {widths[0]} and {widths[1]} cannot be compared: "
+            f"leave block_pairs out, or give a student of the teacher's width"
+        )
+    return pairs
+
+
+def _check_shapes(
+    hidden: torch.Tensor,
+    layer: OutputLayer,
+    teacher_hidden: torch.Tensor,
+    teacher_layer: OutputLayer,
+    labels: torch.Tensor,
+) -> None:
+    """Raise ValueError unless the shapes fit each other and both vocabularies are as large."""
+    fits = len(layer.weight) == len(teacher_layer.weight)
+    for states, its_layer in ((hidden, layer), (teacher_hidden, teacher_layer)):
+        weight = its_layer.weight
+        fits = fits and weight.dim() == 2 and states.shape == (*labels.shape, weight.shape[1])
+        if its_layer.bias is not None:
+            fits = fits and its_layer.bias.shape == weight.shape[:1]
+    if not fits:
+        tensors = (hidden, layer.weight, teacher_hidden, teacher_layer.weight, labels)
+        raise ValueError(
+            f"shapes of hidden, weight, teacher's hidden, teacher's weight, labels: "
+            f"{[tuple(tensor.shape) for tensor in tensors]} are not "
+            f"[..., D], [V, D], [..., E], [V, E], [...]"
+        )
+
+
+def _check_labels(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError for a target outside the vocabulary."""
+    if dry():
+        return
+    outside = (targets < 0) | (targets >= vocabulary)
+    if outside.any():
+        raise ValueError(
+            f"a label is neither in the vocabulary of {vocabulary} "
+            f"nor {ignore_index}, the ignored one"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.LOSS)
+def estimate_distillation(
+    budget: Budget,
+    model: Any,
+    shape: Shape,
+    *,
+    teacher: Any,
+    block_pairs: int = 0,
+    chunk_size: int | None = None,
+    targets: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Budget:
+    """The budget of a student `model` with a teacher.
+
+    Args:
+        block_pairs: how many pairs of blocks are compared.
+        targets: tokens of a micro-batch that have a label. None: all but the first of each row.
+        dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
+            or if there is none.
+    It is assumed that the teacher's forward, which keeps nothing, needs less than the student's
+    backward. Raises ValueError for a wrong chunk size, and if no token has a label.
+    """
+    _check_options(1.0, 1.0, chunk_size)
+    check_whole(least=0, block_pairs=block_pairs)
+    if targets is None:
+        check_whole(least=2, seq=shape.seq)  # the first token is nobody's target
+        targets = shape.tokens - shape.rows
+    check_whole(targets=targets)
+    head = head_of(model)
+    teacher_head = head_of(teacher)
+    with _autocast(head, dtype):
+        plan = plan_chunks(head, head, teacher_head, teacher_head, chunk_size=chunk_size)
+
+    weight_gradient = 0
+    if head_trains(budget, model):
+        weight_gradient = head.numel() * plan.sums.itemsize
+    of_pairs = block_pairs * _pair_bytes(model, teacher, shape, targets)
+    in_last_chunk = _hidden_bytes(budget, model, teacher, shape)
+    in_last_chunk += _chunk_bytes(budget, model, teacher, plan, targets)
+    # Or later, when backward is in the last block, whose activations are still there. Those of the
+    # final norm are free again.
+    final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
+    in_last_block = budget.block_gradients - final_norm
+    return budget.change(
+        weights=budget.weights + weight_bytes(teacher),
+        loss=weight_gradient + of_pairs + max(in_last_chunk, in_last_block),
+    )
+
+
+def _autocast(head: torch.Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """The autocast of a step of this dtype; None leaves it as it is."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    device = machine().device if head.is_meta else head.device.type
+    return torch.autocast(device, dtype, enabled=dtype is not torch.float32)
+
+
+def _hidden_bytes(budget: Budget, model: Any, teacher: Any, shape: Shape) -> int:
+    """The teacher's hidden states [T, E], and the gradient of the student's [T, D].
+
+    Also the student's themselves, if the budget has them not among what is saved.
+    """
+    head = head_of(model)
+    hidden = shape.tokens * head.shape[1] * head.dtype.itemsize
+    of_teacher = shape.tokens * head_of(teacher).shape[1] * teacher.dtype.itemsize
+    if head_trains(budget, model):
+        return of_teacher + hidden  # the output layer saves its input, for its weight's gradient
+    return of_teacher + 2 * hidden
+
+
+def _chunk_bytes(budget: Budget, model: Any, teacher: Any, plan: ChunkPlan, targets: int) -> int:
+    """What is alive at the largest moment of one chunk, beside the gradients."""
+    head = head_of(model)
+    vocabulary, width = head.shape
+    rows = min(plan.rows, targets)
+    size = plan.products.itemsize
+    tables = rows * vocabulary * (size + plan.teacher_products.itemsize)
+    # Of this chunk; and beside them their gradient, or those of the chunk before.
+    inputs = 2 * rows * width * size
+
+    copies = 0
+    for weight, products in ((head, plan.products), (head_of(teacher), plan.teacher_products)):
+        if weight.dtype != products:
+            copies += weight.numel() * products.itemsize
+    # In fp32, of a block: log q, log p and p of the two losses' four tables; and of 16 bits a copy.
+    of_a_block = 4 * min(rows, plan.block_rows) * vocabulary
+    between_products = 4 * of_a_block
+    if size == 2:
+        between_products += of_a_block
+    in_products = 0
+    if head_trains(budget, model) and plan.products != plan.sums:
+        in_products = head.numel() * size  # the chunk's part of the weight's gradient
+    return tables + inputs + copies + max(between_products, in_products)
+
+
+def _pair_bytes(model: Any, teacher: Any, shape: Shape, targets: int) -> int:
+    """Of a pair: the teacher's hidden states, and the differences that backward needs, in fp32."""
+    width = head_of(model).shape[1]
+    of_teacher = shape.tokens * width * teacher.dtype.itemsize
+    return of_teacher + 4 * targets * width

@@ -1,0 +1,326 @@
+"""A student made from its teacher: fewer blocks, narrower MLPs, chosen by what each of them does.
+
+Problem    A smaller model with random weights has everything to learn. The large one holds most of
+           it already, and not all of its parts do equally much.
+Idea       Measure on some text what each part does, and keep the parts that do most.
+
+           A block adds something to the hidden states h. If h points where it pointed before, the
+           block has done little:
+
+               influence of a block = 1 - mean cosine(h before, h after)
+
+           An MLP multiplies its channels a [F] by W. Without channel c its output changes by
+           a[c] W[:, c], so
+
+               importance of channel c = mean(a[c]²) |W[:, c]|²
+
+           The student is a model of the same class with a smaller configuration, and with the
+           weights that were kept.
+Saves      The share of blocks that go, of weights, KV cache and time per token. A narrower MLP
+           saves weights and time alone. Embedding and output layer stay as they are.
+Costs      The loss jumps: the student has to be trained again, best by its teacher
+           (`distillation`). The measurement takes a few forwards.
+Use when   A trained model is too slow or too large, and text to train on is there.
+Not when   Nothing can be trained afterwards. Where 8 or 4 bits are small enough: they cost less.
+In production   NVIDIA Model Optimizer `mtp.prune(…, mode="mcore_minitron")` on Megatron models,
+           blocks, MLPs, heads and hidden size; mergekit copies chosen layers
+           (`merge_method: passthrough`), without a measurement.
+Source     Men et al., "ShortGPT", arXiv 2403.03853 (influence of blocks); Muralidharan et al.,
+           "Compact Language Models via Pruning and Knowledge Distillation", arXiv 2407.14679
+           (channels by their activations); Sun et al., "Wanda", arXiv 2306.11695 (activation times
+           weight).
+
+Shapes: B batch, S sequence, D hidden, F channels of the feed-forward, K of them kept, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes_lib.compression.student_parts import (
+    mlp_of,
+    require_plain_model,
+    require_same_settings,
+    smaller_config,
+    tensors_of_student,
+)
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.evaluation import evaluating
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_student(teacher: Any, blocks: Sequence[int]) -> Any:
+    """A copy of a Llama-like `teacher` that has these of its blocks, and no others."""
+    student = copy.deepcopy(teacher)
+    trunk = student.model
+    trunk.layers = nn.ModuleList(trunk.layers[number] for number in blocks)
+    student.config.num_hidden_layers = len(blocks)
+    for number, block in enumerate(trunk.layers):
+        # By this number a block finds its keys and values in the cache. With the old numbers,
+        # training works and generation is wrong.
+        block.self_attn.layer_idx = number
+    return student
+
+
+@torch.no_grad()
+def plain_influence(hidden_states: Sequence[torch.Tensor]) -> list[float]:
+    """Of L blocks, from the L + 1 hidden states [B, S, D] before, between and after them."""
+    influence = []
+    for before, after in pairwise(hidden_states):
+        cosine = torch.cosine_similarity(before, after, dim=-1)  # [B, S]
+        influence.append(1 - cosine.mean().item())
+    return influence
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def make_student(
+    teacher: Any,
+    *,
+    blocks: Sequence[int] | None = None,
+    channels: Sequence[torch.Tensor] | None = None,
+) -> Any:
+    """A new model with these blocks of the teacher and these channels of its MLPs.
+
+    It is an ordinary model of the teacher's class, on its device and in its dtype, with a smaller
+    configuration: it saves, loads and generates like any other. It shares no memory with the
+    teacher, which stays as it is.
+
+    Args:
+        blocks: their numbers from 0, in rising order, as `choose_blocks` returns them. None: all.
+        channels: for each block of the *teacher* the channels to keep [K], as `choose_channels`
+            returns them. None: all.
+    Raises ValueError for blocks or channels that do not exist or are in no order; for a model that
+    is no causal LM, is quantized or has adapters; for blocks that share their keys and values or
+    compute otherwise at another place; and for narrower MLPs in a model whose MLPs are unknown.
+    """
+    require_causal_lm(teacher)
+    require_plain_model(teacher)
+    of_teacher = decoder_blocks(teacher)
+    if blocks is None:
+        blocks = range(len(of_teacher))
+    _check_numbers(blocks, below=len(of_teacher), blocks=list(blocks))
+    if channels is not None:
+        _check_channels(teacher, channels)
+
+    config = smaller_config(teacher, blocks=blocks, channels=channels)
+    student = _empty_model(teacher, config)
+    require_same_settings(student, teacher, blocks=blocks)
+    tensors = tensors_of_student(teacher, blocks=blocks, channels=channels)
+    student.load_state_dict(tensors)
+    student.tie_weights()
+    student.generation_config = copy.deepcopy(teacher.generation_config)
+    return student.train(teacher.training)
+
+
+def block_influence(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> list[float]:
+    """What each block does to the hidden states: 1 - the mean cosine of its input and its output.
+
+    The mean is over all positions of all batches; with an `attention_mask`, over those that it
+    shows. Every module keeps its mode. Raises ValueError for no batch, and for no causal LM.
+    """
+    require_causal_lm(model)
+    blocks = list(decoder_blocks(model))
+    sums = [0.0] * len(blocks)
+    positions = 0
+    mask = torch.empty(0)
+
+    def add(number: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, S]
+        sums[number] += cosine[mask].sum().item()
+
+    with _Watched(blocks, add):
+        for batch in batches:
+            mask = _shown(batch)  # [B, S]
+            positions += int(mask.sum())
+            _run(model, batch)
+    _check_measured(positions)
+    return [1 - total / positions for total in sums]
+
+
+def channel_importance(
+    model: Any, batches: Iterable[dict[str, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """What each channel of each block's MLP adds to its output: mean(a²) |W|², fp32 [F] per block.
+
+    Positions count as in `block_influence`. Raises ValueError for no batch, for no causal LM, and
+    for MLPs whose parts are unknown.
+    """
+    require_causal_lm(model)
+    mlps = [mlp_of(block) for block in decoder_blocks(model)]
+    sums = [torch.zeros(mlp.channels, device=model.device) for mlp in mlps]
+    positions = 0
+    mask = torch.empty(0)
+
+    def add(number: int, activations: torch.Tensor, _output: torch.Tensor) -> None:
+        # [B, S, F]; some models flatten it to [B * S, F]
+        of_positions = activations.reshape(*mask.shape, -1)[mask].float()
+        sums[number] += of_positions.square().sum(0)
+
+    with _Watched([mlp.out for mlp in mlps], add):
+        for batch in batches:
+            mask = _shown(batch)
+            positions += int(mask.sum())
+            _run(model, batch)
+    _check_measured(positions)
+    return [total / positions * mlp.out_norms().square() for total, mlp in zip(sums, mlps)]
+
+
+def choose_blocks(influence: Sequence[float], *, keep: int, spread: bool = True) -> list[int]:
+    """The numbers of the `keep` blocks that stay, in rising order.
+
+    Args:
+        spread: True cuts the blocks into `keep` runs of neighbours, as equal as they can be, and
+            takes the most influential block of each: every second, if half of them stay. False
+            takes the most influential of all, and may leave a long gap.
+    Raises ValueError for `keep` outside 1 … number of blocks.
+    """
+    check_whole(keep=keep, most=len(influence))
+    if not spread:
+        by_influence = sorted(range(len(influence)), key=lambda number: -influence[number])
+        return sorted(by_influence[:keep])
+    borders = [round(run * len(influence) / keep) for run in range(keep + 1)]
+    runs = [range(start, end) for start, end in pairwise(borders)]
+    return [max(run, key=lambda number: influence[number]) for run in runs]
+
+
+def choose_channels(importance: Sequence[torch.Tensor], *, keep: int) -> list[torch.Tensor]:
+    """For each block the numbers of its `keep` most important channels [keep], in rising order.
+
+    Raises ValueError for `keep` outside 1 … number of channels.
+    """
+    check_whole(keep=keep, most=min(len(of_block) for of_block in importance))
+    return [of_block.topk(keep).indices.sort().values for of_block in importance]
+
+
+def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
+    """(block of the student, block of its teacher) whose outputs should be alike.
+
+    Behind a kept block, those that went have left a gap. The student's block has to do their work
+    as well: its output belongs in front of the *next* kept block. So it is compared with the output
+    of the last block before that one.
+
+    Args:
+        of: how many blocks the teacher has.
+    Raises ValueError for blocks that do not exist or are in no order.
+    """
+    _check_numbers(blocks, below=of, blocks=list(blocks))
+    next_kept = [*blocks[1:], of]
+    return [(number, following - 1) for number, following in enumerate(next_kept)]
+
+
+def _empty_model(teacher: Any, config: Any) -> Any:
+    """A model of this configuration, on the teacher's device and in its dtype.
+
+    Its weights are drawn, and then replaced. The random stream stays where it is.
+    """
+    from transformers import AutoModelForCausalLM
+
+    devices = []
+    if teacher.device.type == "cuda":
+        devices = [teacher.device]
+    with torch.random.fork_rng(devices=devices), torch.device(teacher.device):
+        return AutoModelForCausalLM.from_config(config, dtype=teacher.dtype)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+class _Watched:
+    """Context: after each module's forward, `see(number, input, output)` is called."""
+
+    def __init__(self, modules: Sequence[nn.Module], see: Any) -> None:
+        self._modules = modules
+        self._see = see
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Watched:
+        for number, module in enumerate(self._modules):
+            hook = self._hook_of(number)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook_of(self, number: int) -> Any:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            before = args[0] if args else kwargs["hidden_states"]
+            after = output[0] if isinstance(output, tuple) else output
+            self._see(number, before, after)
+
+        return hook
+
+
+def _run(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """A forward without gradients, of the inputs alone: with labels there would be all logits."""
+    inputs = {name: batch[name].to(model.device) for name in batch if name != "labels"}
+    with evaluating(model):
+        model(**inputs, use_cache=False, logits_to_keep=1)
+
+
+def _shown(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which positions count: bool [B, S]."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        mask = torch.ones_like(batch["input_ids"])
+    return mask.bool()
+
+
+def _check_measured(positions: int) -> None:
+    if positions == 0:
+        raise ValueError("there is no text to measure on: give batches with input_ids [B, S]")
+
+
+def _check_numbers(numbers: Sequence[int], *, below: int, **given: Any) -> None:
+    """Raise ValueError unless the numbers are 0 … below - 1, each once, in rising order."""
+    name, value = next(iter(given.items()))
+    rising = all(first < second for first, second in pairwise(numbers))
+    if not numbers or not rising or numbers[0] < 0 or numbers[-1] >= below:
+        raise ValueError(f"{name}={value}: give numbers from 0 to {below - 1} in rising order")
+
+
+def _check_channels(teacher: Any, channels: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless each block has as many channels to keep, all of which exist."""
+    mlps = [mlp_of(block) for block in decoder_blocks(teacher)]
+    if len(channels) != len(mlps) or len({len(kept) for kept in channels}) != 1:
+        raise ValueError(
+            f"channels are {[len(kept) for kept in channels]} for {len(mlps)} blocks: "
+            f"give each block of the teacher equally many"
+        )
+    for number, (kept, mlp) in enumerate(zip(channels, mlps)):
+        listed = [int(channel) for channel in kept]
+        _check_numbers(listed, below=mlp.channels, **{f"channels[{number}]": listed[:8]})
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_parameters(
+    model: Any, *, blocks: int | None = None, channels: int | None = None
+) -> int:
+    """How many parameters a student of `model` has with so many blocks and channels per MLP.
+
+    Raises ValueError for more of them than the model has.
+    """
+    of_model = decoder_blocks(model)
+    if blocks is None:
+        blocks = len(of_model)
+    check_whole(blocks=blocks, most=len(of_model))
+    per_block = sum(parameter.numel() for parameter in of_model[0].parameters())
+    outside = model.num_parameters() - len(of_model) * per_block
+    if channels is not None:
+        mlp = mlp_of(of_model[0])
+        check_whole(channels=channels, most=mlp.channels)
+        per_block -= (mlp.channels - channels) * mlp.parameters_per_channel()
+    return outside + blocks * per_block

@@ -1,0 +1,481 @@
+import copy
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from recipes_lib.compression import distillation_autograd
+from recipes_lib.compression.distillation import (
+    OutputLayer,
+    apply_distillation,
+    distillation_loss,
+    estimate_distillation,
+    hidden_state_loss,
+    plain_distillation_loss,
+    remove_distillation,
+    require_same_tokens,
+)
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from tests.conftest import assert_same_gradients, gradients, make_batch, run
+
+
+def make_tensors(tokens=(3, 37), widths=(24, 40), vocab=101, dtype=torch.float32, device="cpu"):
+    """Two hidden states and two output layers with biases, and labels, of which a third is ignored.
+
+    Those of the student train.
+    """
+    found = []
+    for width, trains in zip(widths, (True, False)):
+        tensors = [torch.randn(*tokens, width), torch.randn(vocab, width) / width**0.5]
+        tensors.append(torch.randn(vocab))
+        hidden, weight, bias = [each.to(device, dtype).requires_grad_(trains) for each in tensors]
+        found += [hidden, OutputLayer(weight, bias)]
+    labels = torch.randint(0, vocab, tokens)
+    labels[torch.rand(tokens) < 1 / 3] = -100
+    return *found, labels.to(device)
+
+
+def all_logits(hidden, layer):
+    """[T, V], as a model makes them."""
+    logits = linear(hidden, layer.weight, layer.bias).flatten(0, -2)
+    if layer.softcap:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    return logits
+
+
+def reference(hidden, layer, teacher_hidden, teacher_layer, labels, **options):
+    """Both tables whole."""
+    labels = labels.flatten()
+    rows = labels != -100
+    logits = all_logits(hidden, layer)[rows]
+    teacher_logits = all_logits(teacher_hidden, teacher_layer)[rows].detach()
+    return plain_distillation_loss(logits, teacher_logits, labels[rows], **options)
+
+
+def with_gradients(loss, tensors, factor=0.7):
+    """A factor other than 1 shows whether the incoming gradient is used."""
+    return [loss.detach(), *torch.autograd.grad(loss * factor, tensors)]
+
+
+def error(got, expected):
+    """Relative, in the Euclidean norm."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("temperature", "teacher_share", "softcaps", "chunk_size"),
+    [
+        (1.0, 0.5, (None, None), 7),
+        (3.0, 0.25, (None, None), 1),  # t² and t, and both shares
+        (0.5, 1.0, (None, None), 1000),  # the teacher alone
+        (2.0, 0.5, (4.0, 3.0), 7),  # each model has its own soft cap
+    ],
+)
+def test_equals_the_plain_formula(monkeypatch, temperature, teacher_share, softcaps, chunk_size):
+    """In fp64, value and gradients: a missing t², one share for both, a wrong derivative."""
+    # Several blocks in a chunk, the last one smaller.
+    monkeypatch.setattr(distillation_autograd, "LOGITS_OF_A_BLOCK", 3 * 101)
+    tensors = make_tensors(dtype=torch.float64)
+    hidden, layer, teacher_hidden, teacher_layer, labels = tensors
+    layer = layer._replace(softcap=softcaps[0])
+    teacher_layer = teacher_layer._replace(softcap=softcaps[1])
+    given = (hidden, layer, teacher_hidden, teacher_layer, labels)
+    options = {"temperature": temperature, "teacher_share": teacher_share}
+    trained = [hidden, layer.weight, layer.bias]
+    expected = with_gradients(reference(*given, **options), trained)
+    loss = distillation_loss(*given, **options, chunk_size=chunk_size)
+    assert loss.dtype == torch.float64
+    for got, want in zip(with_gradients(loss, trained), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [50, None])
+@pytest.mark.parametrize("native", [True, False])
+def test_16_bit_value_and_gradients_are_right(monkeypatch, native, chunk_size):
+    """As near to fp64 as all logits in bf16 with a loss in fp32, with bf16 units and without."""
+    machine = SimpleNamespace(native_bf16=native)
+    monkeypatch.setattr(distillation_autograd, "machine", lambda: machine)
+    tensors = make_tensors((1021,), (64, 32), 257, torch.bfloat16)
+    hidden, layer, teacher_hidden, teacher_layer, labels = tensors
+    options = {"temperature": 2.0, "teacher_share": 0.5}
+    exact = [hidden.detach().double().requires_grad_()]
+    exact += [OutputLayer(*[each.detach().double().requires_grad_() for each in layer[:2]])]
+    exact += [teacher_hidden.double(), OutputLayer(*[e.double() for e in teacher_layer[:2]])]
+    trained_exact = [exact[0], exact[1].weight]
+    expected = with_gradients(reference(*exact, labels, **options), trained_exact)
+
+    trained = [hidden, layer.weight]
+    rows = labels != -100
+    plain = plain_distillation_loss(
+        all_logits(hidden, layer)[rows].float(),
+        all_logits(teacher_hidden, teacher_layer)[rows].float(),
+        labels[rows],
+        **options,
+    )
+    plain = with_gradients(plain, trained)
+    got = with_gradients(distillation_loss(*tensors, **options, chunk_size=chunk_size), trained)
+    assert [each.dtype for each in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert error(got[0], expected[0]) < 1e-3
+    for ours, theirs, want in zip(got[1:], plain[1:], expected[1:], strict=True):
+        assert error(ours, want) < 1.5 * error(theirs, want)
+
+
+def test_a_teacher_in_fewer_bits_and_a_micro_batch():
+    """A bf16 teacher of an fp32 student; and parts of a batch sum to the whole."""
+    hidden, layer, teacher_hidden, teacher_layer, labels = make_tensors()
+    teacher_hidden = teacher_hidden.bfloat16()
+    teacher_layer = OutputLayer(*[each.bfloat16() for each in teacher_layer[:2]])
+    targets = (labels != -100).sum()
+    whole = distillation_loss(hidden, layer, teacher_hidden, teacher_layer, labels)
+    parts = 0.0
+    for row in range(len(labels)):
+        parts = parts + distillation_loss(
+            hidden[row], layer, teacher_hidden[row], teacher_layer, labels[row], num_items=targets
+        )
+    trained = [hidden, layer.weight, layer.bias]
+    for got, want in zip(with_gradients(parts, trained), with_gradients(whole, trained)):
+        torch.testing.assert_close(got, want)
+
+
+def test_hidden_states_count_by_their_length():
+    """Tokens with hidden states a thousand times as long count like the others."""
+    theirs = torch.randn(2, 5, 8)
+    theirs[:, 0] *= 1000
+    ours = (1.1 * theirs).requires_grad_()
+    rows = torch.tensor([0, 1, 4, 7])
+    loss = hidden_state_loss(ours, theirs, rows, divisor=torch.tensor(4))
+    torch.testing.assert_close(loss.item(), 0.01, rtol=1e-4, atol=0)
+    loss.backward()
+    others = [row for row in range(10) if row not in rows]
+    assert ours.grad.view(10, 8)[others].abs().max() == 0  # what is ignored does not count
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def memory_of(loss_of, *, tokens, vocab, widths):
+    """Bytes beside the inputs of a loss and its backward."""
+    hidden, teacher_hidden = [torch.randn(tokens, width) for width in widths]
+    weight, teacher_weight = [torch.randn(vocab, width) for width in widths]
+    labels = torch.zeros(tokens, dtype=torch.long)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with PeakMemory() as memory:
+        before = memory.current
+        layers = OutputLayer(weight), OutputLayer(teacher_weight)
+        loss_of(hidden, layers[0], teacher_hidden, layers[1], labels).backward()
+    return memory.peak - before
+
+
+def plain(hidden, layer, teacher_hidden, teacher_layer, labels):
+    with torch.no_grad():
+        teacher_logits = all_logits(teacher_hidden, teacher_layer)
+    options = {"temperature": 2.0, "teacher_share": 0.5}
+    return plain_distillation_loss(all_logits(hidden, layer), teacher_logits, labels, **options)
+
+
+def chunked(*tensors):
+    return distillation_loss(*tensors, temperature=2.0, teacher_share=0.5)
+
+
+def test_an_eighth_of_the_memory_at_a_large_vocabulary(monkeypatch):
+    """8K tokens and the vocabulary of Llama 3, in a dry run. Nothing has the size of a table."""
+    # As on a GPU: with larger blocks a dry run has fewer operators.
+    monkeypatch.setattr(distillation_autograd, "LOGITS_OF_A_BLOCK", 2**23)
+    sizes = {"tokens": 8192, "vocab": 128_256, "widths": (2048, 4096)}
+    with dry_run():
+        naive = memory_of(plain, **sizes)
+        ours = memory_of(chunked, **sizes)
+    assert 8 * ours < naive
+    one_table = 4 * 8192 * 128_256
+    assert ours < one_table / 2
+
+
+def test_an_eighth_of_the_memory_for_real(monkeypatch):
+    """The same with data, and as the dry run says."""
+    monkeypatch.setattr(distillation_autograd, "CHUNK_BYTES", 64 * 4 * 4096)
+    monkeypatch.setattr(distillation_autograd, "LOGITS_OF_A_BLOCK", 16 * 4096)
+    sizes = {"tokens": 1024, "vocab": 4096, "widths": (32, 48)}
+    naive = memory_of(plain, **sizes)
+    ours = memory_of(chunked, **sizes)
+    assert 8 * ours < naive
+    with dry_run():
+        dry = memory_of(chunked, **sizes)
+    assert dry == pytest.approx(ours, rel=0.02)
+
+
+@pytest.mark.parametrize("pairs", [0, 2])
+@pytest.mark.parametrize(
+    ("dtype", "frozen_head"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+)
+def test_peak_as_estimated(monkeypatch, dtype, frozen_head, pairs):
+    """Of a whole step of a student with a teacher of another depth."""
+    machine = SimpleNamespace(native_bf16=True, device="cpu")
+    monkeypatch.setattr(distillation_autograd, "machine", lambda: machine)
+    shape = Shape(batch=2, seq=512)
+    with dry_run():
+        student = model_of_shape("smollm2-135m", layers=2, device="cpu", dtype=dtype)
+        teacher = model_of_shape("smollm2-135m", layers=3, device="cpu", dtype=dtype)
+        if frozen_head:
+            student.get_output_embeddings().weight.requires_grad_(False)
+        plan = budget_of(student, shape).change(states=0)
+        plan = estimate_distillation(plan, student, shape, teacher=teacher, block_pairs=pairs)
+        apply_distillation(student, teacher, block_pairs=[(0, 1), (1, 2)][:pairs])
+        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+        with PeakMemory() as memory:
+            student(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert plan.peak == pytest.approx(memory.peak, rel=0.03)
+
+
+# --- two models -----------------------------------------------------------------------------------
+
+
+def teacher_of(name, **options):
+    torch.manual_seed(3)
+    return model_of_shape(name, layers=3, device="cpu", **options)
+
+
+def expected_step(student, teacher, batch, *, temperature=2.0, teacher_share=0.5):
+    """Loss and gradients by hand, from all logits of both models."""
+    student.zero_grad()
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = student(**inputs, use_cache=False).logits[:, :-1]
+    with torch.no_grad():
+        teacher_logits = teacher(**inputs, use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    rows = labels != -100
+    loss = plain_distillation_loss(
+        logits[rows],
+        teacher_logits[rows],
+        labels[rows],
+        temperature=temperature,
+        teacher_share=teacher_share,
+    )
+    loss.backward()
+    return {"loss": loss.detach()} | gradients(student)
+
+
+def test_every_family_learns_the_plain_loss(tiny, batch):
+    """Padded rows and prompts without a label; the teacher has another depth, and for some families
+    dropout, soft caps and no tied embedding."""
+    name = f"tiny-{tiny.config.model_type}"
+    teacher = teacher_of(name).train()
+    expected = expected_step(tiny, copy.deepcopy(teacher).eval(), batch)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    apply_distillation(tiny, teacher, temperature=2.0, chunk_size=10)
+    got = run(tiny, batch)
+    assert_same_gradients(got, expected, atol=1e-6, rtol=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert teacher.training  # it had its own mode only for the forward
+
+
+def test_a_teacher_with_dropout_teaches_without():
+    """Would catch a teacher that is asked in training mode: every answer would be another one."""
+    student = model_of_shape("tiny-gpt2", device="cpu")
+    teacher = teacher_of("tiny-gpt2").train()
+    for module in teacher.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    batch = make_batch()
+    apply_distillation(student, teacher)
+    losses = {student(**batch, use_cache=False).loss.item() for _ in range(3)}
+    assert len(losses) == 1
+
+
+def test_hidden_states_of_pairs_are_added(batch):
+    """Of the blocks that were named, and not of their neighbours; prompts and padding do not count."""
+    student = model_of_shape("tiny-llama", device="cpu")
+    teacher = teacher_of("tiny-llama").eval()
+    pairs = [(0, 1), (1, 2)]
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    alone = run(apply_distillation(copy.deepcopy(student), teacher), batch)["loss"]
+    rows = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100).flatten() != -100
+    kept = {}
+    for model in (student, teacher):
+        for number, block in enumerate(model.model.layers):
+            block.register_forward_hook(
+                lambda _m, _i, out, key=(model is teacher, number): kept.__setitem__(key, out)
+            )
+        model(**inputs, use_cache=False)
+    distances = []
+    for ours, theirs in pairs:
+        ours = kept[False, ours].flatten(0, 1)[rows]
+        theirs = kept[True, theirs].flatten(0, 1)[rows]
+        distances.append(((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).mean())
+    expected = alone + 0.3 * sum(distances) / 2
+    apply_distillation(student, teacher, block_pairs=pairs, hidden_weight=0.3)
+    torch.testing.assert_close(run(student, batch)["loss"], expected.detach())
+
+
+def test_the_student_stays_what_it_was(tmp_path, llama, batch):
+    """In eval mode, in what it saves, for its copies, and after the teacher has gone."""
+    teacher = teacher_of("tiny-llama")
+    names = list(llama.state_dict())
+    plain = run(llama.eval(), batch)["loss"]
+    apply_distillation(llama, teacher)
+    assert list(llama.state_dict()) == names
+    assert len(list(llama.parameters())) == len(set(llama.parameters()))
+    torch.testing.assert_close(run(llama.eval(), batch)["loss"], plain)
+    assert llama(**batch).logits.shape[-1] == 128
+
+    taught = run(llama.train(), batch)["loss"]
+    twin = copy.deepcopy(llama)
+    assert twin.teaching.teacher is teacher
+    torch.testing.assert_close(run(twin, batch)["loss"], taught)
+
+    llama.save_pretrained(tmp_path)
+    loaded = type(teacher).from_pretrained(tmp_path)
+    torch.testing.assert_close(run(loaded.eval(), batch)["loss"], plain)
+    remove_distillation(llama)
+    assert type(llama) is type(teacher)
+    torch.testing.assert_close(run(llama.train(), batch)["loss"], plain)
+    with pytest.raises(ValueError, match="no teacher"):
+        remove_distillation(llama)
+
+
+def test_together_with_other_techniques(llama, batch):
+    """Checkpoints change nothing. A chunked loss below is passed by; one above would take the
+    labels away, and the student would train without its teacher: it is refused."""
+    teacher = teacher_of("tiny-llama")
+    expected = run(apply_distillation(copy.deepcopy(llama), teacher, block_pairs=[(1, 2)]), batch)
+    apply_chunked_cross_entropy(llama)
+    apply_activation_checkpointing(llama)
+    apply_distillation(llama, teacher, block_pairs=[(1, 2)])
+    assert_same_gradients(run(llama, batch), expected)
+
+    taught = apply_distillation(model_of_shape("tiny-llama", device="cpu"), teacher)
+    with pytest.raises(ValueError, match="computes its loss itself"):
+        apply_chunked_cross_entropy(taught)
+
+
+def test_a_padded_batch_is_its_rows(llama):
+    """Padding has no part in the loss: the rows alone, weighted by their targets, give the same."""
+    teacher = teacher_of("tiny-llama")
+    apply_distillation(llama, teacher)
+    batch = make_batch()
+    targets = int((batch["labels"][:, 1:] != -100).sum())
+    whole = run(llama, batch, num_items_in_batch=targets)["loss"]
+    parts = 0.0
+    for row, mask in enumerate(batch["attention_mask"]):
+        length = int(mask.sum())
+        part = {name: value[row : row + 1, :length] for name, value in batch.items()}
+        parts = parts + run(llama, part, num_items_in_batch=targets)["loss"]
+    torch.testing.assert_close(parts, whole)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_refuses_models_that_do_not_fit(llama):
+    teacher = teacher_of("tiny-llama")
+    larger = teacher_of("tiny-llama")
+    larger.resize_token_embeddings(136)
+    with pytest.raises(ValueError, match=r"128 tokens.*136.*resize_token_embeddings\(128\)"):
+        apply_distillation(llama, larger)
+    with pytest.raises(ValueError, match="the same model"):
+        apply_distillation(llama, llama)
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        apply_distillation(llama, torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="block_of_teacher=3"):
+        apply_distillation(llama, teacher, block_pairs=[(0, 3)])
+    narrow = model_of_shape("smollm2-135m", layers=1, device="meta")
+    with pytest.raises(ValueError, match="vocabulary"):
+        apply_distillation(llama, narrow)
+    apply_distillation(llama, teacher)
+    with pytest.raises(ValueError, match="has a teacher"):
+        apply_distillation(llama, teacher)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        llama(inputs_embeds=llama.get_input_embeddings()(ids), labels=ids)
+    with pytest.raises(ValueError, match="0 targets"):
+        llama(input_ids=ids, labels=torch.full_like(ids, -100))
+    llama.teaching.teacher.to("meta")
+    with pytest.raises(ValueError, match="teacher on meta"):
+        llama(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0}, "temperature=0"),
+        ({"teacher_share": 0}, "teacher_share=0"),
+        ({"teacher_share": 1.5}, "teacher_share=1.5"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"hidden_weight": -1}, "hidden_weight=-1"),
+    ],
+)
+def test_refuses_wrong_options(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        apply_distillation(llama, teacher_of("tiny-llama"), **options)
+
+
+def test_refuses_logits_that_the_loss_would_not_make(llama, batch):
+    """A teacher that scales its logits, as Granite does: its distribution would be another one."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    config = GraniteConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        logits_scaling=8.0,
+    )
+    apply_distillation(llama, GraniteForCausalLM(config))
+    with pytest.raises(ValueError, match=r"Granite.*scales its logits"):
+        run(llama, batch)
+
+
+def test_refuses_tokenizers_with_other_tokens():
+    """Same size, other tokens: no shape shows it."""
+    ours = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+    theirs = SimpleNamespace(get_vocab=lambda: {"b": 0, "a": 1})
+    require_same_tokens(ours, ours)
+    with pytest.raises(ValueError, match="2 tokens, such as 'a'"):
+        require_same_tokens(ours, theirs)
+
+
+def test_refuses_shapes_and_labels():
+    hidden, layer, teacher_hidden, teacher_layer, labels = make_tensors()
+    with pytest.raises(ValueError, match="shapes"):
+        distillation_loss(hidden, layer, hidden, teacher_layer, labels)
+    with pytest.raises(ValueError, match="vocabulary of 101"):
+        distillation_loss(hidden, layer, teacher_hidden, teacher_layer, labels + 200)
+
+
+def test_no_graph_of_the_teacher_stays(llama, batch):
+    """Between two steps only the student's gradients are left."""
+    apply_distillation(llama, teacher_of("tiny-llama"), block_pairs=[(1, 2)])
+    run(llama, batch)
+    gc.collect()
+    with PeakMemory() as memory:
+        before = memory.current
+        run(llama, batch)
+        gc.collect()
+        assert memory.current <= before + 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_loss_and_gradients_on_gpu(dtype):
+    student = model_of_shape("tiny-gemma2", dtype=dtype, device="cuda")
+    teacher = teacher_of("tiny-gemma2", dtype=dtype).cuda().eval()
+    batch = {name: tensor.cuda() for name, tensor in make_batch().items()}
+    expected = expected_step(student, teacher, batch)
+    got = run(apply_distillation(student, teacher, temperature=2.0, chunk_size=10), batch)
+    tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-4
+    for name, value in expected.items():
+        assert error(got[name], value) < tolerance, name
