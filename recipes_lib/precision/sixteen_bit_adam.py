@@ -17,8 +17,7 @@ Saves      4 of the 16 bytes per parameter that weight, gradient and two fp32 av
 Costs      The update is close to AdamW's, not equal. `exp_avg` may stop up to 4% short of a
            gradient that stays the same. `exp_avg_sq` has a random error with a standard deviation
            of some 5% at beta2 = 0.999, half of that after the root. A step on a CPU takes two to
-           three times as long as fused AdamW's. Only a chunk is in fp32 at a time; a transposed
-           weight and its gradient are copied whole, one parameter after the other.
+           three times as long as fused AdamW's. Only a chunk is in fp32 at a time.
 Use when   Full fine-tuning in fp32 or with mixed precision, where the states are a large term and
            8 bits are slow or not precise enough. It needs no library.
 Not when   With LoRA, whose states are small. Where 8-bit states do: they save 6 bytes instead of
@@ -165,7 +164,10 @@ class SixteenBitAdamW(torch.optim.Optimizer):
         benches: dict[torch.device, _Workbench],
         seed: int,
     ) -> None:
-        """What is transposed has no flat view: a copy is updated, and written back."""
+        """What is transposed has no flat view: a copy is updated, and written back.
+
+        One parameter at a time is copied whole, and its gradient with it.
+        """
         weight = parameter.contiguous()
         self._update_pieces(self._pieces(parameter, weight), group, benches, seed)
         parameter.copy_(weight)
