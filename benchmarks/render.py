@@ -75,7 +75,9 @@ def gpu_ladder(number: str, folder: Path) -> tuple[str, str]:
 
 
 def ladder(number: str, run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> str:
-    """The ladder of a notebook as a table: notebook 04 counts tokens, the others bytes."""
+    """The ladder of a notebook as a table: 03 counts tokens per second, 04 tokens, others bytes."""
+    if number == "03":
+        return tables.speeds(run)
     if number == "04":
         return tables.lengths(run)
     return tables.ladder(run, other, number=number)
@@ -132,23 +134,51 @@ def cell_on(device: str, number: str, name: str, *, folder: Path = RESULTS) -> s
         run = newest(part, device, row=name, folder=folder)
         if run is None:
             return ""
-        text = row_in_words(run, name, in_tokens=number == "04")
+        text = WORDS.get(number, row_in_bytes)(run, name)
     machine = where(run, newest(LADDERS[number], device, folder=folder))
     return f"{machine}:{NO_BREAK}{text}"
 
 
-def row_in_words(run: dict[str, Any], name: str, *, in_tokens: bool) -> str:
-    """A row against the baseline of its run: length and time, or memory and time."""
-    first = run["rows"][0]
+def row_of(run: dict[str, Any], name: str) -> dict[str, Any]:
+    """The row of a run that has this name."""
     rows = {plain_name(row["name"]): row for row in run["rows"]}
-    row = rows[plain_name(name)]
-    if in_tokens:
-        length = row["tokens"] / first["tokens"]
-        time = row["seconds"] / first["seconds"]
-        return f"{length:.1f}× the baseline's length, {time:.2f}× its time per token"
+    return rows[plain_name(name)]
+
+
+def row_in_bytes(run: dict[str, Any], name: str) -> str:
+    """A row against the baseline of its run: memory and time."""
+    first = run["rows"][0]
+    row = row_of(run, name)
     memory = percent(row["peak_bytes"] / first["peak_bytes"] - 1)
-    parts = [f"{memory} peak", f"{sentences.time_in_words(row, first)} time"]
-    # In a narrow column a line ends between the two, and not inside of them.
+    return unbroken([f"{memory} peak", f"{sentences.time_in_words(row, first)} time"])
+
+
+def row_in_tokens(run: dict[str, Any], name: str) -> str:
+    """A row against the baseline of its run: length and time."""
+    first = run["rows"][0]
+    row = row_of(run, name)
+    length = row["tokens"] / first["tokens"]
+    time = row["seconds"] / first["seconds"]
+    return f"{length:.1f}× the baseline's length, {time:.2f}× its time per token"
+
+
+def row_in_speed(run: dict[str, Any], name: str) -> str:
+    """A row against the first of its group: speed, and where both are known, perplexity."""
+    row = row_of(run, name)
+    first = next(each for each in run["rows"] if each["group"] == row["group"])
+    parts = [f"{sentences.speed_in_words(row, first)} as fast"]
+    if None not in (row["perplexity"], first["perplexity"]):
+        # A perplexity may change by less than a whole per cent, and that is worth knowing.
+        parts.append(f"perplexity {row['perplexity'] / first['perplexity'] - 1:+.1%}")
+    return unbroken(parts)
+
+
+# What a row says, by the number of the notebook; all others count bytes.
+WORDS = {"03": row_in_speed, "04": row_in_tokens}
+
+
+def unbroken(parts: list[str]) -> str:
+    """In a narrow column a line ends between the parts, and not inside of them."""
     return ", ".join(part.replace(" ", NO_BREAK) for part in parts)
 
 

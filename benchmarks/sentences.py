@@ -19,8 +19,10 @@ def headline(number: str, run: dict[str, Any] | None) -> str:
     """
     if run is None:
         return ""
-    sentence = HEADLINES[number](run)
-    return f"> {sentence} {prediction(run)}\n>\n> Measured on {machine_line(run)}."
+    sentences = [HEADLINES[number](run)]
+    if number != "03":  # it compares with a limit, and not with a prediction
+        sentences.append(prediction(run))
+    return f"> {' '.join(sentences)}\n>\n> Measured on {machine_line(run)}."
 
 
 def prediction(run: dict[str, Any]) -> str:
@@ -119,9 +121,30 @@ def better_model(run: dict[str, Any]) -> str:
     )
 
 
+def faster_answers(run: dict[str, Any]) -> str:
+    """Notebook 03 in one sentence: the fastest row of the first group against its first row."""
+    rows = [row for row in run["rows"] if row["group"] == run["rows"][0]["group"]]
+    first = rows[0]
+    fastest = max(rows, key=_tokens_per_second)
+    quality = ""
+    if None not in (first["perplexity"], fastest["perplexity"]):
+        quality = f", perplexity {first['perplexity']:.2f} → {fastest['perplexity']:.2f}"
+    return (
+        f"**{first['tokens_per_second']:,.0f} → {fastest['tokens_per_second']:,.0f} tokens per "
+        f"second:** {first['group'] or 'the model'} writes {speed_in_words(fastest, first)} as "
+        f"fast with {fastest['name']} as with {first['name']}{quality}. Reading its weights alone "
+        f"allows {fastest['tokens_per_second'] / fastest['share_of_limit']:,.0f} on this machine."
+    )
+
+
+def _tokens_per_second(row: dict[str, Any]) -> float:
+    return row["tokens_per_second"]
+
+
 # By the number of the notebook.
 HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "01": less_memory,
+    "03": faster_answers,
     "04": longer_texts,
     "05": better_model,
 }
@@ -143,6 +166,13 @@ def time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
     """
     if row is first or row.get("ratio") is None:
         return f"{time_ratio(row, first):.2f}×"
+    return f"{row['ratio']:.2f}× ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
+
+
+def speed_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """How many times as fast as the first row of its group: "4.37× (4.20–4.52)"."""
+    if row is first or row["ratio"] is None:
+        return f"{row['tokens_per_second'] / first['tokens_per_second']:.2f}×"
     return f"{row['ratio']:.2f}× ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.record import machine_line
-from benchmarks.sentences import time_in_words
+from benchmarks.sentences import speed_in_words, time_in_words
 from recipes_lib.report.style import mib, percent
 
 UNSURE = (
@@ -17,6 +17,12 @@ NOTES = {
         "To the baseline: peak memory. Time is relative to the baseline's step. "
         "Mixed precision and the combination in 16 bits have rows only on machines with native "
         "16-bit products."
+    ),
+    "03": (
+        "One text at a time. As fast: against the first row of its group. The limit: the time "
+        "that reading the weights once takes at {bandwidth:,.0f} GB/s, the rate at which this "
+        "machine read a large tensor. Equal tokens: up to the first that differs from those of "
+        "that row."
     ),
     "04": (
         "Found to within 1 %; the prediction against where the bytes reach the limit. "
@@ -152,6 +158,44 @@ def lengths(run: dict[str, Any] | None) -> str:
     notes += _how_sure(run)
     columns = ["step", "predicted tokens", "off by", "longest found", "to the baseline", "time"]
     return _table(columns, lines, notes)
+
+
+def speeds(run: dict[str, Any] | None) -> str:
+    """A ladder of speeds, by groups. Nothing where no run is recorded."""
+    if run is None:
+        return ""
+    columns = ["step", "tokens/s", "as fast", "ms/token", "GB/s", "of the limit"]
+    columns += ["equal tokens", "perplexity"]
+    lines = []
+    first = None  # the row that the others of its group are compared with
+    for row in run["rows"]:
+        if first is None or row["group"] != first["group"]:
+            first = row
+            if row["group"]:
+                lines.append(_line([f"**{row['group']}**", *[""] * (len(columns) - 1)]))
+        lines.append(_line(_speed_cells(row, first)))
+    note = NOTES["03"].format(bandwidth=run["facts"]["bandwidth"] / 1e9)
+    notes = [f"{machine_line(run)}. {note}", *_how_sure(run)]
+    return _table(columns, lines, notes)
+
+
+def _speed_cells(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
+    equal = ""
+    if row["equal_tokens"] is not None:
+        equal = f"{row['equal_tokens']}/{row['tokens']}"
+    perplexity = ""
+    if row["perplexity"] is not None:
+        perplexity = f"{row['perplexity']:.2f}"
+    return [
+        row["name"],
+        f"{row['tokens_per_second']:,.0f}",
+        speed_in_words(row, first),
+        f"{1000 * row['seconds_per_token']:.1f}",
+        f"{row['gigabytes_per_second']:.1f}",
+        f"{row['share_of_limit']:.0%}",
+        equal,
+        perplexity,
+    ]
 
 
 def _how_sure(run: dict[str, Any]) -> list[str]:

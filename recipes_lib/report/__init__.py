@@ -4,17 +4,23 @@ ladder          the table of a notebook: one row per step, predicted beside meas
 ladder_text     the lines that a ladder prints, and the cells of its table
 rows            rows of any kind of ladder, kept in a file and shown as a table
 turns           steps that take turns on the clock, as many as fit into memory together
+speed_ladder    the same with tokens per second, beside what the bandwidth allows
+speed_ladder_text  the lines that it prints, and the cells of its table
 length_ladder   the same with tokens in place of bytes: how long may the sequence be?
 charts          charts of bars: ladders of bytes and of lengths, budgets, kinds of operators
 timeline_chart  live bytes over a step, one panel per step
 loss_charts     curves and changes of the held-out loss, the loss by position
 growth_chart    bytes against tokens, and the exponent of their growth
+speed_charts    tokens per second, overhead, position, speculation, batches
+roofline_chart  what memory and arithmetic allow, and what was reached
+size_quality_chart  bytes per weight against perplexity
 style           what all charts have in common: colours with one meaning each, units, sources
 figure          the page and the figure: title, key and source around the axes
 bars            rows in groups with their names, labels and whiskers
 stacked         stacked bars with numbers inside and the sum at the end
 curves          lines that differ without colour, names at their ends
 labels          text that fits, and keeps apart
+point_labels    names beside points, of which none covers another
 show            print code as it is in the package
 records         results that another machine measured, from benchmarks/results
 """

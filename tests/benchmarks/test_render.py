@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks import record, render
+from recipes_lib.report.speed_ladder import SpeedRow
 from tests.benchmarks.test_record import machine_facts
 
 # A run of notebook 01 as its ladder writes it, with numbers that are easy to divide.
@@ -118,6 +120,51 @@ def test_runs_of_an_older_form_are_still_read(tmp_path):
     assert render.block("source", folder=tmp_path) == ""
 
 
+# --- notebook 03 --------------------------------------------------------------------------------
+
+
+def speed_row(name, speed, *, group, **more):
+    row = SpeedRow(
+        name=name,
+        weight_bytes=10**8,
+        tokens=96,
+        seconds_per_token=1 / speed,
+        tokens_per_second=speed,
+        gigabytes_per_second=speed / 10,
+        share_of_limit=speed / 400,
+        group=group,
+        **more,
+    )
+    return asdict(row)
+
+
+def test_notebook_03_compares_each_row_with_the_first_of_its_group(tmp_path):
+    """The mistake: a large model that seems slow because a small one is the first row of all."""
+    turns = {"turns": 5, "ratio": 4.0, "ratio_low": 3.5, "ratio_high": 4.5}
+    rows = [
+        speed_row("fp32", 50, group="small", perplexity=8.0),
+        speed_row("int8", 200, group="small", perplexity=8.2, equal_tokens=40, **turns),
+        speed_row("fp32, large", 10, group="large"),
+        speed_row("int8, large", 30, group="large", equal_tokens=96),
+    ]
+    content = {"rows": rows, "facts": {"bandwidth": 40e9}}
+    record.keep(record.LADDERS["03"], content, facts=machine_facts(), folder=tmp_path)
+    cells = {
+        "int8": "CPU: 4.00× (3.50–4.50) as fast, perplexity +2.5%",
+        "int8, large": "CPU: 3.00× as fast",
+        "int4": "",
+    }
+    assert {name: in_spaces("03", name, tmp_path) for name in cells} == cells
+    headline = render.block("headline-03", folder=tmp_path)
+    assert "**50 → 200 tokens per second:** small writes 4.00× (3.50–4.50) as fast" in headline
+    assert "perplexity 8.00 → 8.20" in headline
+    assert "allows 400 on this machine" in headline
+    lines = render.block("table-03", folder=tmp_path).splitlines()
+    assert "| **large** |  |  |  |  |  |  |  |" in lines
+    int8 = "| int8 | 200 | 4.00× (3.50–4.50) | 5.0 | 20.0 | 50% | 40/96 | 8.20 |"
+    assert int8 in lines
+
+
 # --- notebook 05 --------------------------------------------------------------------------------
 
 
@@ -169,7 +216,15 @@ def test_numbers_are_rendered_between_the_markers(results):
 
 def test_a_place_without_a_run_is_empty(tmp_path):
     """The mistake: a text that advertises what nobody has measured."""
-    for key in ("gpu-01", "headline-01", "table-04", "versus-gpu", "finetune-gpu", "source"):
+    for key in (
+        "gpu-01",
+        "headline-01",
+        "table-03",
+        "table-04",
+        "versus-gpu",
+        "finetune-gpu",
+        "source",
+    ):
         assert render.block(key, folder=tmp_path) == ""
     assert render.cell("01", "QLoRA", folder=tmp_path) == ""
     with pytest.raises(KeyError, match="magic-01"):

@@ -1,0 +1,91 @@
+"""Where the time of a token goes: a fixed part, and the time to read the weights.
+
+    fit = fit_overhead([(0.27e9, 0.0131), (0.54e9, 0.0192), (1.08e9, 0.0325)])
+    fit.overhead                what a token costs before any weight is read, in seconds
+    fit.bandwidth               how fast the weights are read, in bytes per second
+    fit.overhead_share(0.135e9) the part of a token's time that no smaller format can save
+
+    seconds = overhead + bytes / bandwidth
+
+To write one token, a model reads each of its weights once. That takes bytes / bandwidth, and it
+shrinks with the format of the weights. What it does besides (Python, the start of each operator,
+attention over earlier tokens) stays as it is. Hence a small model gains less from small weights
+than a large one: more of its time is the fixed part.
+
+The points should differ in nothing but their bytes: one kernel, and one number of layers in several
+widths. More layers have a larger fixed part, and another kernel reads at another speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recipes_lib.core.checks import check_number
+
+FEWEST_POINTS = 3  # a line goes through any two points exactly, and says nothing of its error
+
+
+@dataclass(frozen=True)
+class OverheadFit:
+    """The line `seconds = overhead + bytes / bandwidth`, and how well it describes its points.
+
+    `r_squared` is the part of the variance of the times that the line explains: 1 if all points lie
+    on it. `largest_residual` is the largest distance of a point from the line, relative to its
+    time. A negative `overhead` means that the line does not fit: small sizes are read faster, as
+    from a cache.
+    """
+
+    overhead: float
+    bandwidth: float
+    r_squared: float
+    largest_residual: float
+
+    def seconds(self, size: float) -> float:
+        """The time of a token that reads `size` bytes, by the line."""
+        return self.overhead + size / self.bandwidth
+
+    def overhead_share(self, size: float) -> float:
+        """The part of that time that is the fixed part."""
+        return self.overhead / self.seconds(size)
+
+
+def fit_overhead(points: Sequence[tuple[float, float]]) -> OverheadFit:
+    """Fit the two terms by least squares.
+
+    Args:
+        points: (bytes that a token reads, seconds that it takes).
+    Raises ValueError for fewer than three points, for points that all have the same bytes, for
+    numbers that are not positive, and if the time does not grow with the bytes.
+    """
+    sizes = [size for size, _ in points]
+    times = [seconds for _, seconds in points]
+    if len(points) < FEWEST_POINTS:
+        raise ValueError(
+            f"{len(points)} points: give {FEWEST_POINTS} or more, because a line through fewer "
+            f"points says nothing of its own error"
+        )
+    for size, seconds in points:
+        check_number(bytes=size, seconds=seconds, above=0)
+    if len(set(sizes)) == 1:
+        raise ValueError(
+            f"all points read {sizes[0]:,.0f} bytes: give points of different sizes, because one "
+            f"size cannot tell the fixed part from the reading"
+        )
+    slope, overhead = statistics.linear_regression(sizes, times)
+    if slope <= 0:
+        raise ValueError(
+            f"the time does not grow with the bytes (slope {slope:.2e} s per byte): measure again "
+            f"in turns on a quiet machine, with sizes that differ more"
+        )
+    # Distances from the line, as parts of the measured time.
+    residuals = []
+    for size, seconds in points:
+        residuals.append(abs(overhead + slope * size - seconds) / seconds)
+    return OverheadFit(
+        overhead=overhead,
+        bandwidth=1 / slope,
+        r_squared=statistics.correlation(sizes, times) ** 2,
+        largest_residual=max(residuals),
+    )

@@ -1,0 +1,336 @@
+"""The ladder of a notebook about speed: tokens per second of each step, beside what memory allows.
+
+ladder = SpeedLadder("03_optimizing_inference_speed", bandwidth=measure_read_bandwidth())
+ladder.climb("generate, fp32", build, weight_bytes=538_000_000, group="SmolLM2-135M")
+ladder.take_turns(rounds=5)                  # the times of these rows, in turns
+ladder.set_quality("int8", quality)          # perplexity and agreement, measured elsewhere
+ladder                                       # a table in Jupyter, text in a terminal
+ladder.chart()                               # a matplotlib figure
+
+`build()` returns a function `generate()`, which writes new tokens after a fixed prompt and returns
+them. To write a token, a model reads each of its weights once. So bytes / bandwidth is the least
+time that a token can take, and `share_of_limit` says how near a row comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.machine import free_memory_bytes
+from recipes_lib.core.measure import timed
+from recipes_lib.report import speed_charts
+from recipes_lib.report.ladder_text import WIDTH, wrapped
+from recipes_lib.report.rows import Rows
+from recipes_lib.report.speed_ladder_text import HEADER, cells, what_came, what_is_allowed
+from recipes_lib.report.turns import take_turns
+
+Generate = Callable[[], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One step: how fast it writes, how much it reads for a token, and what it writes.
+
+    `tokens` are those that `generate` returned, and `equal_tokens` how many of them, from the
+    first on, are those of the first row of the group; after one that differs, greedy decoding
+    writes another text. `seconds_per_token` is the median of `turns` runs over their tokens, the
+    prompt included; `_low` and `_high` are the lowest and the highest. `ratio` is how many times
+    as fast as the first row of the group, in the same round, with its range likewise.
+    `share_of_limit` is `weight_bytes` over the bandwidth, over the seconds.
+    """
+
+    name: str
+    weight_bytes: int
+    tokens: int
+    seconds_per_token: float
+    tokens_per_second: float
+    gigabytes_per_second: float
+    share_of_limit: float
+    group: str = ""
+    note: str = ""
+    equal_tokens: int | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    tokens_per_second_low: float | None = None
+    tokens_per_second_high: float | None = None
+    turns: int = 0
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    perplexity: float | None = None
+    agreement: float | None = None
+
+
+class SpeedLadder(Rows):
+    """How fast each step writes, compared with the first row of its group.
+
+    Args:
+        bandwidth: bytes that the device reads per second.
+        rates: operations per second of matrix products by dtype; kept beside the rows, for a
+            roofline.
+    Raises ValueError for a bandwidth that is not positive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        bandwidth: float,
+        rates: dict[torch.dtype, float] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(name, folder=folder)
+        check_number(bandwidth=bandwidth, above=0)
+        self.bandwidth = bandwidth
+        self.facts["bandwidth"] = bandwidth
+        if rates:
+            # "float32": a JSON file knows no dtypes.
+            named = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
+            self.facts["rates"] = named
+        self._builds: dict[str, Callable[[], Generate]] = {}
+        # The functions that wait for their turns, with their models.
+        self._ready: dict[str, Generate] = {}
+        # What the first row of each group wrote.
+        self._written: dict[str, list[int]] = {}
+        self._first_seconds: dict[str, list[float]] = {}  # of the first rows, in all turns so far
+
+    # --- add a row ---
+
+    def climb(
+        self,
+        name: str,
+        build: Callable[[], Generate],
+        *,
+        weight_bytes: int,
+        group: str = "",
+        note: str = "",
+    ) -> None:
+        """Say what the bandwidth allows, write the text twice, and add the row.
+
+        The first run warms up and shows the tokens; the second is on the clock. Its seconds are a
+        first impression: `take_turns` brings those that can be compared. Until then the model
+        stays alive, as long as there is room for it beside the next one.
+
+        Args:
+            build: returns a function that writes a fixed number of tokens after a fixed prompt,
+                and returns them.
+            weight_bytes: that a token reads: all weights but the rows of the embedding that it
+                does not need.
+            group: the heading above this row; its first row is what the others are compared with.
+            note: a remark that is kept with the row.
+        Raises ValueError for a name that is taken, for bytes that are no whole number above zero,
+        and if no token was written, or another number than by the first row of the group.
+        """
+        self._check_new(name)
+        check_whole(weight_bytes=weight_bytes)
+        print(f"{name}: {what_is_allowed(weight_bytes, self.bandwidth)}")
+        self._make_room(weight_bytes)
+        generate = build()
+        tokens = [int(token) for token in generate()]
+        self._check_tokens(name, tokens, group)
+        seconds, _ = timed(generate)
+        equal = None
+        if group in self._written:
+            equal = equal_tokens(tokens, self._written[group])
+        row = SpeedRow(
+            name=name,
+            weight_bytes=weight_bytes,
+            tokens=len(tokens),
+            equal_tokens=equal,
+            group=group,
+            note=note,
+            **self._speeds(weight_bytes, [seconds / len(tokens)]),
+        )
+        first = self._first_of(group)
+        self.append(row)
+        self._written.setdefault(group, tokens)
+        self._builds[name] = build
+        self._ready[name] = generate
+        print(wrapped(what_came(row, first=first)))
+
+    def _check_tokens(self, name: str, tokens: list[int], group: str) -> None:
+        """Rows are compared over the same number of tokens."""
+        wanted = len(self._written.get(group, tokens))
+        if not tokens or len(tokens) != wanted:
+            raise ValueError(
+                f"{name} wrote {len(tokens)} tokens: let each row of a group write the same "
+                f"number, {wanted or 1} or more, without a token that ends the text"
+            )
+
+    def _make_room(self, weight_bytes: int, *, keep: Sequence[str] = ()) -> None:
+        """Let the models that wait go, but for some, if the next ones do not fit beside them."""
+        if self._waiting() + weight_bytes > self._room():
+            self._ready = {name: self._ready[name] for name in keep if name in self._ready}
+        gc.collect()  # a model may hang in a reference cycle
+
+    def _waiting(self) -> int:
+        return sum(self[name].weight_bytes for name in self._ready)
+
+    def _room(self) -> float:
+        """Bytes for models: half of the memory that is free, or taken by those that wait."""
+        return (free_memory_bytes() + self._waiting()) / 2
+
+    def _first_of(self, group: str) -> SpeedRow | None:
+        for row in self.rows:
+            if row.group == group:
+                return row
+        return None
+
+    def _speeds(self, weight_bytes: int, seconds: list[float]) -> dict[str, float]:
+        """What follows from the seconds per token of one or several runs."""
+        median = statistics.median(seconds)
+        return {
+            "seconds_per_token": median,
+            "tokens_per_second": 1 / median,
+            "gigabytes_per_second": weight_bytes / median / 1e9,
+            "share_of_limit": weight_bytes / self.bandwidth / median,
+        }
+
+    # --- time in turns ---
+
+    def take_turns(self, rounds: int = 5) -> None:
+        """Time the rows that climbed since the last turns again, group by group, all in turns.
+
+        The rows of a group take turns, there and back: what slows the machine for a while slows
+        all of them. The first row takes part, and the others are compared with it round by round.
+        Rows whose models do not fit together into half of the free memory take their turns in
+        parts, with the first row in each. The file is saved after every round; the models are free
+        afterwards.
+
+        Raises ValueError for less than one round, and if no row waits for its turns.
+        """
+        check_whole(rounds=rounds)
+        waiting = [row for row in self.rows if row.name in self._builds and row.turns == 0]
+        if not waiting:
+            raise ValueError("no row can take turns: add rows with climb, which knows their builds")
+        for group in dict.fromkeys(row.group for row in waiting):
+            rows = [row for row in waiting if row.group == group]
+            for names in self._parts(group, rows):
+                line = f"in turns: {', '.join(names)}"
+                print(textwrap.shorten(line, WIDTH, placeholder=" …"), flush=True)
+                self._take_turns_together(names, rounds=rounds)
+            for row in self.rows:
+                if row.group == group:
+                    self._ready.pop(row.name, None)
+        gc.collect()
+
+    def _parts(self, group: str, rows: list[SpeedRow]) -> list[list[str]]:
+        """The rows of a group in parts that fit into memory, each with the first row in front."""
+        first = self._first_of(group)
+        room = self._room() - first.weight_bytes
+        parts = [[first.name]]
+        used = 0
+        for row in rows:
+            if row is first:
+                continue
+            if used + row.weight_bytes > room and len(parts[-1]) > 1:
+                parts.append([first.name])
+                used = 0
+            parts[-1].append(row.name)
+            used += row.weight_bytes
+        return parts
+
+    def _take_turns_together(self, names: list[str], *, rounds: int) -> None:
+        """The turns of rows whose models are alive beside each other."""
+        missing = [name for name in names if name not in self._ready]
+        self._make_room(sum(self[name].weight_bytes for name in missing), keep=names)
+        for name in missing:
+            self._ready[name] = self._builds[name]()
+            self._ready[name]()  # warms up
+        steps = {name: self._ready[name] for name in names}
+        turns: list[dict[str, float]] = []
+        for took in take_turns(steps, rounds=rounds):
+            turns.append(took)
+            self._set_times(turns, first=names[0])
+
+    def _set_times(self, turns: list[dict[str, float]], *, first: str) -> None:
+        """Give the rows the times of their turns so far, and save."""
+        if first in turns[-1]:
+            self._first_seconds.setdefault(first, []).append(turns[-1][first])
+        for name in turns[-1]:
+            seconds = [took[name] for took in turns if name in took]
+            ratios = [took[first] / took[name] for took in turns if {name, first} <= took.keys()]
+            if name == first:
+                seconds = self._first_seconds[first]
+                # What it is compared with is its own median: the range shows the noise.
+                ratios = [statistics.median(seconds) / each for each in seconds]
+            self._change(name, **self._times(name, seconds), **_ratio(ratios))
+        self.save()
+
+    def _times(self, name: str, seconds: list[float]) -> dict[str, Any]:
+        row = self[name]
+        each = [took / row.tokens for took in seconds]
+        return {
+            **self._speeds(row.weight_bytes, each),
+            "seconds_low": min(each),
+            "seconds_high": max(each),
+            "tokens_per_second_low": 1 / max(each),
+            "tokens_per_second_high": 1 / min(each),
+            "turns": len(each),
+        }
+
+    # --- quality ---
+
+    def set_quality(self, name: str, quality: Any) -> None:
+        """Give a row the perplexity and the agreement that `core.quality` measured.
+
+        Raises KeyError if there is no such row.
+        """
+        self._change(name, perplexity=quality.perplexity, agreement=quality.agreement)
+        self.save()
+
+    # --- what it says ---
+
+    def line(self, name: str) -> str:
+        """One row as a sentence."""
+        row = self[name]
+        return f"{name}: {what_came(row, first=self._compared_with(row))}"
+
+    def table(self) -> list[list[str]]:
+        """Header and rows as text cells. Each row is compared with the first of its group."""
+        rows = [cells(row, first=self._compared_with(row)) for row in self.rows]
+        return [HEADER, *rows]
+
+    def _compared_with(self, row: SpeedRow) -> SpeedRow | None:
+        """The first row of the group; None for that row itself."""
+        first = self._first_of(row.group)
+        if first is row:
+            return None
+        return first
+
+    def chart(self, *, title: str | None = None) -> Any:
+        """Bars of tokens per second inside the limit of the bandwidth. Returns the figure.
+
+        Without a title it says how far the first group has come.
+        """
+        return speed_charts.speed_chart([asdict(row) for row in self.rows], title=title)
+
+
+def equal_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:
+    """How many tokens, from the first on, are those of the reference."""
+    count = 0
+    for token, other in zip(tokens, reference, strict=False):
+        if token != other:
+            break
+        count += 1
+    return count
+
+
+def _ratio(ratios: list[float]) -> dict[str, float | None]:
+    """How many times as fast: median and range; None where the first row had no turn."""
+    if not ratios:
+        return {"ratio": None, "ratio_low": None, "ratio_high": None}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
