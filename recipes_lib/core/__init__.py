@@ -5,6 +5,7 @@ budget          the terms of a step's memory, and the protocol by which recipes 
 causal_lm       what a causal language model is here, and where its parts are
 chat            pairs and conversations as tokens and labels, by the model's own template
 checks          checks of arguments, with one form of message
+converted_weights  products of many rows with weights stored in another dtype
 corpus          Python's own standard library as text and as instruction pairs
 data            pairs from the corpus, a file or the hub; rows as padded batches
 decoding        what a decoder is: cache of keys and values, protocol, greedy loop

@@ -1,11 +1,15 @@
 """Fewer bits per number.
 
-awq                activation-aware scales before rounding to four bits
-awq_sites          where these scales can be folded exactly
-eight_bit_adam     AdamW with block-wise 8-bit states
-int4               weights in four bits for inference, in groups
-int4_kernel        PyTorch's 4-bit kernels: packing, and whether this machine has one
-mixed_precision    compute in 16 bits, keep fp32 master weights
-pure_bf16          16-bit weights and states: rounding to nearest, stochastic rounding, fp32 masters
-sixteen_bit_adam   AdamW with bf16 states on fp32 weights
+awq                  activation-aware scales before rounding to four bits
+awq_sites            where these scales can be folded exactly
+eight_bit_adam       AdamW with block-wise 8-bit states
+int4                 weights in four bits for inference, in groups
+int4_kernel          PyTorch's 4-bit kernels: packing, and whether this machine has one
+int8                 8-bit weights for inference: weight-only, or times activations in 8 bits
+int8_kernels         its products: which operator is fast and right on this machine
+int8_sensitivity     which layers suffer from 8 bits, by measurement
+mixed_precision      compute in 16 bits, keep fp32 master weights
+pure_bf16            16-bit weights and states: rounding to nearest, stochastic rounding, fp32 masters
+sixteen_bit_adam     AdamW with bf16 states on fp32 weights
+sixteen_bit_weights  bf16 or fp16 weights for inference, on the path that is fast for one token
 """

@@ -1,0 +1,181 @@
+"""The products of int8 layers: which operator computes them here, and what it silently demands.
+
+    weight_only   x [M, K] in 16 bits, Q [N, K] in 8:   y = (x Q^T) scale
+    dynamic       x is rounded to 8 bits as well, with one scale for all rows of the call
+    per_token     the same with a scale for each row
+
+What an operator demands, and what happens otherwise:
+
+    `_weight_int8pack_mm`       bf16 activations and scales: with fp32 or fp16 it takes several
+                                times as long, and says nothing
+                                K a multiple of 16: it reads 16 weights at a time, also those that
+                                belong to the next row
+    `quantized.linear_dynamic`  fp32 activations; a processor with VNNI, or one bit less for the
+                                activations: sums of two products overflow 16 bits otherwise
+                                activations that are not tiny: no step is smaller than 6.1e-5
+    `_int_mm` on CUDA           more than 16 rows; K and N multiples of 8
+
+The functions here see to all of that. On CUDA, eager weight-only products convert the weights first
+and are slower than bf16; under `torch.compile` the conversion becomes a part of the product.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recipes_lib.core.converted_weights import converted_product
+
+# From this many rows on, a matrix product of converted weights is faster than the kernel for few.
+GEMM_FROM_ROWS = 16
+# The kernel reads 16 numbers at a time, from addresses that are multiples of 32 bytes.
+KERNEL_STEP = 16
+KERNEL_ALIGNMENT = 32
+# cuBLAS multiplies int8 matrices of at least 17 rows, and with widths that are multiples of 8.
+CUDA_LEAST_ROWS = 17
+CUDA_STEP = 8
+TINY = 1e-30  # what a row of zeros is divided by
+LIFT = 2.0**12  # activations for FBGEMM are multiplied by it
+_linear_dynamic = torch.ops.quantized.linear_dynamic.default
+
+# --- weight-only ----------------------------------------------------------------------------------
+
+
+def weight_only_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x [M, K] times int8 `weight` [N, K] with a bf16 `scale` [N] per row: [M, N], as x's dtype."""
+    if x.device.type == "cpu" and few_rows_kernel_fits(x, weight):
+        # With any other dtype the operator is right, and several times as slow.
+        rows = x.to(torch.bfloat16)
+        return torch.ops.aten._weight_int8pack_mm(_aligned(rows), weight, scale).to(x.dtype)
+    # Whole numbers up to 127 are exact in 16 bits, and the scales come after the sum: the weights
+    # are not rounded a second time.
+    y = converted_product(x, weight)  # [M, N]
+    return (y * scale.to(y.dtype)).to(x.dtype)
+
+
+def few_rows_kernel_fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the CPU kernel for few rows is right for this width, and fast for this many rows."""
+    return len(x) < GEMM_FROM_ROWS and weight.shape[1] % KERNEL_STEP == 0
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """`rows` in one piece that begins where the kernel can read it."""
+    rows = rows.contiguous()
+    if rows.data_ptr() % KERNEL_ALIGNMENT:
+        return rows.clone()
+    return rows
+
+
+# --- 8 bits times 8 bits --------------------------------------------------------------------------
+
+
+def has_packed_kernel(device: torch.device) -> bool:
+    """Whether `quantized.linear_dynamic` computes here: on CPUs for which PyTorch has FBGEMM."""
+    return device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class PackedWeights:
+    """Int8 weights [N, K] in the order in which FBGEMM reads them."""
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        # The scale of the activations cannot be smaller than 6.1e-5. Larger activations, and
+        # smaller weights instead: powers of two round nothing.
+        scale = scale.double() / LIFT
+        zeros = torch.zeros(len(weight), dtype=torch.long)
+        with _fbgemm(), _without_deprecation():
+            quantized = torch._make_per_channel_quantized_tensor(weight, scale, zeros, 0)
+            self._packed = torch.ops.quantized.linear_prepack(quantized, None)
+        self._reduce_range = reduced_range()
+        # A row that spans all that a normalized row can hold.
+        self._ends = torch.zeros(1, weight.shape[1])  # [1, K]
+        self._ends[0, 0] = 1
+        self._ends[0, -1] = -1
+
+    def whole_numbers(self) -> Tensor:
+        """The int8 weight [N, K]."""
+        with _fbgemm():
+            weight, _ = torch.ops.quantized.linear_unpack(self._packed)
+        return weight.int_repr()
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [M, K] in any dtype, rounded to 8 bits with one scale for all of it: [M, N]."""
+        return self._product(x.float() * LIFT).to(x.dtype)
+
+    def product_per_token(self, x: Tensor) -> Tensor:
+        """x [M, K], each row rounded with a scale of its own, in one call: [M, N].
+
+        Each row is divided by its largest number. One more row holds 1 and -1, so that the scale
+        of the call is the same for any rows, and no row depends on the others.
+        """
+        largest = x.float().abs().amax(dim=1, keepdim=True).clamp_min_(TINY)  # [M, 1]
+        rows = torch.cat([self._ends, x / largest])  # [1 + M, K], from -1 to 1
+        y = self._product(rows)[1:] * (largest * LIFT)
+        return y.to(x.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return _linear_dynamic(x, self._packed, self._reduce_range)
+
+
+@contextlib.contextmanager
+def _fbgemm() -> Iterator[None]:
+    """Packing is for the engine that is set; oneDNN's and QNNPACK's are slower here."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+@contextlib.contextmanager
+def _without_deprecation() -> Iterator[None]:
+    """PyTorch warns that tensors with a quantized dtype will go. Here one lives for a line."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation")
+        yield
+
+
+def reduced_range() -> bool:
+    """Whether activations have to do with 7 bits.
+
+    Without VNNI, two products of 8 bits are added in 16, and what does not fit is cut off.
+    """
+    return not torch.cpu._is_vnni_supported()
+
+
+def integer_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x [M, K] with a scale per row, times int8 `weight`, in whole numbers: [M, N], on any device.
+
+    Rows and columns of zeros are added where cuBLAS wants more of them.
+    """
+    largest = x.float().abs().amax(dim=1, keepdim=True).clamp_min(TINY)  # [M, 1]
+    rounded = (x.float() * (127 / largest)).round().to(torch.int8)  # [M, K]
+    sums = whole_number_product(rounded, weight)  # [M, N]
+    return (sums * (largest / 127) * scale.float()).to(x.dtype)
+
+
+def whole_number_product(a: Tensor, b: Tensor) -> Tensor:
+    """int8 a [M, K] times b [N, K] transposed: int32 [M, N]."""
+    rows, outputs = len(a), len(b)
+    if a.device.type == "cuda":
+        width = _up_to_multiple(a.shape[1])
+        a = _padded(a, max(rows, CUDA_LEAST_ROWS), width)
+        b = _padded(b, _up_to_multiple(outputs), width)
+    return torch._int_mm(a, b.t())[:rows, :outputs]
+
+
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    more_rows = rows - matrix.shape[0]
+    more_columns = columns - matrix.shape[1]
+    return functional.pad(matrix, (0, more_columns, 0, more_rows))
+
+
+def _up_to_multiple(size: int) -> int:
+    return -(-size // CUDA_STEP) * CUDA_STEP

@@ -1,0 +1,240 @@
+"""16-bit weights for inference: half the bytes per token, on the path that is fast for one row.
+
+Problem    For one token every weight is read once and used in one product. The time is that of
+           reading the weights: 4 bytes each in fp32.
+Idea       Store weights and hidden states in bf16 or fp16, and add up in fp32. On a GPU that is
+           all. On a CPU the same call is fast or slow depending on dtype and number of rows:
+
+                                         one row                 many rows (a prompt)
+               bf16 through oneDNN       half of the gain        fast, where bf16 is native
+               bf16 without oneDNN       fast                    as many times one row
+               fp16                      fast                    as many times one row
+
+           So each layer picks its product by the number of rows that come in.
+Saves      2 of the 4 bytes of an fp32 weight: a step of one token reads half.
+Costs      bf16 has 8 significant bits, fp16 has 11. fp16 ends at 65,504: hidden states of some
+           models are larger and overflow. For a prompt fp16 weights are converted, block by block.
+Use when   Always, for inference: it is the first step, and the dtype that most models come in.
+Not when   A CPU without fast 16-bit products, which the function warns of. On CPUs whose attention
+           has no fast 16-bit code keep attention in fp32, as `inference/decode_loop.py` does.
+In production   `from_pretrained(…, dtype=torch.bfloat16)` or `dtype="auto"`; vLLM `--dtype auto`;
+           llama.cpp F16 and BF16 files.
+Source     Kalamkar et al., "A Study of BFLOAT16", arXiv 1905.12322; oneDNN, "Primitive attributes:
+           bf16"; PyTorch, ATen's matrix-vector products for reduced floating-point types.
+
+Trap: `model.half()` and `model.bfloat16()` also round the frequencies of rotary positions, which
+are buffers. Token 2,000 then stands at another position. Here only parameters are cast.
+
+Shapes: M rows, K inputs, N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recipes_lib.core.causal_lm import require_causal_lm
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.converted_weights import converted_product, native_bf16_on_cpu
+from recipes_lib.core.linears import linear_layers, replace_linears
+from recipes_lib.core.sizes import storage_bytes
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Up to this many rows, the CPU's product for one row is faster, repeated, than a matrix product.
+FEW_ROWS = {torch.bfloat16: 1, torch.float16: 4}
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_sixteen_bit_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x [M, K] and `weight` [N, K] are stored in 16 bits; products are summed up in fp32."""
+    x = x.to(dtype).float()
+    y = x @ weight.to(dtype).float().T  # [M, N]
+    if bias is not None:
+        y = y + bias.to(dtype).float()
+    return y.to(dtype)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_sixteen_bit_weights(model: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """Store all parameters of `model` in 16 bits, in place, and pick the product by rows.
+
+    Hidden states have this dtype from then on, because the embedding has it. The model is for
+    inference: in eval mode, and nothing of it trains. Buffers keep their dtype.
+
+    Args:
+        model: a Hugging Face causal LM, or a decoder that `apply_decode_loop` made.
+        dtype: torch.bfloat16 or torch.float16. Default is that of `sixteen_bit_path` for the
+            model's device, which says what is computed how.
+    Raises ValueError, before anything changes, for another dtype, a model that has 16-bit layers
+    already, adapters, weights that the dtype cannot hold, and what is no causal LM. Warns on a CPU
+    without native bf16.
+    """
+    _require_model(model)
+    path = sixteen_bit_path(_device_of(model), dtype=dtype)
+    _require_range(model, path.dtype)
+    if path.lacks:
+        warnings.warn(path.lacks, stacklevel=2)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            # `.data`: the parameter stays the same object, so what is tied stays tied.
+            parameter.data = parameter.data.to(path.dtype)
+    layers = linear_layers(model)
+    names = [name for name, layer in layers.items() if layer.weight.is_floating_point()]
+
+    def make(name: str, linear: nn.Linear) -> SixteenBitLinear:
+        return SixteenBitLinear(linear)
+
+    return replace_linears(model, make, names=names).eval().requires_grad_(False)
+
+
+class SixteenBitLinear(nn.Linear):
+    """An `nn.Linear` that has weight and bias of another, and picks its product by rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N], in the dtype of `x`."""
+        weight, bias = self.weight, self.bias
+        if weight.device.type != "cpu":
+            return functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+        rows = x.numel() // self.in_features
+        if rows <= FEW_ROWS.get(weight.dtype, 0):
+            return few_rows_product(x, weight, bias)
+        return many_rows_product(x, weight, bias)
+
+
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The CPU's product for one row, with x [..., K] in the dtype of `weight`: [..., N]."""
+    rows = x.to(weight.dtype)
+    if weight.dtype is torch.bfloat16:
+        with _without_onednn():
+            return functional.linear(rows, weight, bias).to(x.dtype)
+    return functional.linear(rows, weight, bias).to(x.dtype)
+
+
+def many_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A matrix product in the dtype in which this CPU is fast: x [..., K] -> [..., N]."""
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    y = converted_product(rows, weight)  # [M, N]
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """ATen's own product of one bf16 row is faster than oneDNN's. The switch is global."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+class SixteenBitPath(NamedTuple):
+    """What is computed how on one device; `lacks` names what would be faster and is missing."""
+
+    dtype: torch.dtype
+    one_row: str
+    many_rows: str
+    lacks: str | None
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name} weights; one token: {self.one_row}; a prompt: {self.many_rows}"
+
+
+def sixteen_bit_path(
+    device: torch.device | str, *, dtype: torch.dtype | None = None
+) -> SixteenBitPath:
+    """The fast path for 16-bit weights on this machine, with the dtype that it is for.
+
+    Raises ValueError for a dtype that is neither bf16 nor fp16.
+    """
+    device = torch.device(device)
+    if device.type != "cpu":
+        dtype = _checked(dtype, default=_gpu_dtype(device))
+        return SixteenBitPath(dtype, "cuBLAS", "cuBLAS", None)
+    native = native_bf16_on_cpu()
+    dtype = _checked(dtype, default=torch.bfloat16 if native else torch.float16)
+    one_row = "ATen's product of a row"
+    if dtype is torch.bfloat16:
+        one_row += ", oneDNN switched off"
+    if native:
+        return SixteenBitPath(dtype, one_row, "a bf16 product of oneDNN", None)
+    lacks = "this CPU has no native bf16 products: prompts are computed in fp32"
+    return SixteenBitPath(dtype, one_row, "an fp32 product", lacks)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _require_model(model: Any) -> None:
+    """A decoder of `recipes_lib.inference` has a cache of its own; others are causal LMs."""
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters: call model.merge_and_unload() first")
+    if not hasattr(model, "new_cache"):
+        require_causal_lm(model)
+    if any(isinstance(module, SixteenBitLinear) for module in model.modules()):
+        raise ValueError("the model has 16-bit weights already: give one in full precision")
+
+
+def _require_range(model: Any, dtype: torch.dtype) -> None:
+    """Raise ValueError for a weight that would be infinite in `dtype`."""
+    largest = torch.finfo(dtype).max
+    for name, parameter in model.named_parameters():
+        # Not-a-number is smaller than nothing: `not <=` finds it, too.
+        if parameter.is_floating_point() and not parameter.abs().max() <= largest:
+            raise ValueError(
+                f"{name} has weights beyond {largest:,.0f}, where {dtype} ends, or not finite "
+                f"ones: choose dtype=torch.bfloat16, or repair them"
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _checked(dtype: torch.dtype | None, *, default: torch.dtype) -> torch.dtype:
+    if dtype is None:
+        return default
+    check_choice(DTYPES, dtype=dtype)
+    return dtype
+
+
+def _gpu_dtype(device: torch.device) -> torch.dtype:
+    # `torch.cuda.is_bf16_supported()` says yes where bf16 is emulated, as on a T4.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return torch.float16
+    return torch.bfloat16
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_sixteen_bit_bytes(model: Any) -> int:
+    """Bytes of parameters and buffers after `apply_sixteen_bit_weights`; tied ones count once."""
+    kept = list(model.buffers())
+    sixteen_bits = 0
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sixteen_bits += 2 * parameter.numel()
+        else:
+            kept.append(parameter)
+    return storage_bytes(kept) + sixteen_bits
