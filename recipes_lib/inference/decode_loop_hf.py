@@ -256,12 +256,12 @@ def _other_children(module: nn.Module, expected: set[str]) -> str | None:
 
 def _other_layers(model: Any) -> str | None:
     """Adapters and quantized weights stand in the places of plain linear layers."""
-    layers = {"the output layer": model.get_output_embeddings()}
+    layers = [("the output layer", model.get_output_embeddings())]
     for block in decoder_blocks(model):
-        layers |= dict(block.self_attn.named_children()) | dict(block.mlp.named_children())
-    for name, layer in layers.items():
-        is_linear_layer = name == "the output layer" or name.endswith("_proj")
-        if is_linear_layer and type(layer) is not nn.Linear:
+        inside = [*block.self_attn.named_children(), *block.mlp.named_children()]
+        layers += [(name, layer) for name, layer in inside if name.endswith("_proj")]
+    for name, layer in layers:
+        if type(layer) is not nn.Linear:
             return f"has {type(layer).__name__} as {name}, not nn.Linear (merge adapters first)"
     embedding = trunk(model).embed_tokens
     if type(embedding) is not nn.Embedding:

@@ -37,7 +37,7 @@ def model_of(family, **options):
     config = getattr(transformers, f"{family}Config")(**SIZES | WILD | options)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # norms and biases are 1 and 0 in a new model: a mistake would not show
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model

@@ -1,0 +1,276 @@
+"""Compiled decoding: the step of one token as one graph, with shapes that never change.
+
+Problem    A step of one token launches some twenty operators per block. On a GPU a small one is
+           done before Python has launched the next, and the card waits.
+Idea       A CUDA graph records all launches of a step once, and replays them with one call. It
+           replays the same shapes and the same addresses, so the cache must not show its length:
+
+               sliced    keys[:, :, :length]                 another shape for each token
+               static    keys, all T places, and a mask      the position is a number on the device
+
+           `torch.compile(mode="reduce-overhead")` writes the kernels between the products and
+           records the graph.
+Saves      Time per token on a GPU: the gaps between kernels, most of a step for a small model.
+Costs      Seconds of compiling, for each batch size and each T, and the attention of each token
+           reads all T places of the cache, filled or not. `predicted_break_even_tokens` says after
+           how many tokens the seconds are earned.
+Use when   A GPU decodes many tokens at few batch sizes.
+Not when   On a CPU: there are no CUDA graphs, a call costs little beside the products of its core,
+           and the masked attention over all T places costs more than the calls did.
+In production   `model.generate(cache_implementation="static")` compiles the step by itself on a
+           GPU; vLLM records CUDA graphs for a list of batch sizes (`--enforce-eager` turns them
+           off); gpt-fast.
+Source     "Accelerating Generative AI with PyTorch II: GPT, Fast", PyTorch blog, November 2023;
+           "CUDAGraph Trees", PyTorch documentation.
+
+Shapes: B batch, K new tokens, T places of the cache, Hkv heads, E head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.decoding import CausalDecoder, KeyValueCache, is_decoder
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def write_without_a_length(cache: Tensor, new: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Write `new` [B, Hkv, 1, E] at `position`, an int64 tensor [1], into cache [B, Hkv, T, E].
+
+    Returns what attention gets: all T places, and which of them are visible, bool [T]. No shape and
+    no number of Python depends on the position. So the graph of one token serves for all.
+    """
+    cache.index_copy_(2, position, new)
+    places = torch.arange(cache.shape[2], device=cache.device)
+    return cache, places <= position
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+MODE = "reduce-overhead"  # CUDA graphs on a GPU; the default kernels on a CPU
+BACKEND = "inductor"
+
+
+def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecoder:
+    """A decoder whose step of one token is compiled, with caches of `max_tokens` places.
+
+    The first such step compiles, and so does the first one with another batch size. Prompts run
+    uncompiled. `decoder` stays as it is, and its layers must not be replaced afterwards. Precision
+    comes first, then this.
+
+    Raises ValueError for something that is no decoder, one that is compiled already, and a
+    machine without a compiler.
+    """
+    if not is_decoder(decoder) or isinstance(decoder, CompiledDecoder):
+        raise ValueError(
+            f"{type(decoder).__name__}: give a decoder that is not compiled yet, as "
+            f"apply_decode_loop(model) returns"
+        )
+    check_whole(max_tokens=max_tokens)
+    compiled = CompiledDecoder(decoder, max_tokens)
+    _require_compiler(compiled.new_cache(max_tokens=1).device)
+    return compiled
+
+
+class CompiledDecoder(nn.Module):
+    """It follows `core.decoding.CausalDecoder`, as the decoder inside does."""
+
+    def __init__(self, decoder: Any, max_tokens: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.vocabulary = decoder.vocabulary
+        self.max_tokens = max_tokens
+        self._step = _compiled_step()
+        # Tensors of caches that nobody holds any more, by batch size. A CUDA graph belongs to the
+        # addresses with which it was recorded: a new cache that takes them needs no new graph.
+        self._free: dict[int, list[_Storage]] = defaultdict(list)
+
+    def new_cache(self, *, batch: int = 1, max_tokens: int) -> StaticCache:
+        """An empty cache for `batch` rows; it has the decoder's places, however few are needed.
+
+        Raises ValueError for more tokens than `compile_decoder` was told.
+        """
+        if max_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_tokens={max_tokens}: the compiled step has {self.max_tokens} places, which "
+                f"cannot change; give compile_decoder(decoder, max_tokens={max_tokens}) or more"
+            )
+        check_whole(max_tokens=max_tokens, batch=batch)
+        free = self._free[batch]
+        storage = free.pop() if free else self._new_storage(batch)
+        cache = StaticCache(storage, batch=batch, capacity=self.max_tokens)
+        weakref.finalize(cache, free.append, storage)
+        return cache
+
+    def _new_storage(self, batch: int) -> _Storage:
+        return _Storage(self.decoder.new_cache(batch=batch, max_tokens=self.max_tokens))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: StaticCache,
+        *,
+        last_only: bool = False,
+        row_by_row: bool = False,
+    ) -> Tensor:
+        """Append `tokens` [B, K]; logits [B, K, V], or [B, 1, V] of the last with `last_only`.
+
+        One token runs compiled, and so do several with `row_by_row`, one after the other.
+        Raises ValueError if the cache has no room for them.
+        """
+        count = tokens.shape[1]
+        KeyValueCache.reserve(cache, count)
+        if count > 1 and not row_by_row:
+            logits = self.decoder(tokens, cache, last_only=last_only)
+            cache.length += count
+            return logits
+        rows = []
+        for token in tokens.split(1, dim=1):
+            rows.append(self._one(token, cache))
+        if last_only:
+            return rows[-1]
+        return torch.cat(rows, dim=1)
+
+    def _one(self, token: Tensor, cache: StaticCache) -> Tensor:
+        # What the last replay has written is no longer needed, and this one may overwrite it.
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = self._step(self.decoder, token, cache)  # [B, 1, V]
+        cache.length += 1
+        return logits.clone()  # the next replay writes to the same address
+
+
+def _compiled_step() -> Callable[[Any, Tensor, StaticCache], Tensor]:
+    """The step of one token, which compiles when it is called."""
+
+    def step(decoder: Any, token: Tensor, cache: StaticCache) -> Tensor:
+        return decoder(token, cache, last_only=True)
+
+    # PyTorch allows eight graphs of one code object: each decoder has a code object of its own.
+    step.__code__ = step.__code__.replace()
+    mode = MODE if BACKEND == "inductor" else None  # an option of inductor alone
+    return torch.compile(step, mode=mode, backend=BACKEND, fullgraph=True, dynamic=False)
+
+
+class _Storage:
+    """The tensors of a static cache: those of a plain one, and the position on the device."""
+
+    def __init__(self, plain: KeyValueCache) -> None:
+        self.keys = plain.keys
+        self.values = plain.values
+        self.dtype = plain.dtype
+        self.position = torch.zeros(1, dtype=torch.int64, device=plain.device)
+        for tensor in [*self.keys, *self.values, self.position]:
+            # Otherwise each replay would copy the whole cache to the place of the recording.
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+    def clear(self) -> None:
+        """As new. A NaN of the last answer would get through a mask, since NaN times 0 is NaN."""
+        for tensor in [*self.keys, *self.values, self.position]:
+            tensor.zero_()
+
+
+class StaticCache(KeyValueCache):
+    """A cache whose shapes and addresses stay: `append` returns all T places, `mask` hides some."""
+
+    def __init__(self, storage: _Storage, *, batch: int, capacity: int) -> None:
+        self.batch = batch
+        self.capacity = capacity
+        self.dtype = storage.dtype
+        self.keys = storage.keys
+        self.values = storage.values
+        self.position = storage.position  # int64 [1]: `length`, on the device
+        self.starts = None
+        self.length = 0
+        storage.clear()
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing inside the graph: the compiled decoder asks before each step."""
+
+    def positions(self, tokens: int) -> Tensor:
+        """As in `KeyValueCache`, from the position on the device."""
+        slots = self.position + torch.arange(tokens, device=self.position.device)  # [K]
+        if self.starts is None:
+            return slots
+        return (slots - self.starts[:, None]).clamp(min=0)
+
+    def mask(self, tokens: int) -> Tensor:
+        """bool [B or 1, 1, K, T]: which of all places the next K tokens may look at."""
+        slots = torch.arange(self.capacity, device=self.position.device)
+        own = (self.position + torch.arange(tokens, device=self.position.device))[:, None]
+        visible = slots <= own  # [K, T]
+        if self.starts is None:
+            return visible[None, None]
+        real = slots >= self.starts[:, None]  # [B, T]
+        return ((visible & real[:, None]) | (slots == own))[:, None]
+
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Write K new tokens; all T places of the layer come back, [B, Hkv, T, E] each."""
+        if at is not None:
+            raise ValueError(f"at={at}: a static cache writes at its end only")
+        slots = self.position + torch.arange(keys.shape[2], device=keys.device)  # [K]
+        self.keys[layer].index_copy_(2, slots, keys)
+        self.values[layer].index_copy_(2, slots, values)
+        return self.keys[layer], self.values[layer]
+
+    def advance(self, tokens: int) -> None:
+        """Move the position on the device; the compiled decoder counts `length` along."""
+        self.position += tokens
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens and forget the rest."""
+        super().truncate(length)
+        self.position.fill_(length)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Raise ValueError if torch.compile has nothing to compile kernels with."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise ValueError(
+                "torch.compile needs Triton to compile for this GPU: `pip install triton`, on a "
+                "card of compute capability 7.0 or newer; or decode without compiling"
+            )
+    elif device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except (InvalidCxxCompiler, RuntimeError) as error:
+            raise ValueError(
+                "torch.compile needs a C++ compiler on a CPU and finds none: install one (`apt "
+                "install g++`) or name it in the variable CXX; or decode without compiling"
+            ) from error
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_break_even_tokens(
+    *, compile_seconds: float, plain: float, compiled: float
+) -> int | None:
+    """After how many tokens compiling has paid for itself; None if a compiled step is no faster.
+
+    All three in seconds: compiling, and one step without and with it. Raises ValueError for
+    negative ones.
+    """
+    check_number(least=0, compile_seconds=compile_seconds, plain=plain, compiled=compiled)
+    if compiled >= plain:
+        return None
+    return math.ceil(compile_seconds / (plain - compiled))

@@ -1,0 +1,176 @@
+"""The compiled step of one token: the same answers, from one graph."""
+
+import gc
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from recipes_lib.core.decoding import greedy
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.inference import compiled_decode
+from recipes_lib.inference.compiled_decode import (
+    compile_decoder,
+    predicted_break_even_tokens,
+    write_without_a_length,
+)
+from recipes_lib.inference.decode_loop import apply_decode_loop
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+@pytest.fixture
+def decoder():
+    return apply_decode_loop(model_of_shape("tiny-llama", layers=1, device="cpu"))
+
+
+@pytest.fixture
+def graphs_only(monkeypatch):
+    """Graphs are made and run operator by operator: enough to count them."""
+    monkeypatch.setattr(compiled_decode, "BACKEND", "eager")
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def test_the_idea_writes_one_place_and_hides_the_rest():
+    cache = torch.randn(2, 3, 5, 4)
+    before = cache.clone()
+    new = torch.randn(2, 3, 1, 4)
+    written, visible = write_without_a_length(cache, new, torch.tensor([2]))
+    assert visible.tolist() == [True, True, True, False, False]
+    assert torch.equal(written[:, :, 2:3], new)
+    others = [0, 1, 3, 4]
+    assert torch.equal(written[:, :, others], before[:, :, others])
+
+
+def test_compiled_kernels_answer_alike(decoder):
+    """The one test that writes kernels: some seconds."""
+    compiled = compile_decoder(decoder, max_tokens=24)
+    assert greedy(compiled, PROMPT, new_tokens=8) == greedy(decoder, PROMPT, new_tokens=8)
+
+
+def test_one_graph_for_all_tokens_and_all_answers(decoder, graphs_only):
+    """A length that is a number of Python would compile again for each token."""
+    compiled = compile_decoder(decoder, max_tokens=32)
+    before = graphs()
+    for prompt in (PROMPT, PROMPT[:2], PROMPT[:1]):
+        assert greedy(compiled, prompt, new_tokens=12) == greedy(decoder, prompt, new_tokens=12)
+    assert graphs() - before == 1
+
+
+def test_many_compiled_decoders(decoder, graphs_only):
+    """PyTorch allows eight graphs of one code object, and each decoder brings its own."""
+    for max_tokens in range(12, 21):
+        compiled = compile_decoder(decoder, max_tokens=max_tokens)
+        assert greedy(compiled, PROMPT, new_tokens=2) == greedy(decoder, PROMPT, new_tokens=2)
+
+
+def test_logits_of_several_tokens(decoder, graphs_only):
+    """Prompts run uncompiled, verified tokens one by one: both continue where the last call was."""
+    compiled = compile_decoder(decoder, max_tokens=32)
+    tokens = torch.tensor([PROMPT])
+    expected = decoder(tokens, decoder.new_cache(max_tokens=9))
+    cache = compiled.new_cache(max_tokens=9)
+    got = [compiled(tokens[:, :4], cache)]
+    got += [compiled(tokens[:, 4:7], cache, row_by_row=True)]
+    got += [compiled(tokens[:, 7:], cache)]
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, atol=1e-5, rtol=1e-5)
+    assert cache.length == int(cache.position) == 9
+    cache.truncate(4)
+    again = compiled(tokens[:, 4:], cache, last_only=True)
+    torch.testing.assert_close(again, expected[:, -1:], atol=1e-5, rtol=1e-5)
+
+
+def test_padded_rows(decoder, graphs_only):
+    tokens = torch.tensor([[0, 0, 0, 3, 1], PROMPT[:5]])
+    starts = torch.tensor([3, 0])
+    answers = []
+    for either in (decoder, compile_decoder(decoder, max_tokens=16)):
+        cache = either.new_cache(batch=2, max_tokens=9)
+        cache.starts = starts
+        given, answer = tokens, []
+        for _ in range(4):
+            given = either(given, cache, last_only=True).argmax(-1)
+            answer.append(given)
+        answers.append(torch.cat(answer, dim=1))
+    assert torch.equal(answers[0], answers[1])
+
+
+def test_logits_outlive_the_next_step(decoder, graphs_only):
+    """A replay writes to the same address: what was returned before must be a copy."""
+    compiled = compile_decoder(decoder, max_tokens=16)
+    cache = compiled.new_cache(max_tokens=4)
+    first = compiled(torch.tensor([[3]]), cache)
+    kept = first.clone()
+    compiled(torch.tensor([[7]]), cache)
+    assert torch.equal(first, kept)
+
+
+def test_a_cache_takes_the_memory_of_one_that_is_gone(decoder, graphs_only):
+    """A CUDA graph belongs to addresses. Two caches that live at once must not share them."""
+    compiled = compile_decoder(decoder, max_tokens=16)
+    one = compiled.new_cache(max_tokens=4)
+    two = compiled.new_cache(max_tokens=4)
+    address = one.keys[0].data_ptr()
+    assert two.keys[0].data_ptr() != address
+    compiled(torch.tensor([PROMPT[:4]]), one)
+    one.values[0][0, 0, 9, 0] = torch.nan
+    del one
+    gc.collect()
+    three = compiled.new_cache(max_tokens=4)
+    assert three.keys[0].data_ptr() == address
+    assert three.length == int(three.position) == 0
+    assert compiled(torch.tensor([[3]]), three).isfinite().all()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_bad_input(decoder, llama):
+    compiled = compile_decoder(decoder, max_tokens=8)
+    for other in (llama, compiled):
+        with pytest.raises(ValueError, match="give a decoder that is not compiled yet"):
+            compile_decoder(other, max_tokens=8)
+    with pytest.raises(ValueError, match=r"max_tokens=9: .* 8 places"):
+        greedy(compiled, PROMPT[:5], new_tokens=4)
+    cache = compiled.new_cache(max_tokens=8)
+    with pytest.raises(ValueError, match="made for 8"):
+        compiled(torch.zeros(1, 9, dtype=torch.int64), cache)
+    assert cache.length == int(cache.position) == 0
+
+
+def test_no_compiler(decoder, monkeypatch):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def missing():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(ValueError, match=r"apt install g\+\+"):
+        compile_decoder(decoder, max_tokens=8)
+
+
+def test_break_even():
+    options = {"plain": 0.02, "compiled": 0.015}
+    assert predicted_break_even_tokens(compile_seconds=10.0, **options) == 2000
+    assert predicted_break_even_tokens(compile_seconds=10.0, plain=0.02, compiled=0.02) is None
+    with pytest.raises(ValueError, match="compile_seconds"):
+        predicted_break_even_tokens(compile_seconds=-1.0, **options)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_answer_alike_and_are_replayed():
+    """On a card: the same tokens in fp32, and no new graph for the second answer."""
+    model = model_of_shape("tiny-llama", device="cuda")
+    decoder = apply_decode_loop(model)
+    compiled = compile_decoder(decoder, max_tokens=64)
+    expected = greedy(decoder, PROMPT, new_tokens=40)
+    assert greedy(compiled, PROMPT, new_tokens=40) == expected
+    before = graphs()
+    skipped = counters["inductor"]["cudagraph_skips"]
+    assert greedy(compiled, PROMPT, new_tokens=40) == expected
+    assert graphs() == before
+    assert counters["inductor"]["cudagraph_skips"] == skipped == 0
