@@ -44,29 +44,39 @@ class FourBitGrid(NamedTuple):
 
 
 def to_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> FourBitGrid:
-    """The nearest levels of `weight` [O, I]. Raises ValueError if `group` does not divide I."""
+    """The nearest levels of `weight` [O, I].
+
+    Raises ValueError if `group` does not divide I, and for weights that are not finite.
+    """
+    steps, scales, offsets = _nearest_steps(weight, group, symmetric)
+    levels = (steps + MIDDLE).to(torch.uint8).flatten(1)
+    return FourBitGrid(levels, scales, offsets)
+
+
+def in_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> Tensor:
+    """What is left of `weight` [O, I] in four bits, fp32: `to_four_bits(…).weight()`, faster."""
+    steps, scales, offsets = _nearest_steps(weight, group, symmetric)
+    return steps.mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
+
+
+def _nearest_steps(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps away from the offset, -8 … 7 in fp32 [O, G, group]; scales and offsets bf16 [O, G]."""
     check_group(weight.shape[1], group, "the weight")
     groups = weight.detach().float().unflatten(1, (-1, group))  # [O, G, group]
-    if not groups.isfinite().all():
+    low = groups.amin(dim=-1)
+    high = groups.amax(dim=-1)
+    if not (low.isfinite().all() and high.isfinite().all()):
         raise ValueError("the weight has values that are not finite: it cannot be quantized")
-    scales, offsets = _symmetric(groups) if symmetric else _asymmetric(groups)  # [O, G]
-    # A group of equal weights has the scale 0. Any other gives the level 8, the offset.
-    divisors = scales.float().where(scales > 0, torch.ones(()))
-    steps = (groups - offsets[..., None].float()) / divisors[..., None]
-    levels = (steps.round() + MIDDLE).clamp(0, 15).to(torch.uint8)
-    return FourBitGrid(levels.flatten(1), scales, offsets)
-
-
-def _asymmetric(groups: Tensor) -> tuple[Tensor, Tensor]:
-    low, high = groups.aminmax(dim=-1)
-    scales = ((high - low) / 15).bfloat16()
-    offsets = (low + MIDDLE * scales.float()).bfloat16()
-    return scales, offsets
-
-
-def _symmetric(groups: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (groups.abs().amax(dim=-1) / 7).bfloat16()
-    return scales, torch.zeros_like(scales)
+    if symmetric:
+        scales = (torch.maximum(high, -low) / 7).bfloat16()
+        offsets = torch.zeros_like(scales)
+    else:
+        scales = ((high - low) / 15).bfloat16()
+        offsets = (low + MIDDLE * scales.float()).bfloat16()
+    # A group of equal weights has the scale 0: they are the offset, whatever they are divided by.
+    divisors = scales.float().where(scales > 0, torch.ones_like(low))
+    steps = (groups - offsets[..., None].float()).div_(divisors[..., None])
+    return steps.round_().clamp_(-MIDDLE, 15 - MIDDLE), scales, offsets
 
 
 def four_bit_bytes(linear: nn.Linear, *, group: int) -> int:

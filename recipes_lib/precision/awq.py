@@ -49,7 +49,7 @@ from torch import Tensor
 
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.four_bit_grid import check_groups, to_four_bits
+from recipes_lib.core.four_bit_grid import check_groups, in_four_bits
 from recipes_lib.core.linears import linear_layers, output_layer_name
 from recipes_lib.precision.awq_sites import (
     Site,
@@ -69,7 +69,7 @@ def plain_awq_scales(weight: Tensor, inputs: Tensor, *, group: int = 32) -> Tens
     errors = {}
     for alpha in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         scales = importance**alpha
-        rounded = to_four_bits(weight * scales, group=group).weight()
+        rounded = in_four_bits(weight * scales, group=group)
         error = ((inputs / scales) @ rounded.T - exact).square().sum()
         errors[alpha] = error.item()
     best = min(errors, key=errors.get)
@@ -102,7 +102,7 @@ def apply_awq(
     symmetric: bool = False,
     names: Iterable[str] | None = None,
     alphas: int = 11,
-    tokens: int = 512,
+    tokens: int = 256,
 ) -> Any:
     """Scale the weights of `model` in place for `apply_int4` with the same group and grid.
 
@@ -129,7 +129,7 @@ def search_scales(
     symmetric: bool = False,
     names: Iterable[str] | None = None,
     alphas: int = 11,
-    tokens: int = 512,
+    tokens: int = 256,
 ) -> list[Choice]:
     """What `apply_awq` would fold, one choice for each input that layers share; changes nothing.
 
@@ -190,7 +190,7 @@ def _output_error(
     total = 0.0
     for name in site.linears:
         weight = model.get_submodule(name).weight  # [O, I]
-        rounded = to_four_bits(weight * scales, **grid).weight() / scales
+        rounded = in_four_bits(weight * scales, **grid) / scales
         error = rows @ (rounded - weight).T  # [T, O]
         total += error.square().mean().item()
     return total

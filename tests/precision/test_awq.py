@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.four_bit_grid import to_four_bits
+from recipes_lib.core.four_bit_grid import in_four_bits
 from recipes_lib.core.linears import linear_layers, output_layer_name
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.precision import awq_sites
@@ -173,8 +173,8 @@ def test_predicted_error():
     weight[:, 0] *= 0.05
     scales = torch.ones(32)
     scales[0] = 4
-    before = to_four_bits(weight, group=32).weight() - weight
-    after = to_four_bits(weight * scales, group=32).weight() / scales - weight
+    before = in_four_bits(weight, group=32) - weight
+    after = in_four_bits(weight * scales, group=32) / scales - weight
     ratio = after[:, 0].norm() / before[:, 0].norm()
     assert ratio.item() == pytest.approx(predicted_error_ratio(4), rel=0.1)
     with pytest.raises(ValueError, match="above 0"):

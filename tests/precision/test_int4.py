@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from recipes_lib.core.four_bit_grid import in_four_bits
 from recipes_lib.core.linears import linear_layers, output_layer_name
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision import int4 as module
 from recipes_lib.precision.int4 import (
     Int4Linear,
@@ -53,6 +55,8 @@ def test_levels_are_the_nearest_of_the_stored_grid(symmetric):
     layer = linear(512, 64)
     weight = layer.weight.detach()
     grid = int4_linear(layer, group=32, symmetric=symmetric).grid()
+    short = in_four_bits(weight, group=32, symmetric=symmetric)
+    torch.testing.assert_close(short, grid.weight(), rtol=1e-6, atol=1e-8)
     error = (grid.weight() - weight).abs()
     for step in (-1, 1):
         levels = (grid.levels.int() + step).clamp(0, 15).to(torch.uint8)
@@ -181,6 +185,17 @@ def test_named_layers_and_a_tied_output_layer(llama):
     assert type(llama.model.layers[0].mlp.up_proj) is nn.Linear
     apply_int4(llama, names=["model.layers.0.mlp.up_proj"])  # other layers may follow
     assert logits(llama).isfinite().all()
+
+
+def test_a_decoder_with_four_bits(llama):
+    """Its fused layers hold the same rows, and rows are rounded each by themselves."""
+    decoder = apply_int4(apply_decode_loop(llama.eval()))
+    found = [name for name, layer in decoder.named_modules() if isinstance(layer, Int4Linear)]
+    assert len(found) == 8 and "blocks.0.gate_up" in found and "head" not in found
+    cache = decoder.new_cache(max_tokens=IDS.shape[1])
+    expected = logits(apply_int4(llama))
+    error = (decoder(IDS, cache) - expected).norm() / expected.norm()
+    assert error < 0.02  # bf16 activations are rounded in another order
 
 
 def test_no_gradient_is_lost_in_silence(llama):
