@@ -1278,4 +1278,148 @@ WORKFLOWS = [
     ),
 ]
 
+ARCHITECTURE = [
+    mistake(
+        "heads of other groups",
+        file="architecture/grouped_query_attention.py",
+        right="split = weight.view(groups, heads // groups, -1, *weight.shape[1:])",
+        wrong="split = weight.view(heads // groups, groups, -1, *weight.shape[1:]).transpose(0, 1)",
+        tests="architecture/test_grouped_query_attention.py",
+        suffers="Every head of queries reads keys that are not the mean of its own group.",
+    ),
+    mistake(
+        "cache of a window",
+        file="architecture/grouped_query_attention.py",
+        right="kept.append(min(tokens, window - 1))",
+        wrong="kept.append(tokens)",
+        tests="architecture/test_grouped_query_attention.py",
+        suffers="The predicted cache of a model with windows is too large.",
+    ),
+    mistake(
+        "output layer centred as well",
+        file="architecture/rms_norm.py",
+        right="        _give_output_layer_its_own_weights(causal)\n        for writer",
+        wrong="        for writer",
+        tests="architecture/test_rms_norm.py",
+        suffers="A tied model computes other logits after an exact conversion.",
+    ),
+    mistake(
+        "bias of a writer",
+        file="architecture/rms_norm.py",
+        right="        writer.bias.copy_(centred(writer.bias, dim=0))",
+        wrong="        pass",
+        tests="architecture/test_rms_norm.py",
+        suffers="The stream keeps a mean, and the conversion is not exact.",
+    ),
+    mistake(
+        "tied again",
+        file="architecture/rms_norm.py",
+        right="    causal.config.tie_word_embeddings = False\n",
+        wrong="",
+        tests="architecture/test_rms_norm.py",
+        suffers="The next resize or load ties the output layer to the centred embedding.",
+    ),
+    mistake(
+        "probe that refuses nothing",
+        file="architecture/rms_norm.py",
+        right="if not off <= TOLERANCE:",
+        wrong="if False:",
+        tests="architecture/test_rms_norm.py",
+        suffers="A post-norm model is called exact and computes something else.",
+    ),
+    mistake(
+        "another gate",
+        file="architecture/swiglu.py",
+        right="gate = nn.functional.silu(self.gate_proj(x))",
+        wrong="gate = nn.functional.gelu(self.gate_proj(x))",
+        tests="architecture/test_swiglu.py",
+        suffers="What is called SwiGLU is GeGLU.",
+    ),
+    mistake(
+        "trained MLPs are lost",
+        file="architecture/swiglu.py",
+        right="if loaded_from and not discard_trained:",
+        wrong="if False:",
+        tests="architecture/test_swiglu.py",
+        suffers="A trained model loses its feed-forward layers.",
+    ),
+    mistake(
+        "tied in the configuration",
+        file="architecture/tied_embeddings.py",
+        right="    causal.config.tie_word_embeddings = tied\n",
+        wrong="",
+        tests="architecture/test_tied_embeddings.py",
+        suffers="The next resize throws away the output layer that was untied.",
+    ),
+]
+
+INFERENCE = [
+    mistake(
+        "wrong drafts stay in the cache",
+        file="inference/speculative.py",
+        right="    cache.truncate(before + 1 + agreed)  # what came after a wrong token is forgotten\n",
+        wrong="",
+        tests="inference/test_speculative.py",
+        suffers="Every token after a wrong draft is computed behind tokens that nobody wrote.",
+    ),
+    mistake(
+        "answers run over their end",
+        file="inference/speculative.py",
+        right="kept = _up_to_stop(chosen, stop)",
+        wrong="kept = chosen",
+        tests="inference/test_speculative.py",
+        suffers="An answer goes on behind its stop token if that stands inside of a draft.",
+    ),
+    mistake(
+        "acceptance of what was not compared",
+        file="inference/speculative.py",
+        right="return self.accepted / self.compared if self.compared else 0.0",
+        wrong="return self.accepted / self.drafted if self.drafted else 0.0",
+        tests="inference/test_speculative.py",
+        suffers="The formula gets a chance that is too low, and predicts a loss where there is none.",
+    ),
+    mistake(
+        "checks for free",
+        file="inference/speculative.py",
+        right="seconds = verify_ratio + draft_tokens * cost_ratio",
+        wrong="seconds = 1 + draft_tokens * cost_ratio",
+        tests="inference/test_speculative.py",
+        suffers="A gain is predicted where the call that checks costs more than the draft saves.",
+    ),
+    mistake(
+        "padding in attention",
+        file="inference/batching.py",
+        right="cache.starts = starts.to(cache.device)",
+        wrong="pass",
+        tests="inference/test_batching.py",
+        suffers="The shorter prompts of a batch are answered as if zeros stood before them.",
+    ),
+    mistake(
+        "rows that do not end",
+        file="inference/batching.py",
+        right="if not _has_ended(answer, new_tokens, stop):",
+        wrong="if len(answer) < new_tokens:",
+        tests="inference/test_batching.py",
+        suffers="A row of a batch goes on behind its stop token until the last row ends.",
+    ),
+    mistake(
+        "one scale for a whole call",
+        file="inference/kv_cache.py",
+        right="scale = x.abs().amax(dim=-1, keepdim=True) / 127",
+        wrong="scale = x.abs().amax() / 127",
+        tests="inference/test_kv_cache.py",
+        suffers="A key depends on the other tokens of its call, and small ones round to zero.",
+    ),
+    mistake(
+        "scales are not counted",
+        file="inference/kv_cache.py",
+        right="return super().nbytes + sum(scale.nbytes for scale in scales)",
+        wrong="return super().nbytes",
+        tests="inference/test_kv_cache.py",
+        suffers="The int8 cache seems to save four times the memory.",
+    ),
+]
+
 MISTAKES = [*CORE, *TRAINING, *PRECISION, *ATTENTION, *MEMORY, *FINE_TUNING, *WORKFLOWS]
+MISTAKES += ARCHITECTURE
+MISTAKES += INFERENCE

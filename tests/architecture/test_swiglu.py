@@ -124,6 +124,8 @@ def test_dropout_dtype_and_mode_stay():
     model = small("GPT2", resid_pdrop=0.25).to(torch.bfloat16).train()
     mlp = apply_swiglu(model, width=64).transformer.h[0].mlp
     assert mlp.dropout.p == 0.25 and mlp.training
+    x = torch.ones(1, 48, dtype=torch.bfloat16)
+    assert 0 < (mlp(x) == 0).sum() < 48, "a quarter of the output is dropped"
     assert mlp.gate_proj.weight.dtype == torch.bfloat16
     assert mlp.gate_proj.out_features == 64
     starcoder = apply_swiglu(small("Starcoder2", residual_dropout=0.5))

@@ -15,7 +15,6 @@ Shapes: N rows, D hidden.
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,8 +24,10 @@ from torch.nn import functional
 
 from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.freed_memory import keep_freed_memory
 from recipes_lib.core.machine import machine
-from recipes_lib.core.measure import in_turns
+from recipes_lib.core.measure import there_and_back
+from recipes_lib.workflows.bench.clock import now
 
 EPS = 1e-6
 
@@ -34,7 +35,7 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 
 class NormCost(NamedTuple):
-    """Median seconds of one forward, the rate, and the largest error relative to fp64."""
+    """Seconds of the fastest forward, the rate, and the largest error relative to fp64."""
 
     seconds: float
     bytes_per_second: float
@@ -56,13 +57,17 @@ def compare_norms(
 ) -> dict[str, NormCost]:
     """What each way costs on random x [N, D].
 
+    On Linux the process keeps freed memory from then on. Otherwise each y would be new memory, and
+    the system takes longer to hand that out, page by page, than a norm takes to fill it.
+
     Args:
         rows: take so many that x is larger than the caches, or one to see the price of a call.
-        rounds: of taking turns, of which the median counts.
+        rounds: of taking turns, of which the fastest counts.
         compiled: False leaves that way out, which takes seconds to compile.
     Raises ValueError for sizes below 1.
     """
     check_whole(rows=rows, hidden=hidden, rounds=rounds)
+    keep_freed_memory()
     device = machine().device
     x = torch.randn(rows, hidden, device=device).to(dtype)  # [N, D]
     weight = torch.rand(hidden, device=device).add(0.5).to(dtype)  # [D]
@@ -72,10 +77,20 @@ def compare_norms(
     steps = {name: _step(way, x, weight) for name, way in ways.items()}
     moved = predicted_norm_bytes(rows=rows, hidden=hidden, itemsize=dtype.itemsize, fused=True)
     costs = {}
-    for name, times in in_turns(steps, rounds=rounds).items():
-        seconds = statistics.median(times)
+    for name, seconds in _fastest(steps, rounds=rounds).items():
         costs[name] = NormCost(seconds, moved / seconds, errors[name])
     return costs
+
+
+def _fastest(steps: dict[str, Callable[[], None]], *, rounds: int) -> dict[str, float]:
+    """Seconds of the fastest call of each: whatever else runs can only slow one."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for names in there_and_back(list(steps), rounds=rounds):
+        for name in names:
+            start = now()
+            steps[name]()
+            seconds[name].append(now() - start)
+    return {name: min(times) for name, times in seconds.items()}
 
 
 def _ways(hidden: int, *, compiled: bool) -> dict[str, Way]:

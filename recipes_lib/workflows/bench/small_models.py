@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +31,11 @@ from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.swiglu import apply_swiglu
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import load_text
-from recipes_lib.core.machine import machine, synchronize
+from recipes_lib.core.machine import machine
+from recipes_lib.workflows.bench.clock import now
 
 BYTES = 256  # the vocabulary
-HELD_OUT_ROWS = 64
+HELD_OUT_ROWS = 128
 WARM_UP = 0.1  # the part of the steps in which the learning rate rises
 
 BASELINE = "as GPT"
@@ -76,7 +76,7 @@ def compare_architectures(
     layers: int = 2,
     rows: int = 8,
     seq_len: int = 64,
-    learning_rate: float = 4e-3,
+    learning_rate: float = 2e-3,
 ) -> dict[str, Trained]:
     """Train each architecture on the same tokens with each seed.
 
@@ -87,6 +87,7 @@ def compare_architectures(
     Raises ValueError for an unknown name and for sizes below 1.
     """
     check_whole(steps=steps, hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
+    check_whole(seeds=len(seeds))
     chosen = _chosen(names)
     train = _bytes("train")
     held_out = _rows(_bytes("validation"), HELD_OUT_ROWS, seq_len, seed=0)
@@ -208,9 +209,9 @@ def _train(
     for step, ids in enumerate(batches):
         rate = learning_rate * _share_of_rate(step, steps)
         for name, model in models.items():
-            start = _now()
+            start = now()
             _step(model, optimizers[name], ids, rate)
-            seconds[name].append(_now() - start)
+            seconds[name].append(now() - start)
     return seconds
 
 
@@ -229,14 +230,6 @@ def _share_of_rate(step: int, steps: int) -> float:
     if step < rising:
         return (step + 1) / rising
     return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
-
-
-def _now() -> float:
-    """The clock of a step: on a CPU the time that this thread has computed, whatever else runs."""
-    if machine().device == "cpu":
-        return time.thread_time()
-    synchronize()
-    return time.perf_counter()
 
 
 @torch.no_grad()

@@ -1,0 +1,39 @@
+import pytest
+
+from recipes_lib.workflows.bench.small_models import ARCHITECTURES, BASELINE, compare_architectures
+
+SMALL = {"steps": 3, "hidden": 32, "layers": 1, "rows": 2, "seq_len": 16}
+
+
+def test_all_architectures_beside_the_baseline():
+    results = compare_architectures(seeds=(0,), **SMALL)
+    assert list(results) == list(ARCHITECTURES)
+    base = results[BASELINE]
+    assert base.beyond_baseline == [0]
+    assert results["SwiGLU"].parameters == pytest.approx(base.parameters, rel=0.01)
+    # Three norms without biases of 32.
+    assert base.parameters - results["RMSNorm"].parameters == 3 * 32
+    assert results["untied"].parameters - base.parameters == 256 * 32
+    assert base.cache_bytes_per_token == 4 * results["one KV head"].cache_bytes_per_token
+    assert len({result.loss for result in results.values()}) == len(results)
+    assert all(result.seconds_per_step > 0 for result in results.values())
+    assert "bytes of cache per token" in str(base)
+
+
+def test_a_run_does_not_depend_on_the_others():
+    """Batches or weights that depend on who else trains would make the comparison unfair."""
+    alone = compare_architectures(names=[BASELINE], seeds=(0, 1), **SMALL)
+    beside = compare_architectures(names=["SwiGLU"], seeds=(0, 1), **SMALL)
+    assert list(beside) == [BASELINE, "SwiGLU"]
+    assert beside[BASELINE].losses == alone[BASELINE].losses
+    first, second = beside["SwiGLU"].losses
+    assert first != second
+    expected = [loss - base for loss, base in zip((first, second), alone[BASELINE].losses)]
+    assert beside["SwiGLU"].beyond_baseline == expected
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="name='GRU': choose one of as GPT"):
+        compare_architectures(names=["GRU"])
+    with pytest.raises(ValueError, match="steps=0"):
+        compare_architectures(steps=0)
