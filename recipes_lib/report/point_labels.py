@@ -9,6 +9,7 @@ thin line back to its point.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ NAME_SIZE = 9.5
 HEIGHT = 1.2  # of a name, in sizes of its font
 # In points of print:
 MARK = 4.5  # half the width of what is kept free around a point
-NEAR = 4.0  # a name so near to another point could be taken for that point's
+NEAR = 14.0  # a name within this of another point, and no nearer to its own, may be taken for it
 STEPS = (8, 14, 22, 32, 44, 58, 74)  # how far from the middle of its point a name may stand
-LED = 10  # a name further away than this gets a line to its point
+LED = 12  # a name further away than this gets a line to its point
 EDGE = 3.0  # what is kept free inside the axes
 
 # Where a name stands, seen from its point: to the right first, because we read that way.
@@ -31,13 +32,14 @@ SIDES += ((1, 0.5), (1, -0.5), (-1, 0.5), (-1, -0.5), (0.5, 1), (0.5, -1), (-0.5
 PIECES = 80  # of a line that names keep away from
 LED_PIECES = 24  # of a line from a name to its point
 ROUNDS = 4  # how often each name looks for a place
+ORDERS = 16  # in which the names choose
 
 # What a place costs, beside its distance:
-OUTSIDE = 1000.0  # to leave the axes
-COVERED = 100.0  # each name or point that is covered
-ON_A_LINE = 2.0  # each piece of a line that is covered
-CROSSED = 3.0  # each piece of the line to its own point that runs through something
-TAKEN_FOR = 4.0  # to stand near another point
+OUTSIDE = 10_000.0  # to leave the axes
+COVERED = 1000.0  # each name or point that is covered
+ON_A_LINE = 16.0  # each piece of a line that is covered
+CROSSED = 16.0  # each piece of the line to its own point that runs through something
+TAKEN_FOR = 60.0  # each other point that is as near
 
 Point = tuple[float, float]
 Boxes = np.ndarray  # [N, 4] or [4]: left, bottom, right, top, in dots of the canvas
@@ -110,29 +112,32 @@ def _places(
     """All boxes around a point with the steps to them, the nearest first."""
     half = np.array(size) / 2
     for step in STEPS:
-        for side in SIDES:
+        for number, side in enumerate(SIDES):
             # The nearest edge of the name is `step` away from the point.
             centre = middle + np.array(side) * (step * dots + half)
-            yield np.concatenate([centre - half, centre + half]), step
+            # A worse side is worth less than the next step.
+            yield np.concatenate([centre - half, centre + half]), step + number / 3
 
 
 def _valued(
     box: Boxes, step: float, others: np.ndarray, pieces: Boxes, panel: Boxes, dots: float
 ) -> _Place:
     """A place with its cost against all that does not move: points, lines, the edge of the axes."""
-    cost = COVERED * _overlaps(box, _around(others, MARK * dots))
-    cost += ON_A_LINE * _overlaps(box, pieces)
-    cost += TAKEN_FOR * _overlaps(box, _around(others, (MARK + NEAR) * dots))
+    boxes = box[None]
+    cost = COVERED * _counts(boxes, _around(others, MARK * dots))[0]
+    cost += TAKEN_FOR * _counts(boxes, _around(others, min(step, NEAR) * dots))[0]
+    cost += ON_A_LINE * _counts(boxes, pieces)[0]
     if (box[:2] < panel[:2]).any() or (box[2:] > panel[2:]).any():
         cost += OUTSIDE
-    return _Place(box, step, cost + step / STEPS[0])
+    return _Place(box, step, cost + step)
 
 
-def _overlaps(box: Boxes, others: Boxes) -> int:
-    """How many of the others this box covers in part."""
-    beside = (others[:, 2] <= box[0]) | (others[:, 0] >= box[2])
-    above = (others[:, 3] <= box[1]) | (others[:, 1] >= box[3])
-    return int((~(beside | above)).sum())
+def _counts(boxes: Boxes, others: Boxes) -> np.ndarray:
+    """How many of the others [M, 4] each of the boxes [N, 4] covers in part, [N]."""
+    boxes = boxes[:, None]  # [N, 1, 4], compared with [M, 4]
+    beside = (boxes[..., 2] <= others[:, 0]) | (boxes[..., 0] >= others[:, 2])
+    above = (boxes[..., 3] <= others[:, 1]) | (boxes[..., 1] >= others[:, 3])
+    return (~(beside | above)).sum(axis=1)
 
 
 def _chosen(
@@ -140,53 +145,83 @@ def _chosen(
 ) -> list[_Place]:
     """A place for each name, such that they cover little of each other.
 
-    Who chooses first matters. So both orders are tried, and the one that covers less is taken.
+    Who chooses first matters. So several orders are tried, and the one that costs least is taken.
     """
     marks = _around(middles, MARK * dots)
+    numbers = list(range(len(possible)))
+    shuffle = random.Random(0).shuffle  # the same points give the same picture
     best: dict[int, _Place] = {}
     least = np.inf
-    for order in (range(len(possible)), range(len(possible))[::-1]):
+    for _ in range(ORDERS):
         chosen: dict[int, _Place] = {}
         for _ in range(ROUNDS):
-            total = 0.0
-            for number in order:
+            for number in numbers:
                 chosen.pop(number, None)  # it is not in its own way
-                names = np.array([place.box for place in chosen.values()]).reshape(-1, 4)
-                others = np.concatenate([names, np.delete(marks, number, axis=0), pieces])
-                place, cost = _cheapest(possible[number], middles[number], names, others)
-                chosen[number] = place
-                total += cost
+                around = _surroundings(chosen, middles, marks, pieces, of=number)
+                chosen[number], _ = _cheapest(possible[number], middles[number], around)
+        total = 0.0
+        for number in numbers:
+            others = {other: place for other, place in chosen.items() if other != number}
+            around = _surroundings(others, middles, marks, pieces, of=number)
+            total += _cheapest([chosen[number]], middles[number], around)[1]
         if total < least:
             least = total
             best = chosen
+        shuffle(numbers)
     return [best[number] for number in range(len(possible))]
 
 
+class _Around(NamedTuple):
+    """What a name should keep away from: names, their lines, and what does not move."""
+
+    names: Boxes
+    ways: Boxes
+    fixed: Boxes
+
+
+def _surroundings(
+    chosen: dict[int, _Place], middles: np.ndarray, marks: Boxes, pieces: Boxes, *, of: int
+) -> _Around:
+    ways = [_way(place, middles[other]) for other, place in chosen.items()]
+    return _Around(
+        names=_boxes([place.box for place in chosen.values()]),
+        ways=np.concatenate([np.zeros((0, 4)), *ways]),
+        fixed=np.concatenate([np.delete(marks, of, axis=0), pieces]),
+    )
+
+
+def _boxes(found: Sequence[Boxes]) -> Boxes:
+    """Several boxes as one array; [0, 4] for none."""
+    return np.array(found).reshape(-1, 4)
+
+
 def _cheapest(
-    places: Sequence[_Place], middle: np.ndarray, names: Boxes, in_the_way: Boxes
+    places: Sequence[_Place], middle: np.ndarray, around: _Around
 ) -> tuple[_Place, float]:
-    """The place that costs least beside the names that have theirs, and what it costs."""
+    """The place that costs least beside what is around it, and what it costs."""
+    boxes = _boxes([place.box for place in places])
+    costs = np.array([place.cost for place in places])
+    costs += COVERED * _counts(boxes, around.names) + CROSSED * _counts(boxes, around.ways)
+    in_the_way = np.concatenate([around.names, around.fixed])
     cheapest = places[0]
     least = np.inf
-    for place in places:
-        cost = place.cost + COVERED * _overlaps(place.box, names)
-        if cost < least:
-            cost += _cost_of_way(place, middle, in_the_way)
+    for number in np.argsort(costs, kind="stable"):
+        if costs[number] >= least:  # and so do all others
+            break
+        crossed = _counts(_way(places[number], middle), in_the_way).sum()
+        cost = costs[number] + CROSSED * crossed
         if cost < least:
             least = cost
-            cheapest = place
+            cheapest = places[number]
     return cheapest, least
 
 
-def _cost_of_way(place: _Place, middle: np.ndarray, in_the_way: Boxes) -> float:
-    """What the line from a name to its point runs through."""
-    if place.step <= LED:  # there is none
-        return 0.0
+def _way(place: _Place, middle: np.ndarray) -> Boxes:
+    """The line from a name to its point, as small boxes; none for a name beside its point."""
+    if place.step <= LED:
+        return np.zeros((0, 4))
     begin = (place.box[:2] + place.box[2:]) / 2
-    cost = 0.0
-    for piece in _around(_between(begin, middle, LED_PIECES), 1.0):
-        cost += CROSSED * _overlaps(piece, in_the_way)
-    return cost
+    return _around(_between(begin, middle, LED_PIECES), 1.0)
 
 
 def _write(axes: Any, point: Point, name: str, place: _Place, *, color: Any) -> None:

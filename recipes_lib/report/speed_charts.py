@@ -254,6 +254,9 @@ def position_time_chart(
 # --- speculation ----------------------------------------------------------------------------------
 
 
+ONE = ((0.0, 1.0), (1.0, 1.0))  # the line of what speculation neither gains nor loses
+
+
 class Speculated(NamedTuple):
     """One text that was written with speculation: the part of the drafted tokens that was accepted,
     and how many times as fast it was as writing token by token. `line` names its formula's line.
@@ -302,7 +305,7 @@ def speculation_chart(
     lines = {name: _drawn_formula(expected) for name, expected in formula.items()}
     names = list(lines)
     draw_curves(axes, lines)
-    axes.axhline(1, color=muted(), linewidth=1, zorder=1)
+    axes.plot(*zip(*ONE, strict=True), color=muted(), linewidth=1, zorder=1)
     colors = []
     for point in points:
         color = RECIPE
@@ -320,7 +323,7 @@ def speculation_chart(
         [(point.acceptance, point.speedup) for point in points],
         [point.name for point in points],
         colors=colors,
-        lines=[pair for line in lines.values() for pair in itertools.pairwise(line)],
+        lines=[pair for line in [*lines.values(), ONE] for pair in itertools.pairwise(line)],
     )
     return figure
 
