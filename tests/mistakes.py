@@ -618,6 +618,30 @@ PRECISION = [
         tests="precision/test_pure_bf16.py",
         suffers="Weights and averages are rounded up together.",
     ),
+    mistake(
+        "levels for a scale that is not stored",
+        file="core/four_bit_grid.py",
+        right="steps = (groups - offsets[..., None].float()).div_(divisors[..., None])",
+        wrong="steps = (groups - low[..., None]).div_((high - low)[..., None] / 15) - 8",
+        tests="precision/test_int4.py",
+        suffers="Levels are not the nearest ones of the grid that the kernel reads: less exact.",
+    ),
+    mistake(
+        "padding among the activations",
+        file="precision/awq_sites.py",
+        right="real = mask.bool().flatten()",
+        wrong="real = torch.ones_like(mask).bool().flatten()",
+        tests="precision/test_awq.py",
+        suffers="The scales of AWQ suit the padding token more than the text.",
+    ),
+    mistake(
+        "an error without its scales",
+        file="precision/awq.py",
+        right="rounded = in_four_bits(weight * scales, **grid) / scales",
+        wrong="rounded = in_four_bits(weight, **grid)",
+        tests="precision/test_awq.py",
+        suffers="All scales seem equally good: AWQ does nothing, and says nothing.",
+    ),
 ]
 
 ATTENTION = [
