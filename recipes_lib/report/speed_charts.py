@@ -281,7 +281,7 @@ def speculation_chart(
     Args:
         points: one per text.
         formula: the speed-up that is expected at an acceptance, by the name of the line; for
-            instance `partial(expected_speedup, draft_tokens=3, cost_ratio=0.0)`.
+            instance `partial(predicted_speedup, draft_tokens=3, cost_ratio=0.0)`.
         title: the message.
         source: where the numbers are from; by default this machine and today.
     Raises ValueError if there are no points, for an acceptance outside of 0 to 1, and for a point
