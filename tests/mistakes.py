@@ -1381,8 +1381,8 @@ INFERENCE = [
     mistake(
         "wrong drafts stay in the cache",
         file="inference/speculative.py",
-        right="    cache.truncate(before + 1 + agreed)  # what came after a wrong token is forgotten\n",
-        wrong="",
+        right="    cache.truncate(before + 1 + agreed)",
+        wrong="    pass",
         tests="inference/test_speculative.py",
         suffers="Every token after a wrong draft is computed behind tokens that nobody wrote.",
     ),
@@ -1400,7 +1400,7 @@ INFERENCE = [
         right="return self.accepted / self.compared if self.compared else 0.0",
         wrong="return self.accepted / self.drafted if self.drafted else 0.0",
         tests="inference/test_speculative.py",
-        suffers="The formula gets a chance that is too low, and predicts a loss where there is none.",
+        suffers="The chance that the formula gets is too low, and it predicts losses.",
     ),
     mistake(
         "checks for free",
