@@ -57,12 +57,13 @@ from recipes_lib.core.measure import in_turns
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
-def looked_up(text: list[int], *, ngram: int, most: int) -> list[int]:
+def looked_up(text: list[int], *, ngram: int, shortest: int, most: int) -> list[int]:
     """What followed the last tokens of `text` where they stood before: `most` tokens, or none.
 
-    It looks for the last `ngram` tokens, then for fewer, and takes the latest place.
+    It looks for the last `ngram` tokens, then for fewer down to `shortest`, and takes the latest
+    place.
     """
-    for size in range(min(ngram, len(text) - 1), 0, -1):
+    for size in range(min(ngram, len(text) - 1), shortest - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:
                 return copied(text, end, most)
@@ -144,6 +145,7 @@ def prompt_lookup_generate(
     new_tokens: int,
     draft_tokens: int = 3,
     ngram: int = 3,
+    shortest: int = 1,
     stop: Collection[int] = (),
     row_by_row: bool = True,
 ) -> Speculation:
@@ -153,15 +155,15 @@ def prompt_lookup_generate(
         prompt: token ids, as a list or as a tensor [1, S].
         draft_tokens: k, the longest draft.
         ngram: the number of last tokens to look for. Fewer are tried where they are not found.
+        shortest: the fewest. Where a check is dear, 2 leaves out the drafts that are mostly wrong.
         stop: ids that end the answer; the one that came is its last token.
         row_by_row: one attention call per token of a draft: exact with kernels that are exact.
-    Raises ValueError for an empty prompt, several rows, and numbers below 1.
+    Raises ValueError for an empty prompt, several rows, numbers below 1, and shortest > ngram.
     """
-    check_whole(ngram=ngram)
     return _generate(
         decoder,
         prompt,
-        PromptLookup(ngram),
+        PromptLookup(ngram=ngram, shortest=shortest),
         new_tokens=new_tokens,
         draft_tokens=draft_tokens,
         stop=stop,
@@ -264,15 +266,18 @@ class PromptLookup:
     The text may only grow from call to call.
     """
 
-    def __init__(self, ngram: int) -> None:
+    def __init__(self, *, ngram: int, shortest: int) -> None:
+        check_whole(ngram=ngram)
+        check_whole(shortest=shortest, most=ngram)
         self._ngram = ngram
+        self._shortest = shortest
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest place ends
         self._indexed = 0  # n-grams that end here or before are in
 
     def __call__(self, text: list[int], most: int) -> list[int]:
         """A draft of `most` tokens, or none."""
         self._index(text)
-        for size in range(min(self._ngram, len(text) - 1), 0, -1):
+        for size in range(min(self._ngram, len(text) - 1), self._shortest - 1, -1):
             place = self._after.get(tuple(text[-size:]))
             if place is not None:
                 return copied(text, place, most)
@@ -281,7 +286,7 @@ class PromptLookup:
     def _index(self, text: list[int]) -> None:
         # The n-gram at the very end is what is looked for: nothing follows it yet.
         for end in range(self._indexed + 1, len(text)):
-            for size in range(1, min(self._ngram, end) + 1):
+            for size in range(self._shortest, min(self._ngram, end) + 1):
                 self._after[tuple(text[end - size : end])] = end
         self._indexed = len(text) - 1
 

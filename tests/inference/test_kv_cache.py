@@ -4,6 +4,7 @@ import torch
 from recipes_lib.core.decoding import greedy
 from recipes_lib.core.measure import bytes_alive
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.inference import kv_cache_positions
 from recipes_lib.inference.batching import generate_batch
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.kv_cache import (
@@ -16,7 +17,6 @@ from recipes_lib.inference.kv_cache import (
     relative_error,
     remove_int8_cache,
 )
-from recipes_lib.inference.kv_cache_positions import time_by_position
 from recipes_lib.inference.speculative import prompt_lookup_generate, row_difference
 
 SIZES = {"layers": 2, "kv_heads": 3, "head_dim": 16}
@@ -136,14 +136,31 @@ def test_bad_input():
 # --- time against position ------------------------------------------------------------------------
 
 
-def test_time_by_position():
-    """Without a cache the whole text is computed: much more at the later position."""
-    early, late = time_by_position(tiny_decoder(), [2, 600])
-    assert (early.position, late.position) == (2, 600)
-    assert late.without_cache > 1.5 * late.with_cache
-    assert late.without_cache > 1.5 * early.without_cache
+def test_time_by_position(monkeypatch):
+    """With a cache a step computes one token behind the others, without one the whole text."""
+    calls = []
+
+    def count_instead_of_seconds(steps, *, rounds):
+        computed = {}
+        for name, step in reversed(steps.items()):
+            calls.clear()
+            step()
+            computed[name] = calls * rounds
+        return computed
+
+    def note(module, args, result):
+        tokens, cache = args
+        calls.append(100 * cache.length + tokens.shape[1])
+
+    monkeypatch.setattr(kv_cache_positions, "in_turns", count_instead_of_seconds)
+    decoder = tiny_decoder()
+    decoder.register_forward_hook(note)
+    early, late = kv_cache_positions.time_by_position(decoder, [3, 50])
+    # After the call the cache holds position + 1 tokens.
+    assert (early.position, early.with_cache, early.without_cache) == (3, 401, 404)
+    assert (late.position, late.with_cache, late.without_cache) == (50, 5101, 5151)
     with pytest.raises(ValueError, match="at least one"):
-        time_by_position(tiny_decoder(), [])
+        kv_cache_positions.time_by_position(decoder, [])
 
 
 @pytest.mark.gpu

@@ -109,17 +109,20 @@ def test_the_index_finds_what_the_plain_search_finds():
     for number in range(50):
         draw = random.Random(number)
         ngram = draw.randint(1, 4)
-        index = PromptLookup(ngram)
+        sizes = {"ngram": ngram, "shortest": draw.randint(1, ngram)}
+        index = PromptLookup(**sizes)
         text = [draw.randrange(4)]
         while len(text) < 40:
             text += [draw.randrange(4) for _ in range(draw.randint(1, 4))]
-            assert index(text, 5) == looked_up(text, ngram=ngram, most=5)
+            assert index(text, 5) == looked_up(text, **sizes, most=5)
 
 
 def test_a_lookup_copies_the_latest_place_and_goes_on_in_its_copy():
-    assert looked_up([1, 2, 3, 9, 1, 2, 4, 1, 2], ngram=2, most=2) == [4, 1]
-    assert looked_up([5, 6, 5, 6], ngram=3, most=5) == [5, 6, 5, 6, 5]
-    assert looked_up([5], ngram=3, most=5) == []
+    sizes = {"ngram": 3, "shortest": 1}
+    assert looked_up([1, 2, 3, 9, 1, 2, 4, 1, 2], **sizes, most=2) == [4, 1]
+    assert looked_up([5, 6, 5, 6], **sizes, most=5) == [5, 6, 5, 6, 5]
+    assert looked_up([5], **sizes, most=5) == []
+    assert looked_up([7, 8, 9, 8], ngram=3, shortest=2, most=5) == []
 
 
 # --- exact with kernels that are exact ------------------------------------------------------------
@@ -141,30 +144,45 @@ class WeightOnly(nn.Module):
 
 
 def bf16_decoder():
-    return apply_decode_loop(model_of_shape("tiny-llama", device="cpu")).bfloat16()
+    """Deep, and attention matters: a difference in the last bit has many roundings to cross."""
+    model = model_of_shape("tiny-llama", layers=16, device="cpu")
+    with torch.no_grad():
+        for linear in linear_layers(model.model).values():
+            linear.weight.mul_(8)
+    return apply_decode_loop(model).bfloat16()
 
 
 def int8_decoder():
     decoder = bf16_decoder()
-    return replace_linears(
-        decoder, lambda _, linear: WeightOnly(linear), names=linear_layers(decoder)
-    )
+    names = linear_layers(decoder)
+    return replace_linears(decoder, lambda _, linear: WeightOnly(linear), names=names)
 
 
+def products_are_exact(decoder):
+    """Whether this machine computes a row alone as it does among others."""
+    x = torch.randn(8, 64).bfloat16()
+    layers = [decoder.blocks[0].qkv, decoder.head]
+    return all(torch.equal(layer(x)[3:4], layer(x[3:4])) for layer in layers)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("make", [bf16_decoder, int8_decoder])
 def test_row_by_row_is_exact_where_one_masked_call_is_not(make):
-    """Ties are frequent in 16 bits, so the masked call changes answers in silence."""
-    # Without oneDNN a bf16 product computes each row by itself; with it this depends on the shape.
+    """A mask changes sums in the last bit of fp32, a rounding to 16 bits makes 1/256 of it."""
+    # With oneDNN the product of a row in bf16 depends on how many rows there are.
     with torch.backends.mkldnn.flags(enabled=False):
         decoder = make()
-        prompt = torch.randint(0, 128, (40,)).tolist()
-        for tokens in (2, 4, 8):
-            assert row_difference(decoder, prompt, tokens=tokens) == 0.0
-        assert row_difference(decoder, prompt, tokens=4, row_by_row=False) > 0.0
-        for start in range(8):
-            text = prompt[start : start + 12] * 2
-            got = prompt_lookup_generate(decoder, text, new_tokens=40)
-            assert got.tokens == greedy(decoder, text, new_tokens=40)
+        if not products_are_exact(decoder):
+            pytest.skip("the kernels of this machine compute a row differently among others")
+        masked = []
+        for _ in range(12):
+            prompt = torch.randint(0, 128, (60,)).tolist()
+            assert row_difference(decoder, prompt, tokens=8) == 0.0
+            masked.append(row_difference(decoder, prompt, tokens=8, row_by_row=False))
+        assert max(masked) > 0.0
+        text = prompt[:12] * 2
+        got = prompt_lookup_generate(decoder, text, new_tokens=30)
+        assert got.tokens == greedy(decoder, text, new_tokens=30)
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -227,10 +245,18 @@ def test_predicted_tokens_per_call_are_those_that_random_acceptance_gives():
     assert got.tokens_per_call == pytest.approx(expected, rel=0.02)
 
 
-def test_verify_ratio_leaves_the_prompt_in_place():
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
-    ratio = measured_verify_ratio(decoder, [1, 2, 3, 4], draft_tokens=3, rounds=3)
-    assert 0.2 < ratio < 10
+def test_verify_ratio_compares_both_calls_behind_the_prompt():
+    """Tokens that stay in the cache from round to round would make later calls longer."""
+    calls = []
+
+    class Watched(Scripted):
+        def __call__(self, tokens, cache, **options):
+            calls.append((cache.length, tokens.shape[1]))
+            return super().__call__(tokens, cache, **options)
+
+    assert measured_verify_ratio(Watched(0), [1, 2, 3, 4], draft_tokens=3, rounds=2) > 0
+    assert calls[0] == (0, 4)
+    assert sorted(calls[1:]) == [(4, 1)] * 3 + [(4, 4)] * 3
 
 
 # --- guards ---------------------------------------------------------------------------------------
@@ -245,6 +271,8 @@ def test_bad_input():
     for options in ({"draft_tokens": 0}, {"ngram": 0}, {"new_tokens": 0}):
         with pytest.raises(ValueError, match="=0: give a whole number"):
             prompt_lookup_generate(decoder, [1, 2], **{"new_tokens": 3} | options)
+    with pytest.raises(ValueError, match="shortest=4: give a whole number from 1 to 3"):
+        prompt_lookup_generate(decoder, [1, 2], new_tokens=3, shortest=4)
     with pytest.raises(ValueError, match="at least one token"):
         prompt_lookup_generate(decoder, [], new_tokens=3)
     with pytest.raises(ValueError, match="give a prompt of 5 tokens or more"):
