@@ -82,10 +82,11 @@ def step_by_hand(
 def apply_decode_loop(model: Any) -> Decoder:
     """Make a decoder from a Hugging Face causal LM, which stays as it is.
 
-    The decoder shares the memory of the embedding, the output layer, the norms and the projections
-    that are not fused. Those that are (queries, keys and values; gate and up) are copies: drop the
-    model, and its own are freed. The decoder's parameters are objects of their own, without
-    gradients: changing the decoder's dtype or replacing its layers does not change the model.
+    The decoder shares the memory of the embedding, the output layer and the projections that are
+    not fused. Those that are (queries, keys and values; gate and up) are copies: drop the model,
+    and its own are freed. The decoder's parameters are objects of their own, without gradients.
+    Changing its dtype or replacing its layers does not change the model; writing into a shared
+    weight would.
 
     Raises ValueError for a model that is no causal LM, has adapters or quantized weights, or is of
     a family whose arithmetic differs: learned positions, scaled embeddings, capped scores, parallel
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
 
         embedding    nn.Embedding [V, D]; its dtype is that of the hidden states
         blocks       each with qkv, output, gate_up, down (nn.Linear) and two norms
-        norm, head   nn.RMSNorm and nn.Linear; a tied head shares the embedding's parameter
+        norm, head   RootMeanSquareNorm and nn.Linear; a tied head shares the embedding's parameter
 
     Any of the linear layers may be replaced by another module with the same shapes.
     """
@@ -259,15 +260,21 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn queries or keys x [..., E] by the angles of their positions.
 
     Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it. `turn`
-    is complex [..., E/2], or real [..., E/2, 2] where complex numbers have no fast code, as in
-    compiled graphs.
+    is complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
+    16-bit numbers have none either: they are turned in fp32 and rounded once.
     """
-    pairs = x.view(*x.shape[:-1], -1, 2)  # [..., E/2, 2]
+    if turn.is_complex() and x.dtype == torch.float32:
+        return (x.view(torch.complex64) * turn).view(torch.float32)  # views: nothing is copied
+    a, b = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)  # [..., E/2] each
+    cos, sin = _parts(turn)
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)  # [..., E/2, 2]
+    return turned.flatten(-2).to(x.dtype)
+
+
+def _parts(turn: Tensor) -> tuple[Tensor, Tensor]:
     if turn.is_complex():
-        return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
-    a, b = pairs.unbind(-1)
-    cos, sin = turn.unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        turn = torch.view_as_real(turn)
+    return turn.unbind(-1)
 
 
 def attend(

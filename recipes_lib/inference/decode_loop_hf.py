@@ -12,7 +12,7 @@ change with the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from recipes_lib.core.causal_lm import decoder_blocks, trunk, without_adapters
 from recipes_lib.core.evaluation import evaluating
+from recipes_lib.inference.decode_loop_norms import HeadNorm, RootMeanSquareNorm
 
 # What a block of these families holds, by the names of transformers.
 IN_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -61,10 +62,10 @@ class BlockWeights:
     output: nn.Linear
     gate_up: nn.Linear
     down: nn.Linear
-    attention_norm: nn.RMSNorm
-    mlp_norm: nn.RMSNorm
+    attention_norm: RootMeanSquareNorm
+    mlp_norm: RootMeanSquareNorm
     query_key_norm: HeadNorm | None
-    activation: Any
+    activation: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,9 @@ class Weights:
     sizes: Sizes
     embedding: nn.Embedding
     blocks: list[BlockWeights]
-    norm: nn.RMSNorm
+    norm: RootMeanSquareNorm
     head: nn.Linear
     frequencies: Tensor  # fp32 [E/2]: radians per position of each pair of dimensions
-
-
-class HeadNorm(nn.Module):
-    """An RMSNorm over each head [..., H, E], with a weight [H, E] of its own for every head."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = _parameter(weight)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H, E] -> the same shape."""
-        return functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
 def read_weights(model: Any) -> Weights:
@@ -145,7 +133,7 @@ def _read_block(block: nn.Module, sizes: Sizes) -> BlockWeights:
         attention_norm=_norm(block.input_layernorm),
         mlp_norm=_norm(block.post_attention_layernorm),
         query_key_norm=_head_norm(attention, sizes),
-        activation=mlp.act_fn,
+        activation=_activation(mlp.act_fn),
     )
 
 
@@ -202,10 +190,15 @@ def _linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _norm(norm: nn.Module) -> nn.RMSNorm:
-    same = nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, device="meta")
-    same.weight = _parameter(norm.weight)
-    return same
+def _norm(norm: nn.Module) -> RootMeanSquareNorm:
+    return RootMeanSquareNorm(norm.weight, norm.variance_epsilon)
+
+
+def _activation(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The function itself where it has one, without the call of a module around it."""
+    if isinstance(act_fn, nn.SiLU) or type(act_fn).__name__ == "SiLUActivation":
+        return functional.silu
+    return act_fn
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.decoding import greedy
+from recipes_lib.core.decoding import KeyValueCache, greedy
 from recipes_lib.inference.decode_loop import (
     apply_decode_loop,
     predicted_read_bytes,
@@ -14,6 +14,7 @@ from recipes_lib.inference.decode_loop import (
     rotate,
     step_by_hand,
 )
+from recipes_lib.inference.decode_loop_norms import RootMeanSquareNorm
 
 NEW_TOKENS = 12
 VOCABULARY = 128
@@ -150,6 +151,32 @@ def test_rotation_by_complex_and_by_real_numbers():
     angles = torch.randn(3, 1, 4)
     real = torch.stack([angles.cos(), angles.sin()], dim=-1)
     torch.testing.assert_close(rotate(x, torch.view_as_complex(real)), rotate(x, real))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_is_the_rms_norm(dtype, eps):
+    """Large numbers overflow where fp16 is squared in fp16; small ones show a forgotten eps."""
+    weight = torch.rand(48).to(dtype)
+    norm = RootMeanSquareNorm(weight, eps)
+    for size in (1e-2, 1.0, 1e3):
+        x = (size * torch.randn(2, 5, 48)).to(dtype)
+        expected = torch.nn.functional.rms_norm(x, (48,), weight, eps)
+        torch.testing.assert_close(norm(x), expected)
+        single = [norm(row) for row in x.split(1, dim=1)]
+        assert torch.equal(norm(x), torch.cat(single, dim=1)), "a row depends on the others"
+
+
+def test_a_cache_of_sixteen_bits_as_on_a_gpu(plain):
+    """Complex numbers have no bf16: the rotation goes through fp32, and attention stays in bf16."""
+    decoder = apply_decode_loop(plain).to(torch.bfloat16)
+    sizes = {"layers": 3, "kv_heads": 2, "head_dim": 8, "capacity": 20}
+    decoder.new_cache(max_tokens=20)  # makes the table of angles
+    tokens = torch.tensor([prompt_of(20)])
+    cache = KeyValueCache(**sizes, dtype=torch.bfloat16)
+    logits = [decoder(part, cache).float() for part in tokens.split([18, 1, 1], dim=1)]
+    expected = logits_of(plain, prompt_of(20))
+    assert (torch.cat(logits, dim=1) - expected).norm() < 0.05 * expected.norm()
 
 
 # --- several rows ---------------------------------------------------------------------------------
