@@ -499,6 +499,78 @@ TRAINING = [
 
 PRECISION = [
     mistake(
+        "fp32 for the int8 kernel",
+        file="precision/int8_kernels.py",
+        right="rows = x.to(torch.bfloat16)",
+        wrong="rows = x",
+        tests="precision/test_int8.py",
+        suffers="Weight-only int8 is right, and slower than fp32.",
+    ),
+    mistake(
+        "widths that the int8 kernel does not read",
+        file="precision/int8_kernels.py",
+        right="len(x) < GEMM_FROM_ROWS and weight.shape[1] % KERNEL_STEP == 0",
+        wrong="len(x) < GEMM_FROM_ROWS",
+        tests="precision/test_int8.py",
+        suffers="A layer of 24 inputs adds up memory behind its weights.",
+    ),
+    mistake(
+        "activations below the smallest step",
+        file="precision/int8_kernels.py",
+        right="LIFT = 2.0**12",
+        wrong="LIFT = 1.0",
+        tests="precision/test_int8.py",
+        suffers="Small activations become zeros: FBGEMM has no step below 6.1e-5.",
+    ),
+    mistake(
+        "8 bits without VNNI",
+        file="precision/int8_kernels.py",
+        right="self._reduce_range = reduced_range()",
+        wrong="self._reduce_range = False",
+        tests="precision/test_int8.py",
+        suffers="On older processors large sums of int8 products are cut off.",
+    ),
+    mistake(
+        "tokens of a call share a range",
+        file="precision/int8_kernels.py",
+        right="rows = torch.cat([self._ends, x / largest])",
+        wrong="rows = torch.cat([0 * self._ends, x / largest])",
+        tests="precision/test_int8.py",
+        suffers="With a scale per token, an answer still depends on the others of its batch.",
+    ),
+    mistake(
+        "scale rounded after it has divided",
+        file="precision/int8.py",
+        right="whole = (weight / scale.float()[:, None])",
+        wrong="whole = (weight / (largest / 127)[:, None])",
+        tests="precision/test_int8.py",
+        suffers="Every row is up to 0.4% too long or too short.",
+    ),
+    mistake(
+        "int8 scales cast with the model",
+        file="precision/int8.py",
+        right="self.scale = scale.to(device)",
+        wrong="pass",
+        tests="precision/test_int8.py",
+        suffers="After model.half() small scales have lost digits, and the kernel is slow.",
+    ),
+    mistake(
+        "rotary frequencies in 16 bits",
+        file="precision/sixteen_bit_weights.py",
+        right="    layers = linear_layers(model)\n",
+        wrong="    model.to(path.dtype)\n    layers = linear_layers(model)\n",
+        tests="precision/test_sixteen_bit_weights.py",
+        suffers="Tokens far from the beginning stand at other positions.",
+    ),
+    mistake(
+        "oneDNN for one row",
+        file="precision/sixteen_bit_weights.py",
+        right="torch._C._set_mkldnn_enabled(False)",
+        wrong="pass",
+        tests="precision/test_sixteen_bit_weights.py",
+        suffers="bf16 weights bring half of the speed that they could.",
+    ),
+    mistake(
         "clip before unscale",
         file="precision/mixed_precision.py",
         right="            self.scaler.unscale_(optimizer)\n",
@@ -1444,6 +1516,66 @@ INFERENCE = [
     ),
 ]
 
+COMPRESSION = [
+    mistake(
+        "gradient at a temperature",
+        file="compression/distillation_autograd.py",
+        right="gradient = log_q.exp_().sub_(p).mul_(share * temperature)",
+        wrong="gradient = log_q.exp_().sub_(p).mul_(share)",
+        tests="compression/test_distillation.py",
+        suffers="At a temperature above 1 the teacher has less influence than its share.",
+    ),
+    mistake(
+        "dropout of the teacher",
+        file="compression/distillation_hf.py",
+        right="with evaluating(teacher):",
+        wrong="with torch.no_grad():",
+        tests="compression/test_distillation.py",
+        suffers="A teacher in training mode gives another answer at every step.",
+    ),
+    mistake(
+        "a later loss takes the teacher away",
+        file="compression/distillation.py",
+        right="causal.loss_function = PlainLoss()",
+        wrong="causal.loss_function = causal.loss_function",
+        tests="compression/test_distillation.py",
+        suffers="With a chunked loss applied later, the student trains without its teacher.",
+    ),
+    mistake(
+        "prompts in the hidden states",
+        file="compression/distillation.py",
+        right="rows = rows_with_a_target(targets, ignore_index)",
+        wrong="rows = torch.arange(targets.numel())",
+        tests="compression/test_distillation.py",
+        suffers="The hidden states of padding and prompts are brought together as well.",
+    ),
+    mistake(
+        "numbers of blocks in the cache",
+        file="compression/student.py",
+        right="block.self_attn.layer_idx = number",
+        wrong="pass",
+        tests="compression/test_student.py",
+        suffers="A student trains well, and generates nonsense with a KV cache.",
+    ),
+    mistake(
+        "a gap is not bridged",
+        file="compression/student.py",
+        right="return [(number, following - 1) for",
+        wrong="return [(number, blocks[number]) for",
+        tests="compression/test_student.py",
+        suffers="The student learns the outputs in front of the gap, and not those behind it.",
+    ),
+    mistake(
+        "padding counts as text",
+        file="compression/student.py",
+        right="sums[number] += cosine[mask].sum().item()",
+        wrong="sums[number] += cosine.sum().item()",
+        tests="compression/test_student.py",
+        suffers="Blocks are kept for what they do to padding.",
+    ),
+]
+
 MISTAKES = [*CORE, *TRAINING, *PRECISION, *ATTENTION, *MEMORY, *FINE_TUNING, *WORKFLOWS]
 MISTAKES += ARCHITECTURE
 MISTAKES += INFERENCE
+MISTAKES += COMPRESSION

@@ -72,7 +72,11 @@ def plain_student(teacher: Any, blocks: Sequence[int]) -> Any:
 
 @torch.no_grad()
 def plain_influence(hidden_states: Sequence[torch.Tensor]) -> list[float]:
-    """Of L blocks, from the L + 1 hidden states [B, S, D] before, between and after them."""
+    """Of L blocks, from the L + 1 hidden states [B, S, D] before, between and after them.
+
+    The last of transformers' `output_hidden_states` is no such state: it comes from behind the
+    final norm, and would give the last block an influence that is not its own.
+    """
     influence = []
     for before, after in pairwise(hidden_states):
         cosine = torch.cosine_similarity(before, after, dim=-1)  # [B, S]
@@ -175,22 +179,44 @@ def channel_importance(
     return [total / positions * mlp.out_norms().square() for total, mlp in zip(sums, mlps)]
 
 
-def choose_blocks(influence: Sequence[float], *, keep: int, spread: bool = True) -> list[int]:
-    """The numbers of the `keep` blocks that stay, in rising order.
+def choose_blocks(
+    influence: Sequence[float], *, keep: int, longest_gap: int | None = None
+) -> list[int]:
+    """The numbers of the `keep` blocks that stay, in rising order: the others have less influence.
 
     Args:
-        spread: True cuts the blocks into `keep` runs of neighbours, as equal as they can be, and
-            takes the most influential block of each: every second, if half of them stay. False
-            takes the most influential of all, and may leave a long gap.
-    Raises ValueError for `keep` outside 1 … number of blocks.
+        longest_gap: at most so many neighbours go together; 1 takes no two of them. None: as many
+            as the influence says.
+    Raises ValueError for `keep` outside 1 … number of blocks, a gap below 1, and if the gaps are
+    too short for so few blocks.
     """
     check_whole(keep=keep, most=len(influence))
-    if not spread:
-        by_influence = sorted(range(len(influence)), key=lambda number: -influence[number])
-        return sorted(by_influence[:keep])
-    borders = [round(run * len(influence) / keep) for run in range(keep + 1)]
-    runs = [range(start, end) for start, end in pairwise(borders)]
-    return [max(run, key=lambda number: influence[number]) for run in runs]
+    if longest_gap is None:
+        longest_gap = len(influence)
+    check_whole(longest_gap=longest_gap)
+    kept = set(range(len(influence)))
+    for number in sorted(kept, key=lambda number: influence[number]):
+        if len(kept) == keep:
+            break
+        if _gap_at(number, kept, len(influence)) <= longest_gap:
+            kept.remove(number)
+    if len(kept) > keep:
+        raise ValueError(
+            f"longest_gap={longest_gap} leaves {len(kept)} of {len(influence)} blocks: "
+            f"give a longer gap, or keep more than {keep}"
+        )
+    return sorted(kept)
+
+
+def _gap_at(number: int, kept: set[int], blocks: int) -> int:
+    """How many neighbours would be gone together, if this block went as well."""
+    before = number
+    while before > 0 and before - 1 not in kept:
+        before -= 1
+    after = number
+    while after < blocks - 1 and after + 1 not in kept:
+        after += 1
+    return after - before + 1
 
 
 def choose_channels(importance: Sequence[torch.Tensor], *, keep: int) -> list[torch.Tensor]:

@@ -295,7 +295,7 @@ def test_a_teacher_with_dropout_teaches_without():
 
 
 def test_hidden_states_of_pairs_are_added(batch):
-    """Of the blocks that were named, and not of their neighbours; prompts and padding do not count."""
+    """Of the blocks that were named, not of their neighbours; prompts and padding do not count."""
     student = model_of_shape("tiny-llama", device="cpu")
     teacher = teacher_of("tiny-llama").eval()
     pairs = [(0, 1), (1, 2)]

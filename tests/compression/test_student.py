@@ -236,8 +236,11 @@ def test_importance_is_what_a_channel_adds(teacher):
 
 def test_blocks_and_channels_are_chosen():
     influence = [0.9, 0.2, 0.1, 0.3, 0.1, 0.2, 0.05, 0.4]
-    assert choose_blocks(influence, keep=4) == [0, 3, 5, 7]  # the better one of each two
-    assert choose_blocks(influence, keep=4, spread=False) == [0, 1, 3, 7]
+    assert choose_blocks(influence, keep=5) == [0, 1, 3, 5, 7]
+    assert choose_blocks(influence, keep=4) == [0, 3, 5, 7]
+    assert choose_blocks(influence, keep=3) == [0, 3, 7]  # three neighbours are gone
+    assert choose_blocks(influence, keep=3, longest_gap=2) == [0, 3, 5]
+    assert choose_blocks(influence, keep=4, longest_gap=1) == [1, 3, 5, 7]  # every second
     assert choose_blocks(influence, keep=8) == list(range(8))
     assert choose_blocks(influence, keep=1) == [0]
     kept = choose_channels([torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])], keep=2)
@@ -258,7 +261,7 @@ def test_choosing_by_measurement_is_better_than_the_opposite():
             block.self_attn.o_proj.weight.mul_(0.01)
             block.mlp.down_proj.weight.mul_(0.01)
     influence = block_influence(teacher, [{"input_ids": ids_of()}])
-    blocks = choose_blocks(influence, keep=4, spread=False)
+    blocks = choose_blocks(influence, keep=4)
     assert blocks == [0, 2, 3, 5]
     near = (logits_of(make_student(teacher, blocks=blocks)) - logits_of(teacher)).norm()
     far = (logits_of(make_student(teacher, blocks=[0, 1, 4, 5])) - logits_of(teacher)).norm()
@@ -279,6 +282,8 @@ def test_refuses_what_is_not_there():
         make_student(teacher, channels=[torch.arange(47, 50)] * 6)
     with pytest.raises(ValueError, match="keep=7"):
         choose_blocks([0.1] * 6, keep=7)
+    with pytest.raises(ValueError, match="longest_gap=1 leaves 3 of 6 blocks"):
+        choose_blocks([0.1] * 6, keep=2, longest_gap=1)
     with pytest.raises(ValueError, match="keep=0"):
         choose_channels([torch.ones(4)], keep=0)
     with pytest.raises(ValueError, match="no text"):
