@@ -1,4 +1,4 @@
-"""The cheatsheet on one sheet of paper: docs/cheatsheet.pdf, A4 landscape, two sides.
+"""The cheatsheet on paper: docs/cheatsheet.pdf, A4 landscape, three sides.
 
 python -m benchmarks.page      write it
 
@@ -39,19 +39,21 @@ ERRORS = "What does your error or your clock say?"
 EQUATION = "The equation"
 DOCTOR = "The doctor on a model of 8 billion parameters"
 MODELS = "Large models on limited hardware"
+SPEED = "Optimizing inference speed"
 TEXTS = "Training on very long sequences"
 TUNING = "Fine-tuning pretrained models"
 TRAPS = "The ten worst traps"
 FIRST = ("01",)  # the notebooks of each side
 SECOND = ("04", "05")
-PRINTED = (ERRORS, EQUATION, DOCTOR, MODELS, TEXTS, TUNING, TRAPS)
+THIRD = ("03",)
+PRINTED = (ERRORS, EQUATION, DOCTOR, MODELS, SPEED, TEXTS, TUNING, TRAPS)
 
 
 def write(path: Path = PAGE) -> Path:
     """Write the PDF and return its path. Raises ValueError if something does not fit its side."""
     found = printed_sections()
     sheet = Sheet()
-    for draw in (first_side, second_side):
+    for draw in (first_side, second_side, third_side):
         sheet.set_size(fitting_size(draw, found))
         draw(sheet, found)
     sheet.pdf.set_title("LLM training recipes: the cheatsheet")
@@ -87,9 +89,8 @@ def is_current(path: Path = PAGE) -> bool:
 def digest() -> str:
     """A short fingerprint of all that is printed."""
     printed = [repr(section) for section in printed_sections().values()]
-    return hashlib.sha256("\n".join([*printed, *measured_on(FIRST + SECOND)]).encode()).hexdigest()[
-        :16
-    ]
+    words = "\n".join([*printed, *measured_on(FIRST + SECOND + THIRD)])
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def printed_sections() -> Sections:
@@ -242,6 +243,16 @@ def named(guard: str) -> str:
     if not names:
         return ""
     return f" →\u00a0{names[0]}"  # which stay in one line
+
+
+# --- the third side: inference --------------------------------------------------------------------
+
+
+def third_side(sheet: Sheet, found: Sections) -> float:
+    """Draw it. Returns where its lowest line ends."""
+    sheet.side()
+    footer(sheet, THIRD)
+    return recipes(sheet, found[SPEED], y=MARGIN - 8)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ cli            the command line: python -m recipes_lib list | bench | doctor | f
 
 workflows      techniques put together: fine-tuning, the longest sequence, the doctor, the bench
 
-architecture   inside the model: rotary positions
+architecture   inside the model: rotary positions, grouped queries, norms, gates, tied embeddings
 attention      flash, sliding-window and block-sparse attention
+compression    a smaller model from a larger one: distillation
 fine_tuning    adapt a pretrained model: LoRA, QLoRA, loss on answers, evaluation, adapter files
+inference      faster answers: decode loop, compiled steps, speculation, batches, a smaller cache
 memory         activations, gradients and optimizer states that no longer fit
-precision      fewer bits per number: mixed precision, pure bf16, 8-bit optimizer states
+precision      fewer bits per number: mixed precision, 8-bit states, weights of 16, 8 and 4 bits
 training       the loop: accumulation, packing, curriculum, dynamic batch, exact resume, tracking
 
 report         how results are shown and kept: ladders, charts, source code, records
