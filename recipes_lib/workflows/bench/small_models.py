@@ -11,22 +11,29 @@ All of them read the same bytes of text in the same order, in the same step. So 
 taken in turns, and their losses differ by the architecture and by the weights that they start from.
 One seed says little: a difference counts if it has the same sign for every seed.
 
+`pool_and_heal` asks another question: what does a trained model lose when its heads of keys and
+values are pooled, and how much of that does a short run bring back?
+
 The models are of StarCoder 2's family: rotary positions, LayerNorm, GELU, apart from these as
 Llama. A byte is a token, so no tokenizer plays a part.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recipes_lib.architecture.grouped_query_attention import predicted_cache_bytes
+from recipes_lib.architecture.grouped_query_attention import (
+    apply_grouped_query_attention,
+    predicted_cache_bytes,
+)
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.swiglu import apply_swiglu
 from recipes_lib.core.checks import check_choice, check_whole
@@ -123,6 +130,65 @@ def _trained(
         losses=losses[name],
         beyond_baseline=beyond,
     )
+
+
+# --- pooled heads, and a run that heals -----------------------------------------------------------
+
+
+class Healing(NamedTuple):
+    """Held-out losses of one seed, in nats per byte."""
+
+    trained: float
+    pooled: float
+    healed: float
+    never_pooled: float  # the trained model after the same further steps
+
+    def __str__(self) -> str:
+        return (
+            f"trained {self.trained:.3f}, pooled {self.pooled:.3f}, healed {self.healed:.3f}, "
+            f"never pooled {self.never_pooled:.3f}"
+        )
+
+
+def pool_and_heal(
+    *,
+    kv_heads: int = 1,
+    steps: int = 300,
+    healing_steps: int = 60,
+    seeds: Sequence[int] = (0, 1, 2),
+    hidden: int = 64,
+    layers: int = 2,
+    rows: int = 8,
+    seq_len: int = 64,
+    learning_rate: float = 2e-3,
+) -> list[Healing]:
+    """Train the baseline, pool its four heads of keys and values, and train on; one per seed.
+
+    The same model trains on without being pooled, on the same text: more steps help that one, too.
+    Raises ValueError for sizes below 1 and for a number of heads that does not divide four.
+    """
+    check_whole(steps=steps, healing_steps=healing_steps, seeds=len(seeds))
+    check_whole(hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
+    text = _bytes("train")
+    held_out = _rows(_bytes("validation"), HELD_OUT_ROWS, seq_len, seed=0)
+
+    def train(models: dict[str, Any], first: int, count: int, seed: int) -> None:
+        numbers = range(1000 * seed + first, 1000 * seed + first + count)
+        batches = (_rows(text, rows, seq_len, seed=number) for number in numbers)
+        _train(models, batches, count, learning_rate)
+
+    found = []
+    for seed in seeds:
+        model = _build(BASELINE, hidden, layers, seq_len, seed)
+        train({"trained": model}, 0, steps, seed)
+        whole = copy.deepcopy(model)
+        trained = _loss_of(model, held_out)
+        apply_grouped_query_attention(model, kv_heads=kv_heads)
+        pooled = _loss_of(model, held_out)
+        both = {"pooled": model.train(), "whole": whole.train()}
+        train(both, steps, healing_steps, seed)
+        found.append(Healing(trained, pooled, _loss_of(model, held_out), _loss_of(whole, held_out)))
+    return found
 
 
 # --- the models -----------------------------------------------------------------------------------

@@ -1,6 +1,11 @@
 import pytest
 
-from recipes_lib.workflows.bench.small_models import ARCHITECTURES, BASELINE, compare_architectures
+from recipes_lib.workflows.bench.small_models import (
+    ARCHITECTURES,
+    BASELINE,
+    compare_architectures,
+    pool_and_heal,
+)
 
 SMALL = {"steps": 3, "hidden": 32, "layers": 1, "rows": 2, "seq_len": 16}
 
@@ -32,7 +37,20 @@ def test_a_run_does_not_depend_on_the_others():
     assert beside["SwiGLU"].beyond_baseline == expected
 
 
+def test_a_pooled_model_beside_the_one_that_was_never_pooled():
+    """A copy that shares its weights with the pooled model would heal with it."""
+    options = SMALL | {"steps": 25}
+    (losses,) = pool_and_heal(seeds=(1,), healing_steps=10, **options)
+    assert losses.pooled != losses.trained
+    assert losses.never_pooled < losses.trained < 5.6
+    assert losses.healed != losses.never_pooled
+    again = compare_architectures(names=[BASELINE], seeds=(1,), **options)
+    assert losses.trained == again[BASELINE].losses[0], "it is the baseline that is pooled"
+
+
 def test_bad_input():
+    with pytest.raises(ValueError, match="kv_heads=3"):
+        pool_and_heal(kv_heads=3, seeds=(0,), healing_steps=1, **SMALL)
     with pytest.raises(ValueError, match="name='GRU': choose one of as GPT"):
         compare_architectures(names=["GRU"])
     with pytest.raises(ValueError, match="steps=0"):
