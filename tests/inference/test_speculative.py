@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from recipes_lib.core.decoding import KeyValueCache, greedy
-from recipes_lib.core.linears import linear_layers, replace_linears
+from recipes_lib.core.linears import linear_layers
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import (
@@ -17,6 +17,7 @@ from recipes_lib.inference.speculative import (
     row_difference,
     speculative_generate,
 )
+from recipes_lib.precision.int8 import apply_int8
 
 
 class Scripted:
@@ -128,21 +129,6 @@ def test_a_lookup_copies_the_latest_place_and_goes_on_in_its_copy():
 # --- exact with kernels that are exact ------------------------------------------------------------
 
 
-class WeightOnly(nn.Module):
-    """int8 weights with a scale per row, and PyTorch's kernel for them."""
-
-    def __init__(self, linear):
-        super().__init__()
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax(1) / 127
-        self.codes = (weight / scale[:, None]).round().to(torch.int8)
-        self.scale = scale.bfloat16()
-
-    def forward(self, x):
-        y = torch._weight_int8pack_mm(x.flatten(0, -2), self.codes, self.scale)
-        return y.view(*x.shape[:-1], -1)
-
-
 def bf16_decoder():
     """Deep, and attention matters: a difference in the last bit has many roundings to cross."""
     model = model_of_shape("tiny-llama", layers=16, device="cpu")
@@ -152,10 +138,9 @@ def bf16_decoder():
     return apply_decode_loop(model).bfloat16()
 
 
-def int8_decoder():
+def int8_decoder(kind):
     decoder = bf16_decoder()
-    names = linear_layers(decoder)
-    return replace_linears(decoder, lambda _, linear: WeightOnly(linear), names=names)
+    return apply_int8(decoder, kind=kind, names=linear_layers(decoder))
 
 
 def products_are_exact(decoder):
@@ -165,24 +150,33 @@ def products_are_exact(decoder):
     return all(torch.equal(layer(x)[3:4], layer(x[3:4])) for layer in layers)
 
 
+def prompts(count):
+    for _ in range(count):
+        yield torch.randint(0, 128, (60,)).tolist()
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-@pytest.mark.parametrize("make", [bf16_decoder, int8_decoder])
-def test_row_by_row_is_exact_where_one_masked_call_is_not(make):
+@pytest.mark.parametrize("kind", ["bf16", "weight_only"])
+def test_row_by_row_is_exact_where_one_masked_call_is_not(kind):
     """A mask changes sums in the last bit of fp32, a rounding to 16 bits makes 1/256 of it."""
     # With oneDNN the product of a row in bf16 depends on how many rows there are.
     with torch.backends.mkldnn.flags(enabled=False):
-        decoder = make()
+        decoder = bf16_decoder() if kind == "bf16" else int8_decoder(kind)
         if not products_are_exact(decoder):
             pytest.skip("the kernels of this machine compute a row differently among others")
-        masked = []
-        for _ in range(12):
-            prompt = torch.randint(0, 128, (60,)).tolist()
+        for prompt in prompts(8):
             assert row_difference(decoder, prompt, tokens=8) == 0.0
-            masked.append(row_difference(decoder, prompt, tokens=8, row_by_row=False))
-        assert max(masked) > 0.0
+        masked = (row_difference(decoder, text, tokens=8, row_by_row=False) for text in prompts(60))
+        assert any(difference > 0 for difference in masked)
         text = prompt[:12] * 2
         got = prompt_lookup_generate(decoder, text, new_tokens=30)
         assert got.tokens == greedy(decoder, text, new_tokens=30)
+
+
+def test_one_scale_for_a_call_is_never_exact():
+    """A token is rounded as the others of its call demand. `row_difference` has to say so."""
+    decoder = int8_decoder("dynamic")
+    assert row_difference(decoder, next(prompts(1)), tokens=4) > 0.0
 
 
 # --- the numbers ----------------------------------------------------------------------------------
