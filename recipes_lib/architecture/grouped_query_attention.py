@@ -17,7 +17,9 @@ Costs      Quality. Heads that a model has learnt apart are mixed, and their mea
            they were, so attention is flatter. The paper trains on for 5 % of the original steps.
 Use when   Long texts or large batches fill the memory with the cache, and the model can be trained
            on. A model that is designed anew has few heads of keys and values from the start.
-Not when   The model cannot be trained after it. Texts are short: the weights are what is read then.
+Not when   The model cannot be trained after it, or for minutes only and it has few heads already:
+           SmolLM2's three know too different things to be one. Texts are short: the weights are
+           what is read then.
 In production   `num_key_value_heads` in config.json: Llama 3, Qwen 2.5 and Mistral come with it,
            and vLLM, llama.cpp and transformers read it there.
 Source     Ainslie et al., "GQA" (arXiv 2305.13245). One group for all: Shazeer, "Fast Transformer

@@ -21,7 +21,8 @@ Costs      Centred: nothing, but a table of its own for a tied output layer, whi
 Use when   A new model is designed, as nearly all since Llama. Or code for decoding, compression
            (SliceGPT) or rotation of weights (QuaRot) wants RMSNorm, and the model has LayerNorm.
 Not when   Post-norm models and those with a norm behind the embedding (BLOOM): no weights can be
-           centred there. The goal is speed, and LayerNorm has a fused kernel already.
+           centred there. The goal is speed on a CPU: LayerNorm is one kernel there, and
+           `torch.nn.functional.rms_norm` is as slow as the plain formula until it is compiled.
 In production   `torch.nn.RMSNorm`; Liger `LigerRMSNorm`; vLLM's and TensorRT-LLM's fused
            "add + RMSNorm".
 Source     Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467). The exact
