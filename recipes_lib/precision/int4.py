@@ -210,7 +210,7 @@ def _names_to_quantize(model: Any, names: Iterable[str] | None) -> list[str]:
     layers = linear_layers(model)
     chosen = [name for name in layers if name != output_layer_name(model)]
     if names is not None:
-        chosen = list(names)
+        chosen = list(dict.fromkeys(names))  # each once
     done = [name for name, layer in model.named_modules() if isinstance(layer, Int4Linear)]
     if names is not None:
         done = [name for name in chosen if name in done]

@@ -183,8 +183,8 @@ def test_named_layers_and_a_tied_output_layer(llama):
     apply_int4(llama, group=64, names=["lm_head"])
     assert weight_bytes(llama) == predicted > before
     assert type(llama.model.layers[0].mlp.up_proj) is nn.Linear
-    apply_int4(llama, names=["model.layers.0.mlp.up_proj"])  # other layers may follow
-    assert logits(llama).isfinite().all()
+    apply_int4(llama, names=["model.layers.0.mlp.up_proj"] * 2)  # other layers may follow
+    assert llama.generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 25)
 
 
 def test_a_decoder_with_four_bits(llama):
