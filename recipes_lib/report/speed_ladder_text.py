@@ -24,7 +24,7 @@ def what_came(row: Any, *, first: Any) -> str:
     )
     if first is None:
         return sentence
-    sentence += f", {_ratio(row, first):.2f}× {first.name}"
+    sentence += f", {_ratio(row, first):.2f}× as fast as {first.name}"
     return f"{sentence}; tokens {row.equal_tokens}/{row.tokens} equal"
 
 
@@ -39,7 +39,7 @@ def cells(row: Any, *, first: Any) -> list[str]:
         equal = f"{row.equal_tokens}/{row.tokens}"
     perplexity = ""
     if row.perplexity is not None:
-        perplexity = f"{row.perplexity:.2f}"
+        perplexity = f"{row.perplexity:,.2f}"
     agreement = ""
     if row.agreement is not None:
         agreement = f"{row.agreement:.1%}"

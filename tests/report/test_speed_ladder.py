@@ -144,8 +144,8 @@ def test_quality_stands_beside_the_speed(ladder, clock):
     assert shown["× first"] == "4.00×"
     assert shown["MB read"] == "100"
     assert ladder.line("int8") == (
-        "int8: measured 10.0 ms per token (100 tokens/s), 25% of the limit, 4.00× fp32; "
-        "tokens 4/4 equal"
+        "int8: measured 10.0 ms per token (100 tokens/s), 25% of the limit, "
+        "4.00× as fast as fp32; tokens 4/4 equal"
     )
     assert "<td>int8</td>" in ladder._repr_html_()
     with pytest.raises(KeyError, match="no row 'int4'"):
