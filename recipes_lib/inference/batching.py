@@ -26,8 +26,9 @@ Source     Yu et al., "Orca: A Distributed Serving System for Transformer-Based 
            OSDI 2022 (continuous batching); Pope et al., arXiv 2211.05102 (the arithmetic).
 
 A row gets the tokens of a run of its own if no near tie decides: a kernel may round a row in a
-batch differently. With activations that are quantized with one scale per call, a row depends on the
-others of its batch.
+batch differently. In fp32 near ties are rare. In 16 bits, and with the 8-bit and 4-bit layers that
+compute in them, they are frequent, and a row may take another turn. With activations that are
+quantized with one scale per call, a row depends on the others of its batch.
 
 Shapes: B rows, S tokens of the longest prompt, V vocabulary.
 """
