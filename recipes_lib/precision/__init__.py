@@ -9,7 +9,7 @@ int8                 8-bit weights for inference: weight-only, or times activati
 int8_kernels         its products: which operator is fast and right on this machine
 int8_sensitivity     which layers suffer from 8 bits, by measurement
 mixed_precision      compute in 16 bits, keep fp32 master weights
-pure_bf16            16-bit weights and states: rounding to nearest, stochastic rounding, fp32 masters
+pure_bf16            16-bit weights and states: nearest or stochastic rounding, or fp32 masters
 sixteen_bit_adam     AdamW with bf16 states on fp32 weights
 sixteen_bit_weights  bf16 or fp16 weights for inference, on the path that is fast for one token
 """

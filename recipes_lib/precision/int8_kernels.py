@@ -13,10 +13,13 @@ What an operator demands, and what happens otherwise:
     `quantized.linear_dynamic`  fp32 activations; a processor with VNNI, or one bit less for the
                                 activations: sums of two products overflow 16 bits otherwise
                                 activations that are not tiny: no step is smaller than 6.1e-5
+                                numbers: one that is none may come out as a finite number
     `_int_mm` on CUDA           more than 16 rows; K and N multiples of 8
 
-The functions here see to all of that. On CUDA, eager weight-only products convert the weights first
-and are slower than bf16; under `torch.compile` the conversion becomes a part of the product.
+The functions here see to all of that but the numbers, whose check would cost too much: they stay
+as they are with "weight_only" and "per_token". On CUDA, eager weight-only products convert the
+weights first, and are slower than bf16; `torch.compile` can make the conversion a part of the
+product.
 
 Shapes: M rows, K inputs, N outputs.
 """

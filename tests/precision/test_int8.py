@@ -67,11 +67,18 @@ def test_rows_are_quantized_as_in_the_idea():
     assert ((back - weight).abs() <= 0.51 * scale.float()[:, None]).all()
 
 
+def test_the_kernel_for_few_rows_is_for_widths_of_16():
+    """With others it reads beyond each row: wrong numbers, or the end of this process."""
+    fits = int8_kernels.few_rows_kernel_fits
+    assert fits(torch.empty(1, 64), torch.empty(10, 64))
+    assert not fits(torch.empty(1, 24), torch.empty(10, 24))
+    assert not fits(torch.empty(1, 50), torch.empty(10, 50))
+
+
 # Rows: for the kernel of few rows and for the matrix product. Widths: with and without a remainder.
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 33), (24, 10), (50, 7), (7, 1)])
 def test_equals_the_plain_products(inputs, outputs, rows):
-    """The kernel would read beyond rows of 24 weights: wrong numbers, or the end of the process."""
     layer = linear(inputs, outputs)
     x = torch.randn(rows, inputs)
     weight_only = int8_linear(layer, kind="weight_only")(x)
@@ -148,6 +155,15 @@ def test_tiny_and_large_activations(kind, size):
     layer = linear(64, 40)
     x = size * torch.randn(3, 64)
     assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
+
+
+def test_what_is_no_number_stays_none():
+    """With a scale per token. FBGEMM by itself may make a finite number of it."""
+    x = torch.randn(2, 64)
+    x[0, 3] = torch.nan
+    for kind in ("weight_only", "per_token"):
+        y = int8_linear(linear(64, 40), kind=kind)(x)
+        assert y[0].isnan().all() and y[1].isfinite().all()
 
 
 def test_one_scale_per_call_and_one_per_token():
