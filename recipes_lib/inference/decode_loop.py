@@ -165,7 +165,7 @@ class Decoder(nn.Module):
             self._check(tokens, cache)
             count = tokens.shape[1]
             cache.reserve(count)
-            turn = self._turn(cache.positions(count))
+            turn = self.turn(cache.positions(count))
             mask = None
             if cache.starts is not None or not row_by_row:
                 mask = cache.mask(count)
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
                 x = x[:, -1:]
             return self.head(self.norm(x))
 
-    def _turn(self, positions: Tensor) -> Tensor:
+    def turn(self, positions: Tensor) -> Tensor:
         """The angles of `positions` as `rotate` takes them, for all heads alike."""
         turn = self._table[positions].unsqueeze(-3)
         if torch.compiler.is_compiling():

@@ -139,7 +139,7 @@ def test_the_step_by_hand_is_the_step(model):
     decoder(tokens[:, :6], cache)
     with torch.inference_mode():
         x = decoder.embedding(tokens[:, 6:])  # [1, 1, D]
-        turn = decoder._turn(cache.positions(1))
+        turn = decoder.turn(cache.positions(1))
         keys, values = cache.keys[0][0].clone(), cache.values[0][0].clone()
         expected = block(x, turn, None, cache, False)[0, 0]
         got = step_by_hand(block, x[0, 0], turn[0, 0], keys, values)
