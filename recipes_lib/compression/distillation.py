@@ -18,7 +18,7 @@ Idea       Train the student on two losses, with p the softmax of the teacher's 
                    x = h W^T,  y = g U^T         [C, V] each
                    x = w t (q - p) + (1 - w) (softmax(x) - onehot)      in place
                    dh = x W,  dW += x^T h
-Saves      Some ten tables of 4 T V bytes become two of 4 C V for chunks of C tokens, and blocks
+Saves      Seven tables of 4 T V bytes become two of 4 C V for chunks of C tokens, and blocks
            between the products. The gradient of W remains: 4 V D bytes.
 Costs      A forward of the teacher in every step, and its weights. 16-bit weights of the output
            layers are copied to fp32 on a CPU without bf16 units.
