@@ -1384,7 +1384,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **All rows.** In each small picture, look for the highest point. Is it at the end of forward, or at the end of backward? In the first case activations and loss have to shrink, in the second one gradients and their copies.
+# **All rows.** In each small picture, look for the highest point. Is it at the end of forward, or at the end of backward? In the first case activations and loss have to shrink, in the second one gradients and their copies. Rows with compiled blocks are drawn with uncompiled ones here, too.
 
 # %%
 timeline_chart(ladder.timelines, columns=3, title="Memory over one step, row by row")
