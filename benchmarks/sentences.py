@@ -296,6 +296,69 @@ def sft_trainer(facts: dict[str, Any]) -> str:
 
 
 # By the name that a marker in a text has: <!--m 05 packing-->
+# --- notebook 03 ----------------------------------------------------------------------------------
+
+
+def two_terms(facts: dict[str, Any]) -> str:
+    """The fixed milliseconds of a token in both loops."""
+    milliseconds = {name: 1e3 * overhead for name, (overhead, _) in facts["overhead"].items()}
+    theirs = milliseconds["model.generate"]
+    ours = milliseconds["decode loop"]
+    return (
+        f"{theirs:.1f} ms of a token beside its bytes with `generate`, {ours:.1f} ms with the loop"
+    )
+
+
+def prompt_lookup(facts: dict[str, Any]) -> str:
+    """From the text that gains least to the one that gains most."""
+    gains = sorted((speedup, name) for name, _, speedup, _ in facts["speculation"])
+    (least, worst), *_, (most, best) = gains
+    return f"{least:.2f}× ({worst}) to {most:.2f}× ({best}) as fast"
+
+
+def prefill(facts: dict[str, Any]) -> str:
+    """A prompt in 16 bits with a fused kernel, or with the kernel alone."""
+    name, ratio = list(facts["prefill"].items())[-1]
+    return f"{ratio:.2f}× as fast as eager in fp32 ({name})"
+
+
+def grouped_queries(facts: dict[str, Any]) -> str:
+    """Losses of a tiny model, means over the seeds."""
+    trained, pooled, healed, never = [statistics.fmean(each) for each in zip(*facts["healing"])]
+    return (
+        f"a quarter of the cache; loss of a tiny model {trained:.2f}, pooled {pooled:.2f}, "
+        f"healed {healed:.2f}, never pooled {never:.2f}"
+    )
+
+
+def batching(facts: dict[str, Any]) -> str:
+    """Tokens per second of one text and of the largest batch, in the fastest precision."""
+    fastest = max(facts["throughput"], key=lambda name: facts["throughput"][name][-1][1])
+    (one, alone), *_, (many, together) = facts["throughput"][fastest]
+    return f"{alone:.0f} → {together:.0f} tokens per second from {one} to {many} texts ({fastest})"
+
+
+def distillation(facts: dict[str, Any]) -> str:
+    """Two students after the same few steps, one run each."""
+    alone = facts["students"]["text alone"]
+    taught = facts["students"]["with its teacher"]
+    return f"perplexity {alone:.1f} on text alone, {taught:.1f} with its teacher, one short run"
+
+
+def _architecture(name: str) -> Callable[[dict[str, Any]], str]:
+    """The held-out loss beyond that of the plain design, over seeds of a tiny model."""
+
+    def sentence(facts: dict[str, Any]) -> str:
+        beyond = facts["architectures"][name]
+        mean = statistics.fmean(beyond)
+        return (
+            f"loss of a tiny model {mean:+.3f} ({min(beyond):+.3f} to {max(beyond):+.3f}) nats "
+            f"per byte"
+        )
+
+    return sentence
+
+
 FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "mean of means": mean_of_means,
     "dynamic batch": dynamic_batch,
@@ -314,4 +377,13 @@ FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "rope": rope,
     "Trainer": trainer,
     "SFTTrainer": sft_trainer,
+    "two terms": two_terms,
+    "prompt lookup": prompt_lookup,
+    "prefill": prefill,
+    "grouped queries": grouped_queries,
+    "batching": batching,
+    "distillation": distillation,
+    "RMSNorm": _architecture("RMSNorm"),
+    "SwiGLU": _architecture("SwiGLU"),
+    "untied embeddings": _architecture("untied"),
 }

@@ -219,8 +219,8 @@ def require_plain_loss(causal: Any) -> None:
 def require_plain_head(causal: Any) -> None:
     """Raise ValueError if the output layer is more than a weight and a bias, or is quantized."""
     head = causal.get_output_embeddings()
-    own = [head.weight, getattr(head, "bias", None)]
-    others = [p for p in head.parameters() if not any(p is each for each in own)]
+    own = {id(head.weight), id(getattr(head, "bias", None))}
+    others = [parameter for parameter in head.parameters() if id(parameter) not in own]
     if others or not head.weight.is_floating_point():
         raise ValueError(
             f"the output layer of {type(causal).__name__} has adapters or is quantized: "

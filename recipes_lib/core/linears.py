@@ -72,7 +72,7 @@ def replace_linears(
 
 
 def bytes_per_token(model: nn.Module) -> int:
-    """Bytes of weights that a step of one token reads: of all products, the output layer among them.
+    """Bytes of weights that a step of one token reads: of all products, the output layer's too.
 
     Of the embedding it reads one row. A quantized layer says its `bytes_per_weight`; keys and
     values of the cache are not counted.
