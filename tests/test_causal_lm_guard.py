@@ -1,8 +1,8 @@
 """Every technique that changes a causal LM refuses another model before it has changed anything.
 
 The functions are found in the package, so a new technique is covered without a line here. If its
-function needs options, they are named in `OPTIONS`. If it works on any `nn.Module`, it says so in
-its docstring and is named in `EXEMPT`.
+function needs options, they are named in `OPTIONS`. If it takes something else than a causal LM,
+it says so in its docstring and is named in `EXEMPT`.
 """
 
 import copy
@@ -20,12 +20,18 @@ TECHNIQUES = ["precision", "architecture", "attention", "memory", "training", "f
 TECHNIQUES += ["parallel", "inference", "compression", "edge"]
 PREFIXES = ("apply_", "offload_", "quantize_")
 
-# These take any nn.Module.
-EXEMPT = {"apply_optimizer_in_backward"}
+# What these take instead, in the words of their docstrings.
+EXEMPT = {
+    "apply_optimizer_in_backward": "any",  # any nn.Module
+    "apply_int8_cache": "decoder",
+    "quantize_rows": "weight",
+}
 
 # What has no default.
 OPTIONS = {
     "apply_awq": {"batches": []},
+    "apply_grouped_query_attention": {"kv_heads": 1},
+    "apply_distillation": {"teacher": None},
     "apply_block_sparse": {"block_size": 16, "window_blocks": 1},
     "apply_nested_checkpointing": {"group": 1},
     "apply_rope_scaling": {"kind": "linear", "factor": 2.0},
@@ -42,12 +48,13 @@ def functions_that_change_a_model():
         members = inspect.getmembers(importlib.import_module(module.name), inspect.isfunction)
         for name, function in members:
             at_home = function.__module__ == module.name
-            if at_home and name.startswith(PREFIXES) and name not in EXEMPT:
+            if at_home and name.startswith(PREFIXES):
                 found[name] = function
     return found
 
 
-FUNCTIONS = functions_that_change_a_model()
+EVERY_FUNCTION = functions_that_change_a_model()
+FUNCTIONS = {name: function for name, function in EVERY_FUNCTION.items() if name not in EXEMPT}
 
 
 def snapshot(model):
@@ -112,8 +119,6 @@ def test_the_functions_are_found():
 def test_exemptions_and_options_are_of_functions_that_exist():
     """A leftover name would exempt the next technique of that name."""
     assert OPTIONS.keys() <= FUNCTIONS.keys()
-    from recipes_lib.memory import optimizer_in_backward
-
-    assert {name for name in EXEMPT if hasattr(optimizer_in_backward, name)} == EXEMPT
-    for name in EXEMPT:
-        assert "any" in getattr(optimizer_in_backward, name).__doc__
+    assert EXEMPT.keys() <= EVERY_FUNCTION.keys()
+    for name, takes in EXEMPT.items():
+        assert takes in EVERY_FUNCTION[name].__doc__
