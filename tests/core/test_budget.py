@@ -219,6 +219,7 @@ def test_micro_batches_that_nobody_has_split_are_refused():
 # What has no default.
 OPTIONS = {
     "estimate_completion_only_loss": {"targets": 10},
+    "estimate_distillation": {"teacher": model_of_shape("tiny-llama", layers=4, device="cpu")},
     "estimate_nested_checkpointing": {"group": 2},
     "estimate_pure_bf16": {"rounding": "stochastic"},
 }
