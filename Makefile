@@ -36,7 +36,7 @@ test: lint  ## Lint, unit and parity tests, every notebook in small sizes, comma
 
 # The rules of the house, what everything stands on, and every technique beside its reference.
 CORE_TESTS := tests/test_architecture.py $(patsubst %,tests/%,core report architecture attention \
-	fine_tuning memory precision training)
+	compression fine_tuning inference memory precision training)
 check: lint  ## Lint and the two-minute core of the tests, for while you work
 	$(PYTEST) $(CORE_TESTS) $(ARGS)
 

@@ -1581,7 +1581,7 @@ ladder.note(
 )
 
 errors = [abs(row.prediction_error) for row in ladder.rows]
-assert max(errors) < 0.15, "no prediction is far off"
+assert max(errors) < 0.2, "no prediction is far off"
 assert sum(errors) / len(errors) < 0.03, "and most are close"
 
 # A GPU adds up in another order each time.
