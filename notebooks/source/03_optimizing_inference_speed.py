@@ -1264,7 +1264,7 @@ print(f"in fp32, arithmetic is the limit from {texts:.0f} texts on")
 throughput_chart(throughput, title="A batch writes more, and each text waits longer")
 
 # %% [markdown]
-# **Why not more?** Weight-only kernels turn 8 bits into numbers again for every few rows. This work grows with the rows, so beyond a few rows a larger batch gains little.
+# **Why not more?** Sixteen texts are not written sixteen times as fast. From some size on arithmetic is the limit. Below it, weight-only kernels turn 8 bits into numbers again for every few rows, and 16-bit weights change their kernel between one row and several. Compare the numbers of two texts with those of one.
 #
 # **How do I use it?** If you have more than a few users, use a server instead of `generate`. vLLM puts new prompts into the running batch: `vllm serve HuggingFaceTB/SmolLM2-135M-Instruct`. On a CPU, llama.cpp: `llama-server -m model.gguf`.
 #
@@ -1320,7 +1320,7 @@ combined = took["generate, fp32"] / took["loop, int8, prompt lookup"]
 print(f"an edit of code: {combined:.1f} times as fast as generate")
 
 # %% [markdown]
-# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 with drafts, or with a batch: the tokens share one scale, so the text changes. A static cache with drafts: transformers refuses it. Weight-only kernels with large batches: 16 bits are faster there. Activation-aware scaling after rounding: it has to come first.
+# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 with drafts, or with a batch: the tokens share one scale, so the text changes. A static cache with drafts: transformers refuses it. Activation-aware scaling after rounding: it has to come first.
 #
 # ### The same for a wider model
 #
