@@ -21,7 +21,6 @@ has.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.record import write_whole
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.student import (
     block_influence,
@@ -285,7 +285,7 @@ def main() -> None:
     path = runs_dir() / given.pop("file")
     settings = Settings(**given | {"ways": tuple(given["ways"])})
     for content in compare(settings, minutes=minutes):
-        path.write_text(json.dumps(provenance() | content, indent=1))
+        write_whole(path, provenance() | content)
         print(summary(content), flush=True)
     print(path)
 

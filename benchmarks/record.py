@@ -80,10 +80,15 @@ def keep(
     # Parts of one day may come from different commits: each says its own.
     parts[part] = content | {"commit": facts["commit"], "versions": facts["versions"]}
     results = {key: facts[key] for key in FACTS} | {"parts": parts}
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(scratch, path)
+    write_whole(path, results)
     return path
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of JSON whole or not at all: who is cut while writing leaves the older file."""
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(scratch, path)
 
 
 def keep_ladder(path: Path, *, folder: Path | None = None) -> Path:
