@@ -40,7 +40,6 @@ C rows of a chunk, B batch, S sequence.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -50,9 +49,8 @@ from torch.nn import functional as F
 
 from recipes_lib.compression.distillation_autograd import (
     ChunkedDistillation,
-    ChunkPlan,
     Mixture,
-    OutputLayer,
+    TwoTablesPlan,
     plan_chunks,
 )
 from recipes_lib.compression.distillation_hf import (
@@ -61,15 +59,22 @@ from recipes_lib.compression.distillation_hf import (
     Taught,
     Teaching,
     require_plain_head,
-    require_plain_loss,
 )
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.machine import machine
-from recipes_lib.core.measure import dry
+from recipes_lib.core.chunked_loss import (
+    check_labels,
+    divisor_of_mean,
+    hidden_bytes,
+    last_block_bytes,
+    planned_autocast,
+    planned_targets,
+    rows_with_a_target,
+)
 from recipes_lib.core.mixing import mix_in, unmix
-from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
+from recipes_lib.core.output_layer import OutputLayer, require_plain_loss
+from recipes_lib.core.plain_step import head_of, head_trains
 from recipes_lib.core.sizes import weight_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -191,7 +196,7 @@ def distillation_loss(
     _check_shapes(hidden, layer, teacher_hidden, teacher_layer, labels)
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
-    _check_labels(targets, len(layer.weight), ignore_index)
+    check_labels(targets, len(layer.weight), ignore_index)
     plan = plan_chunks(
         hidden, layer.weight, teacher_hidden, teacher_layer.weight, chunk_size=chunk_size
     )
@@ -205,7 +210,7 @@ def distillation_loss(
             OutputLayer(*map(_detached, teacher_layer)),
             rows,
             targets,
-            _divisor(len(rows), num_items),
+            divisor_of_mean(len(rows), num_items),
             Mixture(temperature, teacher_share),
             plan,
             training,
@@ -232,14 +237,6 @@ def hidden_state_loss(
     return (distance / length).sum() / divisor
 
 
-def rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Which of the T tokens have a target: [N]. In a dry run, which has no labels, all of them."""
-    rows = torch.arange(labels.numel(), device=labels.device)  # [T]
-    if dry():
-        return rows
-    return rows[labels.flatten() != ignore_index]
-
-
 def _loss_of_a_step(
     student: Ran,
     teacher: Ran,
@@ -264,7 +261,7 @@ def _loss_of_a_step(
     if not student.after_blocks:
         return loss
     rows = rows_with_a_target(targets, ignore_index)
-    divisor = _divisor(len(rows), num_items)
+    divisor = divisor_of_mean(len(rows), num_items)
     of_pairs = [
         hidden_state_loss(ours, theirs, rows, divisor=divisor)
         for ours, theirs in zip(student.after_blocks, teacher.after_blocks)
@@ -277,20 +274,6 @@ def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return value
-
-
-def _divisor(targets: int, num_items: int | torch.Tensor | None) -> torch.Tensor:
-    """What the sum of the losses is divided by: a scalar."""
-    divisor = targets
-    if num_items is not None:
-        divisor = num_items
-    divisor = torch.as_tensor(divisor).reshape(())
-    if not dry() and divisor <= 0:
-        raise ValueError(
-            f"a mean over {divisor} targets: "
-            f"give labels other than the ignored one, or num_items above 0"
-        )
-    return divisor
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
@@ -378,18 +361,6 @@ def _check_shapes(
         )
 
 
-def _check_labels(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a target outside the vocabulary."""
-    if dry():
-        return
-    outside = (targets < 0) | (targets >= vocabulary)
-    if outside.any():
-        raise ValueError(
-            f"a label is neither in the vocabulary of {vocabulary} "
-            f"nor {ignore_index}, the ignored one"
-        )
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
@@ -417,53 +388,29 @@ def estimate_distillation(
     """
     _check_options(1.0, 1.0, chunk_size)
     check_whole(least=0, block_pairs=block_pairs)
-    if targets is None:
-        check_whole(least=2, seq=shape.seq)  # the first token is nobody's target
-        targets = shape.tokens - shape.rows
-    check_whole(targets=targets)
+    targets = planned_targets(shape, targets)
     head = head_of(model)
     teacher_head = head_of(teacher)
-    with _autocast(head, dtype):
+    with planned_autocast(head, dtype):
         plan = plan_chunks(head, head, teacher_head, teacher_head, chunk_size=chunk_size)
 
     weight_gradient = 0
     if head_trains(budget, model):
         weight_gradient = head.numel() * plan.sums.itemsize
     of_pairs = block_pairs * _pair_bytes(model, teacher, shape, targets)
-    in_last_chunk = _hidden_bytes(budget, model, teacher, shape)
+    teacher_hidden = shape.tokens * teacher_head.shape[1] * teacher.dtype.itemsize
+    in_last_chunk = hidden_bytes(budget, model, shape) + teacher_hidden
     in_last_chunk += _chunk_bytes(budget, model, teacher, plan, targets)
-    # Or later, when backward is in the last block, whose activations are still there. Those of the
-    # final norm are free again.
-    final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
-    in_last_block = budget.block_gradients - final_norm
+    in_last_block = last_block_bytes(budget, model, shape)
     return budget.change(
         weights=budget.weights + weight_bytes(teacher),
         loss=weight_gradient + of_pairs + max(in_last_chunk, in_last_block),
     )
 
 
-def _autocast(head: torch.Tensor, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """The autocast of a step of this dtype; None leaves it as it is."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    device = machine().device if head.is_meta else head.device.type
-    return torch.autocast(device, dtype, enabled=dtype is not torch.float32)
-
-
-def _hidden_bytes(budget: Budget, model: Any, teacher: Any, shape: Shape) -> int:
-    """The teacher's hidden states [T, E], and the gradient of the student's [T, D].
-
-    Also the student's themselves, if the budget has them not among what is saved.
-    """
-    head = head_of(model)
-    hidden = shape.tokens * head.shape[1] * head.dtype.itemsize
-    of_teacher = shape.tokens * head_of(teacher).shape[1] * teacher.dtype.itemsize
-    if head_trains(budget, model):
-        return of_teacher + hidden  # the output layer saves its input, for its weight's gradient
-    return of_teacher + 2 * hidden
-
-
-def _chunk_bytes(budget: Budget, model: Any, teacher: Any, plan: ChunkPlan, targets: int) -> int:
+def _chunk_bytes(
+    budget: Budget, model: Any, teacher: Any, plan: TwoTablesPlan, targets: int
+) -> int:
     """What is alive at the largest moment of one chunk, beside the gradients."""
     head = head_of(model)
     vocabulary, width = head.shape

@@ -1,7 +1,8 @@
 """The distillation loss of a chunk and its gradients, as one autograd function.
 
-Part of distillation. Forward goes through the chunks once, and makes the gradients too. In a chunk
-there are two tables of logits, the student's and the teacher's. The student's becomes the gradient.
+Part of distillation. Forward goes through the chunks once, and makes the gradients too, as
+`core.chunked_loss` describes. Here a chunk has two tables of logits, the student's and the
+teacher's. The student's becomes the gradient.
 
 Shapes: T tokens, N of them with a target, D and E hidden of student and teacher, V vocabulary,
 C rows of a chunk.
@@ -10,30 +11,28 @@ C rows of a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from recipes_lib.core.machine import machine
+from recipes_lib.core.chunked_loss import (
+    ChunkPlan,
+    LayerProducts,
+    LossWithGradients,
+    device_type,
+    dtype_of_products,
+    rows_of_a_chunk,
+    zero_gradients,
+)
+from recipes_lib.core.output_layer import OutputLayer
 
 # The most logits of one table of a chunk. There are two tables.
 CHUNK_BYTES = 2**25  # 32 MiB
 CHUNK_BYTES_ON_GPU = 2**27
 
-# Between the products a chunk is worked on in fp32, and for that in blocks of so many logits.
+# Between the products, a chunk is worked on in blocks of so many logits.
 LOGITS_OF_A_BLOCK = 2**20
 LOGITS_OF_A_BLOCK_ON_GPU = 2**23
-
-# Kernels count the elements of a tensor in 32 bits.
-MOST_ELEMENTS = 2**31 - 1
-
-
-class OutputLayer(NamedTuple):
-    """What makes logits of hidden states: `c tanh((hidden @ weight.T + bias) / c)`, c the cap."""
-
-    weight: torch.Tensor  # [V, D]
-    bias: torch.Tensor | None = None  # [V]
-    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,10 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
-    """How many rows of logits exist at a time, and the dtypes to compute in."""
+class TwoTablesPlan(ChunkPlan):
+    """The plan of a chunk with a table of the teacher beside that of the student."""
 
-    rows: int  # C
-    block_rows: int  # of a chunk that are worked on at a time between its products
-    products: torch.dtype  # of the student's logits and of all products of its backward
     teacher_products: torch.dtype  # of the teacher's logits
-    sums: torch.dtype  # of the loss, of what lies between the products, and of the weight's sum
 
 
 def plan_chunks(
@@ -62,58 +57,30 @@ def plan_chunks(
     teacher_weight: torch.Tensor,
     *,
     chunk_size: int | None,
-) -> ChunkPlan:
+) -> TwoTablesPlan:
     """The plan for hidden [..., D] of a student, teacher_hidden [..., E] and both output layers."""
-    device = hidden.device.type
-    if hidden.is_meta:
-        device = machine().device  # a meta model is planned for this machine
-    products = _dtype_of_products(hidden, weight, device)
-    teacher_products = _dtype_of_products(teacher_hidden, teacher_weight, device)
-    vocabulary = len(weight)
-
+    device = device_type(hidden)
     chunk_bytes = CHUNK_BYTES
     logits_of_a_block = LOGITS_OF_A_BLOCK
     if device != "cpu":
         chunk_bytes = CHUNK_BYTES_ON_GPU
         logits_of_a_block = LOGITS_OF_A_BLOCK_ON_GPU
-    rows = chunk_size
-    if rows is None:
-        fitting = chunk_bytes // (vocabulary * products.itemsize)
-        rows = max(64, fitting // 64 * 64)
-    return ChunkPlan(
-        rows=min(rows, MOST_ELEMENTS // vocabulary),
+
+    vocabulary = len(weight)
+    products = dtype_of_products(hidden, weight, device)
+    sums = torch.promote_types(products, torch.float32)
+    return TwoTablesPlan(
+        rows=rows_of_a_chunk(vocabulary, products, chunk_size=chunk_size, most_bytes=chunk_bytes),
         block_rows=max(1, logits_of_a_block // vocabulary),
         products=products,
-        teacher_products=teacher_products,
-        sums=torch.promote_types(products, torch.float32),
+        sums=sums,
+        weight_sums=sums,
+        teacher_products=dtype_of_products(teacher_hidden, teacher_weight, device),
     )
 
 
-def _dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor, device: str) -> torch.dtype:
-    """The dtype that a plain linear layer would compute in, or fp32 where that is emulated."""
-    dtype = torch.result_type(hidden, weight)
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
-        dtype = torch.get_autocast_dtype(device)
-    has_units = device != "cpu" or (dtype == torch.bfloat16 and machine().native_bf16)
-    if dtype.itemsize == 2 and not has_units:
-        return torch.float32  # emulated 16-bit products take tens of times as long
-    return dtype
-
-
-class _Gradients(NamedTuple):
-    """Of the sum of the losses; None for what does not train."""
-
-    hidden: torch.Tensor | None  # [T, D]
-    weight: torch.Tensor | None  # [V, D]
-    bias: torch.Tensor | None  # [V]
-
-
-class ChunkedDistillation(torch.autograd.Function):
-    """The loss, whose forward makes the gradients of the student as well.
-
-    Until backward they are those of the sum of all losses. Those of the mean are smaller by the
-    number of targets, and would vanish in fp16.
-    """
+class ChunkedDistillation(LossWithGradients):
+    """The loss of the student's hidden [T, D], weight [V, D] and bias [V], and its gradients."""
 
     @staticmethod
     def forward(
@@ -123,22 +90,17 @@ class ChunkedDistillation(torch.autograd.Function):
         bias: torch.Tensor | None,
         softcap: float | None,
         teacher_hidden: torch.Tensor,
-        teacher: OutputLayer,
+        teacher_layer: OutputLayer,
         rows: torch.Tensor,
         targets: torch.Tensor,
         divisor: torch.Tensor,
         mixture: Mixture,
-        plan: ChunkPlan,
+        plan: TwoTablesPlan,
         training: bool,
     ) -> torch.Tensor:
-        needs_gradient = (False, False, False)
-        if training:
-            needs_gradient = ctx.needs_input_grad[:3]
-        gradients = _zeros(hidden, weight, bias, plan, needs_gradient)
-        student = _Products(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
-        teacher = _Products(teacher, plan.teacher_products, plan.sums)
-
-        # The logits of all chunks are written to the same memory, one chunk after the other.
+        gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
+        student = _Layer(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
+        teacher = _Layer(teacher_layer, plan.teacher_products, plan.sums)
         most = min(plan.rows, len(rows))
         room = student.room(most)  # [C, V]
         teacher_room = teacher.room(most)  # [C, V]
@@ -147,56 +109,28 @@ class ChunkedDistillation(torch.autograd.Function):
         for index, target in zip(rows.split(plan.rows), targets[:, None].split(plan.rows)):
             inputs = hidden[index].to(plan.products)  # [C, D]
             logits = student.logits(inputs, out=room[: len(index)])  # [C, V]
-            of_teacher = teacher.logits(teacher_hidden[index], out=teacher_room[: len(index)])
+            of_teacher = teacher.logits(
+                teacher_hidden[index].to(plan.teacher_products),  # [C, E]
+                out=teacher_room[: len(index)],
+            )
             blocks = zip(*(each.split(plan.block_rows) for each in (logits, of_teacher, target)))
             for block in blocks:
                 total += _loss_and_gradient_(*block, student, teacher, mixture)
             d_logits = logits  # by now: the loss has written its gradient over them
-            _add_gradients_(gradients, index, d_logits, inputs, student.factors)
+            gradients.add_chunk_(index, d_logits, inputs, student.factors)
 
         ctx.divisor = divisor
         ctx.gradients = gradients
         return total / divisor
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the first backward gave the gradients of this loss away: compute the loss again"
-            )
-        gradients = ctx.gradients
-        ctx.gradients = None
-        # One dimension, [1]: a GPU would round a scalar to 16 bits before it multiplies with it.
-        factor = (grad_output / ctx.divisor).reshape(1)
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(factor)
-        no_gradient = [None] * 9  # of all that comes after the bias
-        return *gradients, *no_gradient  # autograd casts them to the dtypes of the inputs
 
-
-class _Products:
-    """An output layer in the dtype of its products."""
+class _Layer(LayerProducts):
+    """An output layer in the dtype of its products, with its soft cap."""
 
     def __init__(self, layer: OutputLayer, products: torch.dtype, sums: torch.dtype) -> None:
-        self.factors = layer.weight.to(products)  # [V, D]
-        self.addend = None
-        if layer.bias is not None:
-            self.addend = layer.bias.to(products)  # [V]
+        super().__init__(layer.weight, layer.bias, products)
         self.softcap = layer.softcap
         self.sums = sums
-
-    def room(self, rows: int) -> torch.Tensor:
-        """Memory for the logits of so many rows."""
-        return self.factors.new_empty(rows, len(self.factors))
-
-    def logits(self, inputs: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """inputs [C, D] @ factors.T [D, V] + addend [V] in `out` [C, V]; not yet capped."""
-        inputs = inputs.to(self.factors.dtype)
-        if self.addend is None:
-            return torch.mm(inputs, self.factors.t(), out=out)
-        return torch.addmm(self.addend, inputs, self.factors.t(), out=out)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of a block as the model has them, in the dtype of the sums."""
@@ -206,31 +140,12 @@ class _Products:
         return logits
 
 
-def _zeros(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: ChunkPlan,
-    needs_gradient: tuple[bool, ...],
-) -> _Gradients:
-    """The gradients before the first chunk."""
-    # A row of hidden is in one chunk only: its gradient is no sum, and needs no wider dtype.
-    wanted = [(hidden, hidden.dtype), (weight, plan.sums), (bias, plan.sums)]
-    gradients = []
-    for (tensor, dtype), needed in zip(wanted, needs_gradient):
-        gradient = None
-        if needed:
-            gradient = torch.zeros_like(tensor, dtype=dtype)
-        gradients.append(gradient)
-    return _Gradients(*gradients)
-
-
 def _loss_and_gradient_(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,
     targets: torch.Tensor,
-    student: _Products,
-    teacher: _Products,
+    student: _Layer,
+    teacher: _Layer,
     mixture: Mixture,
 ) -> torch.Tensor:
     """The sum of the losses of a block of rows; the logits [C, V] become its gradient.
@@ -263,23 +178,3 @@ def _loss_and_gradient_(
         gradient.mul_(slope)
     logits.copy_(gradient)
     return loss
-
-
-def _add_gradients_(
-    gradients: _Gradients,
-    index: torch.Tensor,
-    d_logits: torch.Tensor,
-    inputs: torch.Tensor,
-    factors: torch.Tensor,
-) -> None:
-    """Add what one chunk contributes: d_logits [C, V], inputs [C, D], factors [V, D]."""
-    if gradients.hidden is not None:
-        # [C, D]: without a name, for by that it would still be there in the product below.
-        gradients.hidden[index] = (d_logits @ factors).to(gradients.hidden.dtype)
-    if gradients.weight is not None:
-        if gradients.weight.dtype == inputs.dtype:
-            gradients.weight.addmm_(d_logits.t(), inputs)  # [V, D], without a tensor in between
-        else:
-            gradients.weight.add_(d_logits.t() @ inputs)  # added in fp32
-    if gradients.bias is not None:
-        gradients.bias.add_(d_logits.sum(0, dtype=gradients.bias.dtype))  # [V]

@@ -5,6 +5,7 @@ budget          the terms of a step's memory, and the protocol by which recipes 
 causal_lm       what a causal language model is here, and where its parts are
 chat            pairs and conversations as tokens and labels, by the model's own template
 checks          checks of arguments, with one form of message
+chunked_loss    losses whose logits exist for a chunk of tokens at a time: plan, gradients
 converted_weights  products of many rows with weights stored in another dtype
 corpus          Python's own standard library as text and as instruction pairs
 data            pairs from the corpus, a file or the hub; rows as padded batches
@@ -23,6 +24,7 @@ mixing          mix a class into one module of a model, and take it out again
 model           load a model, or random weights of a public shape
 operations      how many operations of matrix products a step needs
 operator_profile  seconds of a step by kind of operator
+output_layer    a causal LM up to its output layer, for losses that make the logits
 overhead_fit    a token's time as a fixed part, and bytes over bandwidth
 plain_step      the arithmetic of a plain training step, before any recipe
 quality         perplexity and agreement of a model with other weights or kernels

@@ -27,7 +27,6 @@ Shapes: T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -37,13 +36,23 @@ from torch.nn import functional as F
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.machine import machine
-from recipes_lib.core.measure import dry
+from recipes_lib.core.chunked_loss import (
+    ChunkPlan,
+    check_labels,
+    device_type,
+    divisor_of_mean,
+    hidden_bytes,
+    last_block_bytes,
+    planned_autocast,
+    planned_targets,
+    rows_with_a_target,
+)
 from recipes_lib.core.mixing import mix_in, unmix
-from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
+from recipes_lib.core.output_layer import require_plain_loss
+from recipes_lib.core.plain_step import head_of, head_trains
 from recipes_lib.memory.chunked_cross_entropy_autograd import ChunkedLoss, Extras
-from recipes_lib.memory.chunked_cross_entropy_hf import LossFromHidden, require_plain_loss
-from recipes_lib.memory.chunked_cross_entropy_plan import LOGITS_OF_A_BLOCK, ChunkPlan, plan_chunks
+from recipes_lib.memory.chunked_cross_entropy_hf import LossFromHidden
+from recipes_lib.memory.chunked_cross_entropy_plan import LOGITS_OF_A_BLOCK, plan_chunks
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -151,10 +160,12 @@ def chunked_cross_entropy(
         )
     _check_shapes(hidden, weight, labels, bias)
 
-    rows = _rows_with_a_target(labels, ignore_index)  # [N]
+    rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
-    _check_labels(targets, len(weight), ignore_index)
-    divisor = _divisor(len(rows), reduction, num_items)
+    check_labels(targets, len(weight), ignore_index)
+    if reduction == "sum":
+        num_items = 1
+    divisor = divisor_of_mean(len(rows), num_items)
     plan = plan_chunks(hidden, weight, targets=len(rows), chunk_size=chunk_size)
     extras = Extras(softcap, label_smoothing, z_loss)
     training = torch.is_grad_enabled()  # inside a Function it is always off
@@ -192,42 +203,6 @@ def _check_shapes(
         )
 
 
-def _rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Which of the T tokens have a target: [N]. In a dry run, which has no labels, all of them."""
-    rows = torch.arange(labels.numel(), device=labels.device)  # [T]
-    if dry():
-        return rows
-    return rows[labels.flatten() != ignore_index]
-
-
-def _check_labels(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a target outside the vocabulary."""
-    if dry():
-        return
-    outside = (targets < 0) | (targets >= vocabulary)
-    if outside.any():
-        raise ValueError(
-            f"a label is neither in the vocabulary of {vocabulary} "
-            f"nor {ignore_index}, the ignored one"
-        )
-
-
-def _divisor(targets: int, reduction: str, num_items: int | torch.Tensor | None) -> torch.Tensor:
-    """What the sum of the losses is divided by: a scalar."""
-    divisor = num_items
-    if num_items is None:
-        divisor = 1
-        if reduction == "mean":
-            divisor = targets
-    divisor = torch.as_tensor(divisor).reshape(())
-    if not dry() and divisor <= 0:
-        raise ValueError(
-            f"a mean over {divisor} targets: "
-            f"give labels other than the ignored one, or num_items above 0"
-        )
-    return divisor
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
@@ -250,39 +225,21 @@ def estimate_chunked_cross_entropy(
     Raises ValueError for a wrong chunk size, and if no token has a label.
     """
     _check_options(chunk_size=chunk_size, label_smoothing=0.0, z_loss=0.0)
-    if targets is None:
-        check_whole(least=2, seq=shape.seq)  # the first token is nobody's target
-        targets = shape.tokens - shape.rows
-    check_whole(targets=targets)
+    targets = planned_targets(shape, targets)
     head = head_of(model)
-    with _autocast(_device_of(head), dtype):
+    with planned_autocast(head, dtype):
         plan = plan_chunks(head, head, targets=targets, chunk_size=chunk_size)
         spared = _spared_copy(budget, head)
 
     weight_gradient = 0
     if head_trains(budget, model):
         weight_gradient = head.numel() * plan.weight_sums.itemsize
-    in_last_chunk = _hidden_bytes(budget, model, shape) + _chunk_bytes(budget, model, plan, targets)
-    # Or later, when backward is in the last block, whose activations are still there. Those of the
-    # final norm are free again.
-    final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
-    in_last_block = budget.block_gradients - final_norm
+    in_last_chunk = hidden_bytes(budget, model, shape) + _chunk_bytes(budget, model, plan, targets)
+    in_last_block = last_block_bytes(budget, model, shape)
     return budget.change(
         activations=budget.activations - spared,
         loss=weight_gradient + max(in_last_chunk, in_last_block),
     )
-
-
-def _device_of(head: torch.Tensor) -> str:
-    """The type of the device that the step runs on; a meta model is planned for this machine."""
-    return machine().device if head.is_meta else head.device.type
-
-
-def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """The autocast of a step of this dtype; None leaves it as it is."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype, enabled=dtype is not torch.float32)
 
 
 def _spared_copy(budget: Budget, head: torch.Tensor) -> int:
@@ -291,17 +248,8 @@ def _spared_copy(budget: Budget, head: torch.Tensor) -> int:
     `estimate_mixed_precision` has counted it among the activations. The chunked loss keeps none.
     """
     counted = any(done.name == "estimate_mixed_precision" for done in budget.applied)
-    casts = torch.is_autocast_enabled(_device_of(head)) and head.dtype == torch.float32
+    casts = torch.is_autocast_enabled(device_type(head)) and head.dtype == torch.float32
     return 2 * head.numel() if counted and casts else 0
-
-
-def _hidden_bytes(budget: Budget, model: Any, shape: Shape) -> int:
-    """The gradient of hidden [T, D]; and hidden, if the budget has it not among what is saved."""
-    head = head_of(model)
-    hidden = shape.tokens * head.shape[1] * head.dtype.itemsize
-    if head_trains(budget, model):
-        return hidden  # the output layer saves its input, for the gradient of its weight
-    return 2 * hidden
 
 
 def _chunk_bytes(budget: Budget, model: Any, plan: ChunkPlan, targets: int) -> int:

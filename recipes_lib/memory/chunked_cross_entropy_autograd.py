@@ -1,7 +1,7 @@
 """The loss of a chunk and its gradients, as one autograd function.
 
-Part of chunked_cross_entropy. Forward goes through the chunks once, and makes the gradients too:
-after it, no logits are left from which backward could make them.
+Part of chunked_cross_entropy. Forward goes through the chunks once, and makes the gradients too;
+`core.chunked_loss` says why, and has what the loss does not change.
 
 Shapes: T tokens, N of them with a target, D hidden, V vocabulary, C rows of a chunk.
 """
@@ -9,11 +9,10 @@ Shapes: T tokens, N of them with a target, D hidden, V vocabulary, C rows of a c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from recipes_lib.memory.chunked_cross_entropy_plan import ChunkPlan
+from recipes_lib.core.chunked_loss import LayerProducts, LossWithGradients, zero_gradients
 
 
 @dataclass(frozen=True)
@@ -25,94 +24,28 @@ class Extras:
     z_loss: float
 
 
-class _Gradients(NamedTuple):
-    """Of the sum of the losses; None for what does not train."""
-
-    hidden: torch.Tensor | None  # [T, D]
-    weight: torch.Tensor | None  # [V, D]
-    bias: torch.Tensor | None  # [V]
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """The loss, whose forward makes the gradients as well.
-
-    Until backward they are those of the sum of all losses. Those of the mean are smaller by the
-    number of targets, and would vanish in fp16.
-    """
+class ChunkedLoss(LossWithGradients):
+    """The loss of hidden [T, D], weight [V, D] and bias [V], and its gradients."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, targets, divisor, plan, extras, training):
-        needs_gradient = (False, False, False)
-        if training:
-            needs_gradient = ctx.needs_input_grad[:3]
-        gradients = _zeros(hidden, weight, bias, plan, needs_gradient)
+        gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
+        layer = LayerProducts(weight, bias, plan.products)
+        room = layer.room(min(plan.rows, len(rows)))  # [C, V]
         total = hidden.new_zeros((), dtype=plan.sums)
-
-        factors = weight.to(plan.products)  # [V, D]
-        addend = None
-        if bias is not None:
-            addend = bias.to(plan.products)  # [V]
-        # The logits of all chunks are written to the same memory, one after the other.
-        most = min(plan.rows, len(rows))
-        buffer = hidden.new_empty(most, len(weight), dtype=plan.products)  # [C, V]
         # index [C], the rows of this chunk; target [C, 1]
         for index, target in zip(rows.split(plan.rows), targets[:, None].split(plan.rows)):
             inputs = hidden[index].to(plan.products)  # [C, D]
-            logits = _logits(inputs, factors, addend, out=buffer[: len(index)])  # [C, V]
+            logits = layer.logits(inputs, out=room[: len(index)])  # [C, V]
             blocks = zip(logits.split(plan.block_rows), target.split(plan.block_rows))
             for block_logits, block_target in blocks:
                 total += _loss_and_gradient_(block_logits, block_target, plan.sums, extras)
             d_logits = logits  # by now: the loss has written its gradient over them
-            _add_gradients_(gradients, index, d_logits, inputs, factors, plan)
+            gradients.add_chunk_(index, d_logits, inputs, layer.factors)
 
         ctx.divisor = divisor
         ctx.gradients = gradients
         return total / divisor
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the first backward gave the gradients of this loss away: compute the loss again"
-            )
-        gradients = ctx.gradients
-        ctx.gradients = None
-        # One dimension, [1]: a GPU would round a scalar to 16 bits before it multiplies with it.
-        factor = (grad_output / ctx.divisor).reshape(1)
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(factor)
-        no_gradient = [None] * 6  # rows, targets, divisor, plan, extras, training
-        return *gradients, *no_gradient  # autograd casts them to the dtypes of the inputs
-
-
-def _zeros(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    plan: ChunkPlan,
-    needs_gradient: tuple[bool, ...],
-) -> _Gradients:
-    """The gradients before the first chunk."""
-    # A row of hidden is in one chunk only: its gradient is no sum, and needs no wider dtype.
-    wanted = [(hidden, hidden.dtype), (weight, plan.weight_sums), (bias, plan.sums)]
-    gradients = []
-    for (tensor, dtype), needed in zip(wanted, needs_gradient):
-        gradient = None
-        if needed:
-            gradient = torch.zeros_like(tensor, dtype=dtype)
-        gradients.append(gradient)
-    return _Gradients(*gradients)
-
-
-def _logits(
-    inputs: torch.Tensor, factors: torch.Tensor, addend: torch.Tensor | None, *, out: torch.Tensor
-) -> torch.Tensor:
-    """inputs [C, D] @ factors.T [D, V] + addend [V], written to `out` [C, V]."""
-    if addend is None:
-        return torch.mm(inputs, factors.t(), out=out)
-    return torch.addmm(addend, inputs, factors.t(), out=out)
 
 
 def _loss_and_gradient_(
@@ -150,24 +83,3 @@ def _loss_and_gradient_(
         gradient.mul_(slope)
     logits.copy_(gradient)
     return losses.sum()
-
-
-def _add_gradients_(
-    gradients: _Gradients,
-    index: torch.Tensor,
-    d_logits: torch.Tensor,
-    inputs: torch.Tensor,
-    factors: torch.Tensor,
-    plan: ChunkPlan,
-) -> None:
-    """Add what one chunk contributes: d_logits [C, V], inputs [C, D], factors [V, D]."""
-    if gradients.hidden is not None:
-        # [C, D]: without a name, for by that it would still be there in the product below.
-        gradients.hidden[index] = (d_logits @ factors).to(gradients.hidden.dtype)
-    if gradients.weight is not None:
-        if plan.weight_sums == plan.products:
-            gradients.weight.addmm_(d_logits.t(), inputs)  # [V, D], without a tensor in between
-        else:
-            gradients.weight.add_(d_logits.t() @ inputs)  # added in fp32
-    if gradients.bias is not None:
-        gradients.bias.add_(d_logits.sum(0, dtype=plan.sums))  # [V]

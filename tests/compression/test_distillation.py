@@ -8,7 +8,6 @@ from torch.nn.functional import linear
 
 from recipes_lib.compression import distillation_autograd
 from recipes_lib.compression.distillation import (
-    OutputLayer,
     apply_distillation,
     distillation_loss,
     estimate_distillation,
@@ -17,9 +16,11 @@ from recipes_lib.compression.distillation import (
     remove_distillation,
     require_same_tokens,
 )
+from recipes_lib.core import chunked_loss
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.output_layer import OutputLayer
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
@@ -104,7 +105,7 @@ def test_equals_the_plain_formula(monkeypatch, temperature, teacher_share, softc
 def test_16_bit_value_and_gradients_are_right(monkeypatch, native, chunk_size):
     """As near to fp64 as all logits in bf16 with a loss in fp32, with bf16 units and without."""
     machine = SimpleNamespace(native_bf16=native)
-    monkeypatch.setattr(distillation_autograd, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     tensors = make_tensors((1021,), (64, 32), 257, torch.bfloat16)
     hidden, layer, teacher_hidden, teacher_layer, labels = tensors
     options = {"temperature": 2.0, "teacher_share": 0.5}
@@ -222,7 +223,7 @@ def test_an_eighth_of_the_memory_for_real(monkeypatch):
 def test_peak_as_estimated(monkeypatch, dtype, frozen_head, pairs):
     """Of a whole step of a student with a teacher of another depth."""
     machine = SimpleNamespace(native_bf16=True, device="cpu")
-    monkeypatch.setattr(distillation_autograd, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     shape = Shape(batch=2, seq=512)
     with dry_run():
         student = model_of_shape("smollm2-135m", layers=2, device="cpu", dtype=dtype)

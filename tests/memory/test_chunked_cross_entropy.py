@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recipes_lib.core import chunked_loss
 from recipes_lib.core import model as core_model
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, dry_run
@@ -175,7 +176,7 @@ def test_equals_the_plain_loss_in_fp32():
 def test_16_bit_value_and_gradients_are_right(monkeypatch, device, dtype, chunk_size, native):
     """As near to fp64 as 16-bit products are, whether the CPU has units for them or not."""
     machine = SimpleNamespace(native_bf16=native)
-    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     hidden, weight, _, labels = make_tensors((1024,), 64, 256, dtype, device)
     weight = (weight.detach() / 8).requires_grad_()  # logits of size one
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -307,7 +308,7 @@ def test_memory_is_a_chunk_and_the_gradients_of_what_trains():
 def test_the_product_for_the_weight_has_no_gradient_of_the_inputs_beside_it(monkeypatch):
     """Catches a tensor of a chunk that waits for the end of its function."""
     machine = SimpleNamespace(native_bf16=True, device="cpu")
-    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     rows, width, vocab = 64, 2048, 2048
     tokens = 17 * rows  # one chunk too many for a sum in bf16: each part is a tensor of its own
     with dry_run():
@@ -348,7 +349,7 @@ def test_rows_of_a_chunk():
 def test_a_cpu_without_units_multiplies_in_fp32(monkeypatch, dtype, native, products):
     """It emulates 16-bit products, tens of times slower."""
     machine = SimpleNamespace(native_bf16=native)
-    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     weight = torch.zeros(4, 4, dtype=dtype)
     plan = chunked_cross_entropy_plan.plan_chunks(weight, weight, targets=1, chunk_size=None)
     assert plan.products == products
@@ -726,7 +727,7 @@ def test_peak_without_a_prompt_as_estimated(frozen):
 def test_peak_in_bf16_as_estimated(monkeypatch, chunk_size):
     """Few chunks are summed in bf16. The sum of many is in fp32, and cast at the end."""
     machine = SimpleNamespace(native_bf16=True, device="cpu")
-    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     with dry_run():
         options = {"layers": 1, "dtype": torch.bfloat16, "chunk_size": chunk_size}
         shape = Shape(batch=1, seq=2048)
@@ -742,7 +743,7 @@ def test_peak_under_autocast_as_estimated(monkeypatch, rows):
     one that the two tokens of the check made.
     """
     machine = SimpleNamespace(native_bf16=True, device="cpu")
-    monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda: machine)
+    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
     shape = Shape(batch=rows, seq=32)
     with dry_run():
         model = model_of_shape("smollm2-135m", layers=2, device="cpu")

@@ -4,13 +4,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from recipes_lib.core import chunked_loss
 from recipes_lib.core.budget import Shape, compose
 from recipes_lib.core.machine import machine
 from recipes_lib.core.model import SHAPES, model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import estimate_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora, nf4_bytes
-from recipes_lib.memory import chunked_cross_entropy_plan
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import estimate_chunked_cross_entropy
 from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload
@@ -142,7 +142,7 @@ def test_a_model_without_weights_stands_for_another_machine(monkeypatch):
     expected = remedies_for(model, shape, memory_bytes=1)
     for native in (True, False):
         here = replace(machine(), native_bf16=native)
-        monkeypatch.setattr(chunked_cross_entropy_plan, "machine", lambda here=here: here)
+        monkeypatch.setattr(chunked_loss, "machine", lambda here=here: here)
         assert remedies_for(model, shape, memory_bytes=1) == expected
 
     recipes = [CHUNKS, CHECKPOINTS, (estimate_eight_bit_adam, {}), (estimate_optimizer_offload, {})]
