@@ -7,8 +7,19 @@ versus          each recipe beside the library that does the same
 finetune        QLoRA by our loop and by the Trainer
 long_sequences  attention, loss and positions at growing length
 long_steps      whole training steps that are as long as memory allows
+architecture    small models trained both ways, and norms
+distillation    a student with its teacher and without
+inference_peers other programs that write text with the same model
+
 record          one file of results per machine and day
+complete        what a run lacks before it can be recorded
 render          write recorded numbers into README, cheatsheet and notebooks
-sentences       ... as sentences
+cells           ... inside a line
+sentences       ... as headlines
+facts           ... as what a notebook noted beside its ladder
 tables          ... as tables
+differences     ... over seeds: the mean, the range, and what they allow to say
+render_architecture, render_distillation, render_peers
+                ... of the programs of their own
+page            the printed cheatsheet
 """

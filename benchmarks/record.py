@@ -1,9 +1,10 @@
 """Keep what a run measured, and find it again: benchmarks/results/<machine>-<date>.json.
 
-python -m benchmarks.record runs/01_large_models_limited_hardware.json
+python -m benchmarks.record runs/01_large_models_limited_hardware.json runs/distillation.json
 
 There is one file per machine and day. It holds the facts of the machine and the `parts` that were
-measured: a part of `benchmarks.gpu`, or the ladder of a notebook.
+measured: a part of `benchmarks.gpu`, the ladder of a notebook, or the run of a program of its own:
+`benchmarks.architecture`, `benchmarks.distillation`, `benchmarks.inference_peers`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.complete import LACKING
 from recipes_lib.core.machine import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -91,18 +93,69 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
     os.replace(scratch, path)
 
 
+def keep_run(path: Path, *, folder: Path | None = None) -> Path:
+    """Keep a file from runs/: the ladder of a notebook, or the run of a program of its own.
+
+    Raises ValueError for any other file, for small sizes unless a `folder` is given, and for a run
+    that has not ended.
+    """
+    run = _read(path)
+    if path.stem in LACKING:
+        return _keep_program(path, run, folder=folder)
+    if "ladder" in run and "rows" in run:
+        return keep_ladder(path, folder=folder)
+    programs = ", ".join(f"{name}.json" for name in LACKING)
+    raise ValueError(
+        f"{path} is neither the ladder of a notebook nor one of {programs}: only these are recorded"
+    )
+
+
 def keep_ladder(path: Path, *, folder: Path | None = None) -> Path:
     """Keep the ladder that a notebook or a bench wrote into runs/.
 
     Raises ValueError for small sizes, unless a `folder` is given.
     """
-    ladder = json.loads(path.read_text())
-    if ladder["fast"] and folder is None:
+    ladder = _read(path)
+    _check_full_size(path, ladder, folder)
+    content = {"facts": ladder["facts"], "rows": ladder["rows"]}
+    return keep(path.stem, content, facts=ladder, folder=folder)
+
+
+def _keep_program(path: Path, run: dict[str, Any], *, folder: Path | None) -> Path:
+    """Keep the run of a program of its own, if it has ended."""
+    _check_full_size(path, run, folder)
+    lacking = LACKING[path.stem](run)
+    if lacking:
+        raise ValueError(
+            f"{path} is not complete: it lacks {'; '.join(lacking)}. Record it when "
+            f"`python -m benchmarks.{path.stem}` has ended"
+        )
+    content = {key: value for key, value in run.items() if key not in FACTS}
+    return keep(path.stem, content, facts=run, folder=folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a run wrote. Raises ValueError for a file that no program of ours has written."""
+    try:
+        run = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON ({error}): give a file that a run wrote") from error
+    lacking = list(FACTS)
+    if isinstance(run, dict):
+        lacking = [key for key in FACTS if key not in run]
+    if lacking:
+        raise ValueError(
+            f"{path} does not say on which machine it was measured (it lacks "
+            f"{', '.join(lacking)}): give a file that a notebook or a benchmark wrote into runs/"
+        )
+    return run
+
+
+def _check_full_size(path: Path, run: dict[str, Any], folder: Path | None) -> None:
+    if run["fast"] and folder is None:
         raise ValueError(
             f"{path} was measured in the small sizes of RECIPES_FAST=1: run it in full size first"
         )
-    content = {"facts": ladder["facts"], "rows": ladder["rows"]}
-    return keep(path.stem, content, facts=ladder, folder=folder)
 
 
 # --- read ---------------------------------------------------------------------------------------
@@ -160,4 +213,4 @@ def machine_line(run: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     for given in sys.argv[1:]:
-        print(keep_ladder(Path(given)))
+        print(keep_run(Path(given)))

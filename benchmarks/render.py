@@ -17,16 +17,27 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arithmetic, cards, page, sentences, tables, traps
-from benchmarks.record import LADDERS, RESULTS, newest, plain_name
-from recipes_lib.report.style import percent
+from benchmarks import (
+    arithmetic,
+    cards,
+    page,
+    render_architecture,
+    render_distillation,
+    render_peers,
+    sentences,
+    tables,
+    traps,
+)
+from benchmarks.cells import DEVICES, cell
+from benchmarks.record import LADDERS, RESULTS, newest
+
+Words = Callable[[dict[str, Any] | None], str]  # of a run; nothing where none is recorded
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_BREAK = "\u00a0"  # a space at which no line ends
-DEVICES = {"cpu": "cpu", "gpu": "cuda"}  # the name in a marker, and torch's
 
 # --- a block ------------------------------------------------------------------------------------
 
@@ -39,6 +50,10 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
     gpu-01         its ladder, measured on a GPU
     versus-gpu     the recipes beside the libraries, on a CPU or GPU
     finetune-cpu   QLoRA by our loop beside the Trainer, likewise
+    architecture-cpu, healing-cpu, norms-cpu, distillation-cpu, peers-cpu
+                   the runs of their own, likewise
+    architecture-03, distillation-03, peers-03
+                   the same as notebook 03 shows them (no heading)
     source-01      where the weights of the notebook's run came from (no heading)
     doctor-8b      the doctor's remedies for an 8-billion model, by arithmetic (no heading)
 
@@ -51,6 +66,9 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
         return sentences.source(newest(LADDERS[which or "01"], "cpu", folder=folder))
     if key == "doctor-8b":
         return arithmetic.doctor_table()
+    if (kind, which) in IN_NOTEBOOKS:
+        part, text = IN_NOTEBOOKS[kind, which]
+        return text(newest(part, "cpu", folder=folder))
     if kind not in TABLES:
         raise KeyError(f"numbers:{key} is no block")
     title, table = TABLES[kind](which, folder)
@@ -95,107 +113,37 @@ def beside_trainer(device: str, folder: Path) -> tuple[str, str]:
     return title, tables.finetune(newest("finetune", DEVICES[device], folder=folder))
 
 
+def own_run(part: str, title: str, text: Words) -> Callable[[str, Path], tuple[str, str]]:
+    """The heading and the table of a run of its own."""
+
+    def titled(device: str, folder: Path) -> tuple[str, str]:
+        run = newest(part, DEVICES[device], folder=folder)
+        return f"{title}, on a {device.upper()}", text(run)
+
+    return titled
+
+
 TABLES = {
     "table": cpu_ladder,
     "gpu": gpu_ladder,
     "versus": beside_libraries,
     "finetune": beside_trainer,
+    "architecture": own_run(
+        "architecture", "Parts of the architecture", render_architecture.small_models
+    ),
+    "healing": own_run("architecture", "Pooled heads", render_architecture.healing),
+    "norms": own_run("architecture", "Norms", render_architecture.norms),
+    "distillation": own_run(
+        "distillation", "A student with and without its teacher", render_distillation.students
+    ),
+    "peers": own_run("inference_peers", "Other programs", render_peers.peers),
 }
 
-# --- a cell -------------------------------------------------------------------------------------
-
-
-def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
-    """A row of a ladder, or a fact beside it, as the cell of a table: first on CPU, then on GPU.
-
-    Nothing where no run has it.
-    """
-    if (number, name) == ("doctor", "8b"):
-        return arithmetic.doctor_line()
-    shown = []
-    for device in DEVICES.values():
-        text = cell_on(device, number, name, folder=folder)
-        if text:
-            shown.append(text)
-    return "; ".join(shown)
-
-
-def cell_on(device: str, number: str, name: str, *, folder: Path = RESULTS) -> str:
-    """The part of a cell that one kind of machine measured, or nothing."""
-    part = LADDERS[number]
-    if name == "rope":
-        part = "rope"  # a part of its own: it takes too long for a notebook
-    if name in sentences.FACTS:
-        run = newest(part, device, folder=folder)
-        if run is None:
-            return ""
-        text = sentences.FACTS[name](run.get("facts", run))
-    else:
-        run = newest(part, device, row=name, folder=folder)
-        if run is None:
-            return ""
-        text = WORDS.get(number, row_in_bytes)(run, name)
-    machine = where(run, newest(LADDERS[number], device, folder=folder))
-    return f"{machine}:{NO_BREAK}{text}"
-
-
-def row_of(run: dict[str, Any], name: str) -> dict[str, Any]:
-    """The row of a run that has this name."""
-    rows = {plain_name(row["name"]): row for row in run["rows"]}
-    return rows[plain_name(name)]
-
-
-def row_in_bytes(run: dict[str, Any], name: str) -> str:
-    """A row against the baseline of its run: memory and time."""
-    first = run["rows"][0]
-    row = row_of(run, name)
-    memory = percent(row["peak_bytes"] / first["peak_bytes"] - 1)
-    return unbroken([f"{memory} peak", f"{sentences.time_in_words(row, first)} time"])
-
-
-def row_in_tokens(run: dict[str, Any], name: str) -> str:
-    """A row against the baseline of its run: length and time."""
-    first = run["rows"][0]
-    row = row_of(run, name)
-    length = row["tokens"] / first["tokens"]
-    time = row["seconds"] / first["seconds"]
-    return f"{length:.1f}× the baseline's length, {time:.2f}× its time per token"
-
-
-def row_in_speed(run: dict[str, Any], name: str) -> str:
-    """A row against the first of its group: speed, and where both are known, perplexity."""
-    row = row_of(run, name)
-    first = next(each for each in run["rows"] if each["group"] == row["group"])
-    parts = [f"{sentences.speed_in_words(row, first)} as fast"]
-    if None not in (row["perplexity"], first["perplexity"]):
-        # A perplexity may change by less than a whole per cent, and that is worth knowing.
-        parts.append(f"perplexity {row['perplexity'] / first['perplexity'] - 1:+.1%}")
-    return unbroken(parts)
-
-
-# What a row says, by the number of the notebook; all others count bytes.
-WORDS = {"03": row_in_speed, "04": row_in_tokens}
-
-
-def unbroken(parts: list[str]) -> str:
-    """In a narrow column a line ends between the parts, and not inside of them."""
-    return ", ".join(part.replace(" ", NO_BREAK) for part in parts)
-
-
-def where(run: dict[str, Any], latest: dict[str, Any]) -> str:
-    """The machine of a run, as short as a cell needs it: a GPU by its name, a CPU by its kind.
-
-    Args:
-        latest: the newest run on this kind of machine, of which the texts speak otherwise.
-    """
-    if run["device"] != "cpu":
-        return run["name"]
-    if all(run[key] == latest[key] for key in ("name", "native_bf16", "date")):
-        return "CPU"
-    if run["native_bf16"]:  # the newest run has no such row
-        return "CPU with native bf16"
-    return "CPU without native bf16"
-
+IN_NOTEBOOKS: dict[tuple[str, str], tuple[str, Words]] = {
+    ("architecture", "03"): ("architecture", render_architecture.block),
+    ("distillation", "03"): ("distillation", render_distillation.block),
+    ("peers", "03"): ("inference_peers", render_peers.block),
+}
 
 # --- a text -------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.record import machine_line
 from benchmarks.sentences import speed_in_words, time_in_words
+from benchmarks.table_text import line, table
 from recipes_lib.report.style import mib, percent
 
 UNSURE = (
@@ -66,7 +67,7 @@ def ladder(run: dict[str, Any] | None, other: dict[str, Any] | None = None, *, n
         more.append(_times(other))
     else:
         other = None
-    return _table(columns, _ladder_lines(run, other, more, len(columns)), notes)
+    return table(columns, _ladder_lines(run, other, more, len(columns)), notes)
 
 
 def _ladder_lines(
@@ -83,12 +84,12 @@ def _ladder_lines(
     lines = []
     for group in dict.fromkeys(groups[name] for name in names):
         if group:
-            lines.append(_line([f"**{group}**", *[""] * (width - 1)]))
+            lines.append(line([f"**{group}**", *[""] * (width - 1)]))
         for name in names:
             if groups[name] == group:
                 cells = [name, *_measured(rows.get(name), run)]
                 cells += [column.get(name, "") for column in more]
-                lines.append(_line(cells))
+                lines.append(line(cells))
     return lines
 
 
@@ -151,13 +152,13 @@ def lengths(run: dict[str, Any] | None) -> str:
             f"{row['tokens'] / first['tokens']:.1f}×",
             f"{row['seconds'] / first['seconds']:.2f}×",
         ]
-        lines.append(_line(cells))
+        lines.append(line(cells))
     facts = run["facts"]
     what = f"{facts['model']} in {facts['limit_bytes'] / 2**30:.0f} GiB of tensors."
     notes = [f"{machine_line(run)}. {what} {NOTES['04'].format(**facts)}"]
     notes += _how_sure(run)
     columns = ["step", "predicted tokens", "off by", "longest found", "to the baseline", "time"]
-    return _table(columns, lines, notes)
+    return table(columns, lines, notes)
 
 
 def speeds(run: dict[str, Any] | None) -> str:
@@ -172,11 +173,11 @@ def speeds(run: dict[str, Any] | None) -> str:
         if first is None or row["group"] != first["group"]:
             first = row
             if row["group"]:
-                lines.append(_line([f"**{row['group']}**", *[""] * (len(columns) - 1)]))
-        lines.append(_line(_speed_cells(row, first)))
+                lines.append(line([f"**{row['group']}**", *[""] * (len(columns) - 1)]))
+        lines.append(line(_speed_cells(row, first)))
     note = NOTES["03"].format(bandwidth=run["facts"]["bandwidth"] / 1e9)
     notes = [f"{machine_line(run)}. {note}", *_how_sure(run)]
-    return _table(columns, lines, notes)
+    return table(columns, lines, notes)
 
 
 def _speed_cells(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
@@ -230,10 +231,10 @@ def versus(run: dict[str, Any] | None) -> str:
                 cells.append(f"{pair[ratio]:.2f}×")
             else:  # a pair that failed has a reason in place of numbers
                 cells.append("failed")
-        lines.append(_line(cells))
+        lines.append(line(cells))
     note = "The recipe's over the library's: below 1 the recipe wins."
     columns = ["recipe", "library", "time", "peak"]
-    return _table(columns, lines, [f"{machine_line(run)}. {note} {limits(run)}"], names=2)
+    return table(columns, lines, [f"{machine_line(run)}. {note} {limits(run)}"], names=2)
 
 
 def limits(run: dict[str, Any]) -> str:
@@ -260,7 +261,7 @@ def finetune(run: dict[str, Any] | None) -> str:
     if updates:
         notes.append(f"AdamW's update of {run['parameters']:,} parameters: {'; '.join(updates)}.")
     columns = ["way", "useful tokens/s", "to the Trainer", "peak GiB"]
-    return _table(columns, lines, notes)
+    return table(columns, lines, notes)
 
 
 def _way(name: str, row: dict[str, Any], base: float | None) -> str:
@@ -273,7 +274,7 @@ def _way(name: str, row: dict[str, Any], base: float | None) -> str:
     if base:
         ratio = f"{row['tokens_per_second'] / base:.2f}×"
     speed = f"{row['tokens_per_second']:,.0f}"
-    return _line([name, speed, ratio, f"{row['peak_bytes'] / 2**30:.2f}"])
+    return line([name, speed, ratio, f"{row['peak_bytes'] / 2**30:.2f}"])
 
 
 def _settings(run: dict[str, Any]) -> str:
@@ -297,17 +298,3 @@ def _updates(run: dict[str, Any]) -> list[str]:
             states = row["bytes_per_parameter"]
             found.append(f"{kind} {milliseconds:,.1f} ms and {states:.1f} bytes per parameter")
     return found
-
-
-# --- markdown -----------------------------------------------------------------------------------
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _table(columns: list[str], lines: list[str], notes: list[str], *, names: int = 1) -> str:
-    """A table with `notes` below it; the first `names` columns hold text, all others numbers."""
-    numbers = len(columns) - names
-    rule = "|" + "---|" * names + "--:|" * numbers
-    return "\n".join([_line(columns), rule, *lines, "", f"*{' '.join(notes)}*"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record, render
+from benchmarks import cells, record, render
 from recipes_lib.report.speed_ladder import SpeedRow
 from tests.benchmarks.test_record import machine_facts
 
@@ -35,7 +35,7 @@ def row(name, *, predicted, peak, seconds, tokens=100, loss=None):
 
 def in_spaces(number, name, folder):
     """A cell with plain spaces, as a reader sees it."""
-    return render.cell(number, name, folder=folder).replace(render.NO_BREAK, " ")
+    return render.cell(number, name, folder=folder).replace(cells.NO_BREAK, " ")
 
 
 # --- notebook 01 --------------------------------------------------------------------------------
@@ -149,12 +149,12 @@ def test_notebook_03_compares_each_row_with_the_first_of_its_group(tmp_path):
     ]
     content = {"rows": rows, "facts": {"bandwidth": 40e9}}
     record.keep(record.LADDERS["03"], content, facts=machine_facts(), folder=tmp_path)
-    cells = {
+    shown = {
         "int8": "CPU: 4.00× (3.50–4.50) as fast, perplexity +2.5%",
         "int8, large": "CPU: 3.00× as fast",
         "int4": "",
     }
-    assert {name: in_spaces("03", name, tmp_path) for name in cells} == cells
+    assert {name: in_spaces("03", name, tmp_path) for name in shown} == shown
     headline = render.block("headline-03", folder=tmp_path)
     assert "**50 → 200 tokens per second:** small writes 4.00× (3.50–4.50) as fast" in headline
     assert "perplexity 8.00 → 8.20" in headline
@@ -194,12 +194,12 @@ def test_notebook_05_in_numbers(tmp_path):
         "off by 10.0% at most",
     ):
         assert sentence in headline
-    cells = {
+    shown = {
         "everything combined": "CPU: -75% peak, 0.25× time",  # per token
         "packing": "CPU: 1.50× useful tokens/s, by sorting 1.25×",
         "pure bf16": "CPU: weights that move: nearest 10%, stochastic 100%, master 50%",
     }
-    assert {name: in_spaces("05", name, tmp_path) for name in cells} == cells
+    assert {name: in_spaces("05", name, tmp_path) for name in shown} == shown
 
 
 # --- texts --------------------------------------------------------------------------------------
@@ -223,10 +223,15 @@ def test_a_place_without_a_run_is_empty(tmp_path):
         "table-04",
         "versus-gpu",
         "finetune-gpu",
+        "norms-cpu",
+        "architecture-03",
+        "distillation-03",
+        "peers-03",
         "source",
     ):
         assert render.block(key, folder=tmp_path) == ""
     assert render.cell("01", "QLoRA", folder=tmp_path) == ""
+    assert render.cell("03", "distillation", folder=tmp_path) == ""
     with pytest.raises(KeyError, match="magic-01"):
         render.block("magic-01", folder=tmp_path)
 

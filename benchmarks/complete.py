@@ -1,0 +1,60 @@
+"""What a file in runs/ lacks before it can be recorded.
+
+A long run writes its file again and again, so a file may be that of a run which was cut, or which
+still goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Run = dict[str, Any]
+
+ARCHITECTURE = ("norms", "healing", "small_models")
+COMPARED = ("labels", "teacher")  # ways of distillation; there may be more
+
+
+def lacking_in_architecture(run: Run) -> list[str]:
+    """The parts of `benchmarks.architecture` that did not run, or only in small sizes."""
+    lacking = []
+    for part in ARCHITECTURE:
+        if part not in run:
+            lacking.append(f"the part {part}")
+        elif run[part]["short"]:
+            lacking.append(f"the part {part} without --short")
+    return lacking
+
+
+def lacking_in_distillation(run: Run) -> list[str]:
+    """The runs of `benchmarks.distillation` that have not ended: one per way and seed."""
+    settings = run["settings"]
+    ended = {(each["way"], each["seed"]) for each in run["runs"]}
+    lacking = [f"the way {way!r}" for way in COMPARED if way not in settings["ways"]]
+    for seed in range(settings["seeds"]):
+        for way in settings["ways"]:
+            if (way, seed) not in ended:
+                lacking.append(f"the run {way!r} with seed {seed}")
+    return lacking
+
+
+def lacking_in_peers(run: Run) -> list[str]:
+    """The rows of `benchmarks.inference_peers` without all of their rounds and without a reason."""
+    lacking = []
+    for row in run["rows"]:
+        if row["reason"] is not None:
+            continue
+        for time in ("decode_ms", "prefill_ms"):
+            if row[time] is None or len(row[time]["rounds"]) < run["rounds"]:
+                lacking.append(f"rounds of {time} of {row['name']}")
+    if not any(row["reason"] is None for row in run["rows"]):
+        lacking.append("a row with numbers")
+    return lacking
+
+
+# By the name of the file, which is that of the program and of the part.
+LACKING: dict[str, Callable[[Run], list[str]]] = {
+    "architecture": lacking_in_architecture,
+    "distillation": lacking_in_distillation,
+    "inference_peers": lacking_in_peers,
+}

@@ -1,0 +1,172 @@
+"""The run of `benchmarks.inference_peers` in the texts: a table, a block of a notebook, and a cell.
+
+A peer is another program that runs the same model. Its ratio is its time over that of our row with
+as many bits, in the same round: below 1 the other program is faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.record import machine_line
+from benchmarks.table_text import line, table
+
+Run = dict[str, Any]
+Row = dict[str, Any]
+
+MISSING = "missing"
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def peers(run: Run | None) -> str:
+    """Milliseconds of each program and format. Nothing where no run is recorded."""
+    if run is None:
+        return ""
+    lines = [line(_cells(row)) for row in run["rows"]]
+    notes = [
+        f"{machine_line(run)}. {_threads(run)}, {_programs(run)}.",
+        f"One text: {run['new_tokens']} tokens after {run['decode_after_tokens']}, and a prompt of "
+        f"{run['prefill_tokens']:,} tokens. Medians of {run['rounds']} rounds in turns; in "
+        f"brackets are the lowest and the highest.",
+        "To ours: the time of a token over that of our row with as many bits, in the same round. "
+        "Below 1 the other program is faster; a bracket that contains 1 decides nothing.",
+        "Equal tokens: up to the first that differs from those of the first row.",
+        *_shares_of_time(run),
+        *_why_missing(run),
+    ]
+    columns = [
+        "program",
+        "bits",
+        "ms per token",
+        "prompt, ms",
+        "to ours",
+        "verdict",
+        "equal tokens",
+    ]
+    return table(columns, lines, notes)
+
+
+def _cells(row: Row) -> list[str]:
+    """The numbers of a row, or one word where the program could not run."""
+    if row["reason"] is not None:
+        return [row["name"], f"{row['bits']}", MISSING, "", "", "", ""]
+    ratio = ""
+    says = ""
+    if row["ratio"] is not None:
+        ratio = _ratio(row)
+        says = verdict(row["ratio"])
+    equal = ""
+    if row["equal_tokens"] is not None:
+        equal = f"{row['equal_tokens']}"
+    times = [_milliseconds(row["decode_ms"], 1), _milliseconds(row["prefill_ms"], 0)]
+    return [row["name"], f"{row['bits']}", *times, ratio, says, equal]
+
+
+# --- a notebook ---------------------------------------------------------------------------------
+
+
+def block(run: Run | None) -> str:
+    """The same table, below the sentences of the fastest program of each number of bits."""
+    if run is None:
+        return ""
+    return f"{in_words(run)}\n\n{peers(run)}"
+
+
+def in_words(run: Run) -> str:
+    """For each number of bits the fastest other program beside ours."""
+    sentences = []
+    for bits, row in fastest(run).items():
+        sentences.append(
+            f"With {bits} bits, {row['name']} takes {_ratio(row)} the time of {row['beside']} for "
+            f"a token: {verdict(row['ratio'])}."
+        )
+    return " ".join(sentences)
+
+
+# --- cells --------------------------------------------------------------------------------------
+
+
+def servers(run: Run) -> str:
+    """For each number of bits the fastest other program, in a few words; nothing if none ran."""
+    found = fastest(run)
+    if not found:
+        return ""
+    words = [f"{row['name']} {_ratio(row)}" for row in found.values()]
+    return f"time of a token to ours with as many bits: {'; '.join(words)}"
+
+
+# --- what they share ------------------------------------------------------------------------------
+
+
+def verdict(ratio: dict[str, float]) -> str:
+    """What the lowest and the highest ratio of all rounds allow to say of the other program."""
+    if ratio["high"] < 1:
+        return "faster"
+    if ratio["low"] > 1:
+        return "slower"
+    return "undecided"
+
+
+def fastest(run: Run) -> dict[int, Row]:
+    """For each number of bits the other program with the lowest ratio, most bits first."""
+    found: dict[int, Row] = {}
+    for row in run["rows"]:
+        if row["reason"] is not None or row["ratio"] is None:
+            continue
+        best = found.get(row["bits"])
+        if best is None or row["ratio"]["median"] < best["ratio"]["median"]:
+            found[row["bits"]] = row
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _ratio(row: Row) -> str:
+    ratio = row["ratio"]
+    return f"{ratio['median']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})"
+
+
+def _milliseconds(time: dict[str, Any], digits: int) -> str:
+    low = f"{time['low']:,.{digits}f}"
+    high = f"{time['high']:,.{digits}f}"
+    return f"{time['median']:,.{digits}f} ({low}–{high})"
+
+
+def _threads(run: Run) -> str:
+    if run["threads"] == 1:
+        return "One thread"
+    return f"{run['threads']} threads"
+
+
+def _programs(run: Run) -> str:
+    """The versions of all programs that ran."""
+    versions = {row["program"]: row["version"] for row in run["rows"] if row["reason"] is None}
+    return ", ".join(_named(program, version) for program, version in versions.items())
+
+
+def _named(program: str, version: str | None) -> str:
+    if version is None:
+        return program
+    return f"{program} ({version})"
+
+
+def _shares_of_time(run: Run) -> list[str]:
+    """Where our rows that are much slower spend their time."""
+    parts = []
+    for row in run["rows"]:
+        if row["reason"] is None and "products_ms" in row:
+            parts.append(
+                f"{row['name']}: {row['products_ms']:.1f} ms in products, {row['rest_ms']:.1f} in "
+                f"the rest"
+            )
+    if not parts:
+        return []
+    return [f"Where ours is much slower, a token of {'; '.join(parts)}."]
+
+
+def _why_missing(run: Run) -> list[str]:
+    """The reason of each program that could not run."""
+    reasons = []
+    for row in run["rows"]:
+        if row["reason"] is not None:
+            reasons.append(f"{row['name']} is missing: {row['reason'].rstrip('.')}.")
+    return reasons
