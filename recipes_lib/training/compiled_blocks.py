@@ -91,8 +91,9 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
             takes all shapes; True makes that graph at once, False one for each shape.
     Raises ValueError without a compiler for this device, and for a model that is no causal LM, is
     compiled or checkpointed by a recipe already, or has blocks with a forward of their own, as a
-    device map sets it. The model's forward raises one for a block that is not one graph. Where
-    PyTorch allows no further graph, it warns once, and what is new runs uncompiled.
+    device map sets it. The model's forward raises one for a block that is not one graph, and for
+    bf16 on a GPU without it. Where PyTorch allows no further graph, it warns once, and what is new
+    runs uncompiled.
     """
     require_causal_lm(model)
     check_choice((None, True, False), dynamic=dynamic)
@@ -149,6 +150,10 @@ def _compile_once(
     block_class: type, kind: tuple, dynamic: bool | None, situation: tuple
 ) -> _Graphs:
     """The graphs that all blocks of one class and kind share, in later models too."""
+    device, dtype, autocast, *_ = situation
+    if autocast is not None:
+        dtype = autocast
+    _require_kernels_for(device, dtype)
     return _Graphs(block_class, dynamic)
 
 
@@ -165,14 +170,14 @@ def _kind_of(block: torch.nn.Module) -> tuple:
 def _situation(hidden: torch.Tensor, others: tuple, options: dict[str, Any]) -> tuple:
     """What makes the graph of one call another one than that of the next, beside the shapes.
 
-    The device, autocast, and which arguments are there: a batch without padding has no mask.
+    The device, dtypes, and which arguments are there: a batch without padding has no mask.
     """
     autocast = None
     if torch.is_autocast_enabled(hidden.device.type):
         autocast = torch.get_autocast_dtype(hidden.device.type)
     by_position = tuple(value is not None for value in others)
     by_name = tuple(name for name, value in options.items() if value is not None)
-    return hidden.device, autocast, by_position, by_name
+    return hidden.device, hidden.dtype, autocast, by_position, by_name
 
 
 class _Compiled:
@@ -287,6 +292,22 @@ def _require_compiler(block: torch.nn.Module) -> None:
                 "torch.compile needs a C++ compiler on a CPU and finds none: install one (`apt "
                 "install g++`) or name it in the variable CXX; or train without compiled blocks"
             ) from error
+
+
+def _require_kernels_for(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError for bf16 on a card that has none.
+
+    PyTorch emulates bf16 there and compiles nothing: it warns, and runs the block as it is.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ValueError(
+            f"a GPU of compute capability {major}.{minor} has no bf16, and PyTorch compiles none "
+            f"for it: train under torch.autocast('cuda', torch.float16), or in fp32, or call "
+            f"remove_compiled_blocks(model)"
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from recipes_lib.core.allocator_peak import AllocatorPeak
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.live_bytes import LiveBytes
+from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
@@ -477,11 +478,21 @@ def test_seconds_are_those_of_compiling_alone(graphs_only, llama):
     assert before < compiled == compile_seconds()
 
 
+def test_bf16_on_a_card_without_it_is_refused(monkeypatch):
+    """PyTorch would compile nothing, and run the block as it is."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = torch.device("cuda")
+    for dtype, autocast in [(torch.float32, torch.bfloat16), (torch.bfloat16, None)]:
+        with pytest.raises(ValueError, match=r"7\.5 has no bf16, .* torch\.float16"):
+            compiled_blocks._compile_once(torch.nn.Module, (), None, (device, dtype, autocast))
+    compiled_blocks._compile_once(torch.nn.Module, (), None, (device, torch.float16, None))
+
+
 @pytest.mark.gpu
 def test_near_the_plain_model_on_gpu():
     model = model_of_shape("tiny-llama", layers=3, device="cuda")
     batch = {name: tensor.cuda() for name, tensor in make_batch(16, 64).items()}
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", machine().compute_dtype):
         expected = run(model, batch)
         compiled = run(apply_compiled_blocks(model), batch)
         again = run(apply_activation_checkpointing(model), batch)
