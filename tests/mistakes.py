@@ -595,6 +595,14 @@ PRECISION = [
         suffers="A layer of 24 inputs adds up memory behind its weights.",
     ),
     mistake(
+        "halves that are rounded twice",
+        file="precision/int8_kernels.py",
+        right="self._ends = _row_with_both_ends(weight.shape[1], REST + 1.5)",
+        wrong="self._ends = _row_with_both_ends(weight.shape[1], REST + 3.0)",
+        tests="precision/test_int8.py",
+        suffers="Weight-only int8 is as coarse as dynamic int8, and slower.",
+    ),
+    mistake(
         "activations below the smallest step",
         file="precision/int8_kernels.py",
         right="LIFT = 2.0**12",
@@ -613,8 +621,8 @@ PRECISION = [
     mistake(
         "tokens of a call share a range",
         file="precision/int8_kernels.py",
-        right="rows = torch.cat([self._ends, x / largest])",
-        wrong="rows = torch.cat([0 * self._ends, x / largest])",
+        right="torch.cat([self._ends, rows / largest])",
+        wrong="torch.cat([0 * self._ends, rows / largest])",
         tests="precision/test_int8.py",
         suffers="With a scale per token, an answer still depends on the others of its batch.",
     ),

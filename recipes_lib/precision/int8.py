@@ -8,16 +8,20 @@ Idea       A row is stored as whole numbers from -127 to 127 and one scale. The 
                W[n, k] = scale[n] Q[n, k]        scale[n] = max |W[n, :]| / 127
                y[n]    = scale[n] sum_k Q[n, k] x[k]
 
-           "weight_only" leaves the activations x in bf16. "dynamic" rounds them to 8 bits as they
-           come, with one scale for all of a call, and sums up whole numbers: fewer instructions per
-           weight. "per_token" gives each token a scale of its own.
+           "weight_only" keeps the activations x in 16 bits. "dynamic" rounds them to 8 bits as
+           they come, with one scale for all of a call, and sums up whole numbers: fewer
+           instructions per weight. "per_token" gives each token a scale of its own.
+           With the same instructions, "weight_only" makes two rows of 8 bits of each row:
+
+               x  =  high + rest / 126     as a number of two digits has tens and ones
 Saves      3 of the 4 bytes of an fp32 weight; a row's scale takes 2 bytes. A step of one token
            reads a quarter.
 Costs      Weights are rounded by up to 1/254 of the largest in their row. "weight_only" rounds
-           activations to bf16. "dynamic" rounds them to 256 steps between the smallest and the
-           largest number of the call, so a prompt, a batch and a single token are rounded
-           differently. "per_token" costs a few small operators per layer, and a token no longer
-           depends on the others. There is no backward.
+           activations to two halves of 8 bits, or to bf16 where the CPU has no instructions for
+           whole numbers (VNNI), and costs some ten small operators per layer. "dynamic" rounds
+           them to 256 steps between the smallest and the largest number of the call, so a prompt,
+           a batch and a single token are rounded differently. "per_token" costs a few small
+           operators per layer, and a token no longer depends on the others. There is no backward.
 Use when   Tokens are made one at a time and memory or its bandwidth is the limit: "dynamic" for
            speed on CPUs with VNNI, "weight_only" for quality.
 Not when   Large batches and long prompts on a GPU, whose products are limited by arithmetic: bf16
@@ -51,9 +55,9 @@ from recipes_lib.core.converted_weights import native_bf16_on_cpu
 from recipes_lib.core.linears import linear_layers, output_layer_name, replace_linears
 from recipes_lib.core.sizes import storage_bytes
 from recipes_lib.precision.int8_kernels import (
-    PackedWeights,
     has_packed_kernel,
     integer_product,
+    packed_weights,
     reduced_range,
     weight_only_product,
 )
@@ -74,6 +78,15 @@ def plain_weight_only(x: Tensor, weight: Tensor) -> Tensor:
     """x [M, K] times the quantized `weight` [N, K]: the sum of products first, then the scale."""
     whole, scale = plain_quantize(weight)
     return (x @ whole.T) * scale  # [M, N]
+
+
+def plain_two_halves(x: Tensor) -> Tensor:
+    """Activations x [M, K] in two halves of 8 bits: what is left of them."""
+    largest = x.abs().amax(dim=1, keepdim=True)  # [M, 1]
+    steps = x / largest * 63
+    high = steps.round()  # whole numbers up to 63
+    rest = ((steps - high) * 126).round()  # what is left, again up to 63
+    return (high + rest / 126) * largest / 63
 
 
 def plain_dynamic(x: Tensor, weight: Tensor) -> Tensor:
@@ -144,6 +157,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.kind = kind
+        self._has_bias = bias is not None  # a buffer takes nn.Module longer to find
         if bias is not None:
             bias = bias.detach().clone()
         self.register_buffer("bias", bias)
@@ -152,31 +166,30 @@ class Int8Linear(nn.Module):
 
     def _place(self, weight: Tensor) -> None:
         """Keep int8 `weight` [N, K] as the kernel of its device wants it."""
-        self._packed = None
-        if self.kind != "weight_only" and has_packed_kernel(weight.device):
-            self._packed = PackedWeights(weight, self.scale)
+        self._packed = packed_weights(self.kind, weight, self.scale)
+        if self._packed is not None:
             weight = None
         self.register_buffer("weight", weight, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N], in the dtype of `x`. Raises ValueError where it should train."""
-        self._refuse_training(x)
-        rows = x.reshape(-1, self.in_features)  # [M, K]
-        if len(rows) == 0:
+        if self.training or x.requires_grad:
+            self._refuse_training(x)
+        if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], self.out_features)
-        y = self._product(rows)
-        if self.bias is not None:
+        if self._packed is not None:
+            y = self._packed.product(x)
+        else:
+            y = self._product(x.reshape(-1, self.in_features))
+            y = y.view(*x.shape[:-1], self.out_features)
+        if self._has_bias:
             y = y + self.bias.to(y.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y
 
     def _product(self, rows: Tensor) -> Tensor:
         if self.kind == "weight_only":
             return weight_only_product(rows, self.weight, self.scale)
-        if self._packed is None:
-            return integer_product(rows, self.weight, self.scale)
-        if self.kind == "dynamic":
-            return self._packed.product(rows)
-        return self._packed.product_per_token(rows)
+        return integer_product(rows, self.weight, self.scale)
 
     def _refuse_training(self, x: Tensor) -> None:
         if self.training:
@@ -299,13 +312,17 @@ def _check_layer(name: str, linear: nn.Linear) -> None:
 
 def _warn_of_slow_path(kind: str, device: torch.device) -> None:
     """Say once per call what this machine lacks; the results are right either way."""
+    if device.type != "cpu":
+        return
     problem = None
-    if kind != "weight_only" and device.type == "cpu" and not has_packed_kernel(device):
+    if kind == "weight_only":
+        whole_numbers = has_packed_kernel(device) and not reduced_range()
+        if not whole_numbers and not native_bf16_on_cpu():
+            problem = "this CPU has no VNNI and no native bf16: prompts are computed in fp32"
+    elif not has_packed_kernel(device):
         problem = "this CPU has no FBGEMM: int8 products are computed without packed weights"
-    elif kind != "weight_only" and device.type == "cpu" and reduced_range():
+    elif reduced_range():
         problem = "this CPU has no VNNI: activations get 7 bits instead of 8"
-    elif kind == "weight_only" and device.type == "cpu" and not native_bf16_on_cpu():
-        problem = "this CPU has no native bf16 products: prompts are computed in fp32"
     if problem:
         warnings.warn(problem, stacklevel=3)
 

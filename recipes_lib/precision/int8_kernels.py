@@ -4,16 +4,22 @@
     dynamic       x is rounded to 8 bits as well, with one scale for all rows of the call
     per_token     the same with a scale for each row
 
+A CPU with VNNI multiplies 8 bits by 8 bits several times as fast as it turns 8 bits into numbers.
+So "weight_only" uses these instructions, too. A row of x becomes two rows of 8 bits each, a coarse
+one and what is left of it, as a number of two digits has tens and ones:
+
+    x  =  high + rest / 126          two rows, one product, each weight is read once
+
 What an operator demands, and what happens otherwise:
 
-    `_weight_int8pack_mm`       bf16 activations and scales: with fp32 or fp16 it takes several
-                                times as long, and says nothing
-                                K a multiple of 16: it reads 16 weights at a time, also those that
-                                belong to the next row
     `quantized.linear_dynamic`  fp32 activations; a processor with VNNI, or one bit less for the
                                 activations: sums of two products overflow 16 bits otherwise
                                 activations that are not tiny: no step is smaller than 6.1e-5
                                 numbers: one that is none may come out as a finite number
+    `_weight_int8pack_mm`       bf16 activations and scales: with fp32 or fp16 it takes several
+                                times as long, and says nothing
+                                K a multiple of 16: it reads 16 weights at a time, also those that
+                                belong to the next row
     `_int_mm` on CUDA           more than 16 rows; K and N multiples of 8
 
 The functions here see to all of that but the numbers, whose check would cost too much: they stay
@@ -27,6 +33,7 @@ Shapes: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -46,6 +53,8 @@ CUDA_LEAST_ROWS = 17
 CUDA_STEP = 8
 TINY = 1e-30  # what a row of zeros is divided by
 LIFT = 2.0**12  # activations for FBGEMM are multiplied by it
+HIGH = 63  # steps of the coarse half of an activation, up and down from zero
+REST = 2 * HIGH  # steps of the other half, for each coarse one
 _linear_dynamic = torch.ops.quantized.linear_dynamic.default
 
 # --- weight-only ----------------------------------------------------------------------------------
@@ -85,21 +94,21 @@ def has_packed_kernel(device: torch.device) -> bool:
 
 
 class PackedWeights:
-    """Int8 weights [N, K] in the order in which FBGEMM reads them."""
+    """Int8 weights [N, K] in the order in which FBGEMM reads them.
+
+    FBGEMM rounds activations to 8 bits with one scale for the call. The kinds of products differ
+    in what they hand to it, and what they make of the result.
+    """
+
+    divisor = 1.0  # of the scales: the product's own factor, which then costs no operator
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
-        # The scale of the activations cannot be smaller than 6.1e-5. Larger activations, and
-        # smaller weights instead: powers of two round nothing.
-        scale = scale.double() / LIFT
         zeros = torch.zeros(len(weight), dtype=torch.long)
+        scale = scale.double() / self.divisor
         with _fbgemm(), _without_deprecation():
             quantized = torch._make_per_channel_quantized_tensor(weight, scale, zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(quantized, None)
         self._reduce_range = reduced_range()
-        # A row that spans all that a normalized row can hold.
-        self._ends = torch.zeros(1, weight.shape[1])  # [1, K]
-        self._ends[0, 0] = 1
-        self._ends[0, -1] = -1
 
     def whole_numbers(self) -> Tensor:
         """The int8 weight [N, K]."""
@@ -108,22 +117,110 @@ class PackedWeights:
         return weight.int_repr()
 
     def product(self, x: Tensor) -> Tensor:
-        """x [M, K] in any dtype, rounded to 8 bits with one scale for all of it: [M, N]."""
-        return self._product(x.float() * LIFT).to(x.dtype)
+        """x [..., K] in any floating dtype: [..., N], in the same."""
+        raise NotImplementedError
 
-    def product_per_token(self, x: Tensor) -> Tensor:
-        """x [M, K], each row rounded with a scale of its own, in one call: [M, N].
+    def _rounded_product(self, rows: Tensor) -> Tensor:
+        return _linear_dynamic(rows, self._packed, self._reduce_range)
+
+
+class DynamicWeights(PackedWeights):
+    """Activations in 8 bits, with one scale for the whole call."""
+
+    # The scale of the activations cannot be smaller than 6.1e-5. Larger activations, and smaller
+    # weights instead: powers of two round nothing.
+    divisor = LIFT
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K], from its smallest number to its largest in 256 steps: [..., N]."""
+        if x.dim() == 1:  # FBGEMM wants rows
+            return self.product(x[None])[0]
+        return _in_dtype_of(x, self._rounded_product(x.float() * LIFT))
+
+
+class PerTokenWeights(PackedWeights):
+    """Activations in 8 bits, with a scale for each row."""
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        super().__init__(weight, scale)
+        self._ends = _row_with_both_ends(weight.shape[1], 1.0)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K], each row rounded with a scale of its own, in one call: [..., N].
 
         Each row is divided by its largest number. One more row holds 1 and -1, so that the scale
         of the call is the same for any rows, and no row depends on the others.
         """
-        largest = x.float().abs().amax(dim=1, keepdim=True).clamp_min_(TINY)  # [M, 1]
-        rows = torch.cat([self._ends, x / largest])  # [1 + M, K], from -1 to 1
-        y = self._product(rows)[1:] * (largest * LIFT)
-        return y.to(x.dtype)
+        rows, largest = _rows_and_largest(x)
+        y = self._rounded_product(torch.cat([self._ends, rows / largest]))  # [1 + M, N]
+        return _in_dtype_of(x, y[1:].mul_(largest).view(*x.shape[:-1], -1))
 
-    def _product(self, x: Tensor) -> Tensor:
-        return _linear_dynamic(x, self._packed, self._reduce_range)
+
+class TwoHalvesWeights(PackedWeights):
+    """Activations in two halves of 8 bits: some 14 bits together, with a scale for each row."""
+
+    divisor = HIGH
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        super().__init__(weight, scale)
+        # Then a step is exactly 1, and whole numbers are not rounded again.
+        self._ends = _row_with_both_ends(weight.shape[1], REST + 1.5)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K], each row as two rows of 8 bits, in one call: [..., N].
+
+        `high` are whole numbers up to 63. The other row is `high` plus 126 times what is left,
+        which keeps it below 127. So steps = high + (other - high) / 126.
+        """
+        rows, largest = _rows_and_largest(x)
+        steps = rows * (HIGH / largest)  # [M, K], from -63 to 63
+        high = steps.round()
+        other = torch.lerp(high, steps, REST)  # high + 126 (steps - high)
+        y = self._rounded_product(torch.cat([self._ends, high, other]))  # [1 + 2M, N]
+        y_high, y_other = y[1:].chunk(2)
+        y = torch.lerp(y_high, y_other, 1 / REST).mul_(largest)  # [M, N]
+        return _in_dtype_of(x, y.view(*x.shape[:-1], -1))
+
+
+PACKED = {
+    "weight_only": TwoHalvesWeights,
+    "dynamic": DynamicWeights,
+    "per_token": PerTokenWeights,
+}
+
+
+def packed_weights(kind: str, weight: Tensor, scale: Tensor) -> PackedWeights | None:
+    """The packed weights for this kind of product, or None where another operator computes it.
+
+    With 7 bits for an activation, half of what VNNI has, two halves of it are coarser than bf16.
+    """
+    if not has_packed_kernel(weight.device):
+        return None
+    if kind == "weight_only" and reduced_range():
+        return None
+    return PACKED[kind](weight, scale)
+
+
+def _row_with_both_ends(width: int, end: float) -> Tensor:
+    """A row [1, K] whose smallest and largest numbers decide the scale of a call."""
+    ends = torch.zeros(1, width)
+    ends[0, 0] = end
+    ends[0, -1] = -end
+    return ends
+
+
+def _rows_and_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] as fp32 rows [M, K], and the largest absolute number [M, 1] of each."""
+    rows = x.float().reshape(-1, x.shape[-1])
+    largest = torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True)
+    return rows, largest.clamp_min_(TINY)
+
+
+def _in_dtype_of(x: Tensor, y: Tensor) -> Tensor:
+    # A question to Python is cheaper than a call that changes nothing.
+    if y.dtype is x.dtype:
+        return y
+    return y.to(x.dtype)
 
 
 @contextlib.contextmanager

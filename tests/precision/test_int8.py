@@ -21,6 +21,7 @@ from recipes_lib.precision.int8 import (
     int8_linear,
     plain_dynamic,
     plain_quantize,
+    plain_two_halves,
     plain_weight_only,
     predicted_int8_bytes,
     quantize_rows,
@@ -76,13 +77,18 @@ def test_the_kernel_for_few_rows_is_for_widths_of_16():
 
 
 # Rows: for the kernel of few rows and for the matrix product. Widths: with and without a remainder.
+@pytest.mark.parametrize("vnni", [True, False])
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 33), (24, 10), (50, 7), (7, 1)])
-def test_equals_the_plain_products(inputs, outputs, rows):
+def test_equals_the_plain_products(inputs, outputs, rows, vnni, monkeypatch):
+    if not vnni:
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     layer = linear(inputs, outputs)
     x = torch.randn(rows, inputs)
     weight_only = int8_linear(layer, kind="weight_only")(x)
-    assert distance(weight_only, plain_weight_only(x, layer.weight)) < 0.01  # bf16 activations
+    assert distance(weight_only, plain_weight_only(x, layer.weight)) < 0.01  # 16-bit activations
+    if not vnni:
+        return  # the other kinds have 7 bits then, which has a test of its own
     dynamic = int8_linear(layer, kind="dynamic")(x)
     assert distance(dynamic, plain_dynamic(x, layer.weight)) < 0.003
     per_token = int8_linear(layer, kind="per_token")(x)
@@ -116,6 +122,32 @@ def test_parts_of_other_tensors():
 # --- the silent traps -----------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not int8_kernels.has_packed_kernel(torch.device("cpu")), reason="no FBGEMM")
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_two_halves_are_those_of_the_idea(rows):
+    """A half that is rounded a second time would be as coarse as 8 bits, and nobody would see it.
+
+    A row of zeros, a tiny and a large one beside it must not matter.
+    """
+    layer = linear(50, 33)
+    x = torch.randn(rows, 50)
+    quantized = int8_linear(layer, kind="weight_only")
+    assert distance(quantized(x), plain_weight_only(plain_two_halves(x), layer.weight)) < 1e-5
+    assert distance(plain_two_halves(x), x) < 1e-4
+    others = torch.cat([torch.zeros(1, 50), 1e-7 * x, 1e4 * x, x])
+    together = quantized(others)
+    assert not together[0].any()
+    assert torch.equal(together[-rows:], quantized(x))  # to the last bit
+    assert distance(together[1 : 1 + rows], 1e-7 * quantized(x)) < 1e-4
+
+
+@pytest.fixture
+def without_vnni(monkeypatch):
+    """As on older processors, where two halves of 7 bits would be coarser than bf16."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+
+
+@pytest.mark.usefixtures("without_vnni")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_weight_only_kernel_gets_bf16(dtype, monkeypatch):
     """With another dtype it is right, and takes several times as long: only a clock would tell."""
@@ -132,6 +164,7 @@ def test_the_weight_only_kernel_gets_bf16(dtype, monkeypatch):
     assert given == [(torch.bfloat16, torch.bfloat16)]
 
 
+@pytest.mark.usefixtures("without_vnni")
 def test_a_prompt_takes_the_matrix_product(monkeypatch):
     """The kernel for few rows takes as many times as long as there are rows."""
     monkeypatch.delattr(torch.ops.aten, "_weight_int8pack_mm", raising=False)
