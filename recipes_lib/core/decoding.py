@@ -59,9 +59,18 @@ class KeyValueCache:
         self.capacity = capacity
         self.length = 0
         self.starts: Tensor | None = None
-        shape = (batch, kv_heads, capacity, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._allocate(layers, (batch, kv_heads, capacity, head_dim), device)
+
+    def _allocate(
+        self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
+    ) -> None:
+        """Make the tensors of all layers; `shape` is [B, Hkv, T, D].
+
+        A cache that stores its numbers in another form makes others.
+        """
+        options = {"dtype": self.dtype, "device": device}
+        self.keys = [torch.zeros(shape, **options) for _ in range(layers)]
+        self.values = [torch.zeros(shape, **options) for _ in range(layers)]
 
     @property
     def device(self) -> torch.device:

@@ -109,6 +109,9 @@ class Decoder(nn.Module):
     Any of the linear layers may be replaced by another module with the same shapes.
     """
 
+    # What `new_cache` makes. A technique may put another kind of cache here.
+    cache_class: type[KeyValueCache] = KeyValueCache
+
     def __init__(self, weights: Weights) -> None:
         super().__init__()
         self.sizes = weights.sizes
@@ -136,7 +139,7 @@ class Decoder(nn.Module):
         weight = self.embedding.weight
         self._grow_table(max_tokens, weight.device)
         on_cpu = weight.device.type == "cpu"
-        return KeyValueCache(
+        return self.cache_class(
             layers=len(self.blocks),
             kv_heads=self.sizes.kv_heads,
             head_dim=self.sizes.head_dim,

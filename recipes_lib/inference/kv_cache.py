@@ -28,11 +28,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.decoding import KeyValueCache
-from recipes_lib.core.mixing import mix_in, unmix
 
 SCALE_BYTES = 4  # a scale is fp32
 
@@ -59,39 +58,27 @@ def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def apply_int8_cache(decoder: Any) -> Any:
     """Let `decoder.new_cache(…)` make int8 caches. Returns `decoder`, changed in place.
 
-    It works on anything that follows `CausalDecoder` and is an `nn.Module`. `remove_int8_cache`
-    takes it back. Raises ValueError for a decoder that has int8 caches already, and for a module
-    that makes no caches.
+    It works on any decoder whose `new_cache` makes what stands in its attribute `cache_class`.
+    `remove_int8_cache` takes it back; caches that exist stay as they are. Raises ValueError for a
+    decoder that makes int8 caches already, and for one without that attribute.
     """
-    _require_new_cache(decoder)
-    mix_in(decoder, Int8Cached)
+    _require_cache_class(decoder)
+    if decoder.cache_class is Int8KeyValueCache:
+        raise ValueError("this decoder makes int8 caches already: call remove_int8_cache first")
+    decoder.cache_class = Int8KeyValueCache
     return decoder
 
 
 def remove_int8_cache(decoder: Any) -> Any:
-    """Let `decoder.new_cache(…)` make plain caches again. Returns `decoder`."""
-    unmix(decoder, Int8Cached)
+    """Let `decoder.new_cache(…)` make plain caches again. Returns `decoder`.
+
+    Raises ValueError if it makes no int8 caches.
+    """
+    _require_cache_class(decoder)
+    if decoder.cache_class is not Int8KeyValueCache:
+        raise ValueError("this decoder makes no int8 caches: there is nothing to remove")
+    decoder.cache_class = KeyValueCache
     return decoder
-
-
-class Int8Cached(nn.Module):
-    """What `apply_int8_cache` mixes into a decoder."""
-
-    def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
-        """An empty int8 cache for `batch` rows of up to `max_tokens` tokens, prompt included."""
-        check_whole(batch=batch, max_tokens=max_tokens)
-        # The decoder's own cache, for one row, tells the sizes. It is freed before the int8 one is
-        # made.
-        plain = super().new_cache(batch=1, max_tokens=max_tokens)
-        _, kv_heads, _, head_dim = plain.keys[0].shape
-        sizes = {"layers": len(plain.keys), "kv_heads": kv_heads, "head_dim": head_dim}
-        where = {"dtype": plain.dtype, "device": plain.device}
-        del plain
-        return Int8KeyValueCache(**sizes, capacity=max_tokens, batch=batch, **where)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the decoder does."""
-        return super().forward(*args, **kwargs)
 
 
 class Int8KeyValueCache(KeyValueCache):
@@ -104,23 +91,16 @@ class Int8KeyValueCache(KeyValueCache):
     the same logits in a call of its own, and after `truncate`.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        batch: int = 1,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+    def _allocate(
+        self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
     ) -> None:
-        sizes = {"layers": layers, "kv_heads": kv_heads, "capacity": capacity, "batch": batch}
-        super().__init__(**sizes, head_dim=head_dim, dtype=torch.int8, device=device)
-        self.dtype = dtype
-        shape = (batch, kv_heads, capacity, 1)
-        self.key_scales = [torch.zeros(shape, device=device) for _ in range(layers)]
-        self.value_scales = [torch.zeros(shape, device=device) for _ in range(layers)]
+        one_per_token = (*shape[:-1], 1)
+        codes = {"dtype": torch.int8, "device": device}
+        self.keys = [torch.zeros(shape, **codes) for _ in range(layers)]
+        self.values = [torch.zeros(shape, **codes) for _ in range(layers)]
+        scales = {"dtype": torch.float32, "device": device}
+        self.key_scales = [torch.zeros(one_per_token, **scales) for _ in range(layers)]
+        self.value_scales = [torch.zeros(one_per_token, **scales) for _ in range(layers)]
 
     @property
     def nbytes(self) -> int:
@@ -151,11 +131,11 @@ class Int8KeyValueCache(KeyValueCache):
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def _require_new_cache(decoder: Any) -> None:
-    if not isinstance(decoder, nn.Module) or not hasattr(decoder, "new_cache"):
+def _require_cache_class(decoder: Any) -> None:
+    if not hasattr(decoder, "cache_class"):
         raise ValueError(
-            f"{type(decoder).__name__} makes no caches of keys and values: give a decoder, such as "
-            f"apply_decode_loop(model) returns"
+            f"{type(decoder).__name__} does not let others choose its caches of keys and values: "
+            f"give a decoder with a cache_class, such as apply_decode_loop(model) returns"
         )
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from recipes_lib.core.decoding import greedy
-from recipes_lib.core.measure import bytes_alive
+from recipes_lib.core.measure import PeakMemory, bytes_alive
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.inference import kv_cache_positions
 from recipes_lib.inference.batching import generate_batch
@@ -105,6 +105,21 @@ def test_logits_are_near_those_of_the_plain_cache(shape):
     assert torch.equal(again, expected)
 
 
+def test_a_new_cache_is_all_that_is_allocated():
+    """The mistake: a plain cache that tells the sizes, of three times the bytes and more.
+
+    One row, and several: a plain cache for one row would hide among those of ten.
+    """
+    decoder = apply_int8_cache(tiny_decoder())
+    for batch in (1, 10):
+        decoder.new_cache(max_tokens=500)  # makes the table of angles
+        with PeakMemory() as memory:
+            before = memory.current
+            cache = decoder.new_cache(batch=batch, max_tokens=500)
+            assert memory.peak - before == cache.nbytes
+        del cache
+
+
 def test_a_token_gets_its_logits_in_any_call():
     """Were the prefill to read its own exact keys, a verified token would differ from a single."""
     decoder = apply_int8_cache(tiny_decoder())
@@ -127,8 +142,12 @@ def test_bad_input():
     decoder = apply_int8_cache(tiny_decoder())
     with pytest.raises(ValueError, match="already"):
         apply_int8_cache(decoder)
-    with pytest.raises(ValueError, match="apply_decode_loop"):
-        apply_int8_cache(model_of_shape("tiny-llama", device="cpu"))
+    model = model_of_shape("tiny-llama", device="cpu")
+    for function in (apply_int8_cache, remove_int8_cache):
+        with pytest.raises(ValueError, match="cache_class, such as apply_decode_loop"):
+            function(model)
+    with pytest.raises(ValueError, match="no int8 caches"):
+        remove_int8_cache(tiny_decoder())
     with pytest.raises(ValueError, match="max_tokens=0"):
         decoder.new_cache(max_tokens=0)
 
