@@ -13,17 +13,8 @@ from recipes_lib.architecture.grouped_query_attention import (
 )
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
+from tests.small_models import IDS, as_if_trained, small_model
 
-IDS = torch.arange(1, 25).view(2, 12)
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "pad_token_id": None,
-}
 # Biases of keys and values (Qwen 2), norms of queries and keys (Qwen 3, Gemma 3), a head dimension
 # that is not hidden / heads (Gemma), windows (Mistral), LayerNorm and biases everywhere.
 FAMILIES = {
@@ -39,15 +30,9 @@ FAMILIES = {
 
 
 def small(family, *, kv_heads=8, **options):
-    """A model with weights as random as trained ones, biases and norms included."""
-    config_class = getattr(transformers, f"{family}Config")
-    sizes = SIZES | FAMILIES.get(family, {}) | options
-    config = config_class(**sizes, num_key_value_heads=kv_heads)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model
+    """A model of 8 heads whose biases and norms are as random as trained ones."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    return as_if_trained(small_model(family, **sizes | FAMILIES.get(family, {}) | options))
 
 
 @torch.no_grad()

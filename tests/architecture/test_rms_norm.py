@@ -16,19 +16,8 @@ from recipes_lib.architecture.rms_norm import (
 )
 from recipes_lib.core.model import model_of_shape
 from tests.conftest import assert_equal
+from tests.small_models import IDS, as_if_trained, small_model
 
-IDS = torch.arange(1, 25).view(2, 12)
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 1}
 # Learned positions and Conv1D; parallel and sequential blocks; biases in the output layer; norms of
 # queries and keys beside those of the stream.
@@ -47,13 +36,9 @@ FAMILIES = {
 
 def small(name, **options):
     """A model whose norms and biases are as random as trained ones, and whose means are not 0."""
-    config_class = getattr(transformers, f"{name.split(',')[0]}Config")
-    config = config_class(**SIZES | FAMILIES.get(name, {}) | options)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.03 + 0.05 * torch.randn_like(parameter))
-    return model
+    family = name.split(",")[0]
+    model = small_model(family, **FAMILIES.get(name, {}) | options)
+    return as_if_trained(model, mean=0.03)
 
 
 # --- the module -----------------------------------------------------------------------------------
