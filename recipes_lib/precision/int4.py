@@ -56,6 +56,7 @@ from recipes_lib.precision.int4_kernel import (
     check_kernel,
     multiply,
     pack,
+    rows_dtype,
     slow_kernel,
     unpack,
 )
@@ -135,7 +136,8 @@ class Int4Linear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             _refuse_backward()
         # Trap 1: with another dtype the kernel is right, and slow.
-        rows = x.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()  # [N, I]
+        rows = x.reshape(-1, self.in_features).contiguous()  # [N, I]
+        rows = rows.to(rows_dtype(self.packed, x.dtype))
         y = multiply(rows, self.packed, self.group, self.scales_and_offsets)  # [N, O]
         if self.bias is not None:
             y = y + self.bias

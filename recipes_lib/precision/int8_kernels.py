@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes_lib.core.converted_weights import converted_product
+from recipes_lib.core.converted_weights import converted_product, product_dtype
 
 # From this many rows on, a matrix product of converted weights is faster than the kernel for few.
 GEMM_FROM_ROWS = 16
@@ -66,10 +66,21 @@ def weight_only_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         # With any other dtype the operator is right, and several times as slow.
         rows = x.to(torch.bfloat16)
         return torch.ops.aten._weight_int8pack_mm(_aligned(rows), weight, scale).to(x.dtype)
+    if product_dtype(x) == torch.float16:
+        return fp16_product(x, weight, scale)
     # Whole numbers up to 127 are exact in 16 bits, and the scales come after the sum: the weights
     # are not rounded a second time.
     y = converted_product(x, weight)  # [M, N]
     return (y * scale.to(y.dtype)).to(x.dtype)
+
+
+def fp16_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The same in fp16, which ends at 65,504: sums of whole numbers would be infinite.
+
+    128ths of whole numbers are as exact. A sum of them is about as large as the result.
+    """
+    fractions = weight.to(x.dtype).mul_(1 / 128)  # [N, K]
+    return functional.linear(x, fractions) * (scale.float() * 128).to(x.dtype)  # [M, N]
 
 
 def few_rows_kernel_fits(x: Tensor, weight: Tensor) -> bool:
@@ -274,6 +285,8 @@ def whole_number_product(a: Tensor, b: Tensor) -> Tensor:
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     more_rows = rows - matrix.shape[0]
     more_columns = columns - matrix.shape[1]
+    if more_rows == 0 and more_columns == 0:
+        return matrix  # `pad` would copy it: all weights, for each token
     return functional.pad(matrix, (0, more_columns, 0, more_rows))
 
 

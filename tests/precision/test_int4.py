@@ -269,6 +269,25 @@ def test_a_machine_without_a_kernel(llama, monkeypatch):
         llama.to("meta")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_without_a_kernel(dtype, monkeypatch):
+    """A T4 has no bf16, and a notebook that stops there is of no use: numbers are multiplied."""
+    from recipes_lib.precision import int4_kernel
+
+    layer = linear(bias=True)
+    expected = int4_linear(layer, group=32).dequantized()
+    monkeypatch.setattr(int4_kernel, "has_kernel", lambda device: False)
+    monkeypatch.setattr(int4_kernel, "in_bytes", lambda packed: True)
+    there = int4_linear(layer, group=32)
+    assert torch.equal(there.dequantized(), expected)
+    assert there.packed.nbytes == layer.weight.numel() / 2
+    x = torch.randn(3, 128, dtype=dtype)
+    exact = x.float() @ expected.T + layer.bias
+    assert there(x).dtype is dtype
+    assert (there(x) - exact).norm() < 0.01 * exact.norm()
+    assert "numbers before each product" in int4_kernel.slow_kernel(torch.device("cuda"))
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 

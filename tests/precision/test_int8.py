@@ -424,6 +424,34 @@ def test_bad_input():
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+def test_fp16_ends_at_65504():
+    """A sum of whole numbers up to 127 passes it where the result is far below."""
+    layer = linear(2048, 3)
+    layer.weight.data.fill_(0.01)
+    quantized = int8_linear(layer, kind="weight_only")
+    x = torch.full((2, 2048), 8.0)
+    got = int8_kernels.fp16_product(x.half(), quantized.whole_numbers(), quantized.scale)
+    assert got.dtype is torch.float16
+    assert distance(got.float(), layer(x)) < 0.01
+
+
+def test_widths_that_fit_are_not_copied():
+    """`pad` copies where it adds nothing: all weights, for each token."""
+    weight = torch.zeros(48, 64, dtype=torch.int8)
+    assert int8_kernels._padded(weight, 48, 64) is weight
+    assert int8_kernels._padded(weight, 49, 72).shape == (49, 72)
+
+
+@pytest.mark.gpu
+def test_fp16_sums_do_not_overflow_on_gpu():
+    """A T4 computes in fp16, and the layer has to choose the product for it."""
+    layer = linear(2048, 8)
+    layer.weight.data.fill_(0.01)
+    x = torch.full((2, 2048), 8.0)
+    quantized = int8_linear(layer, kind="weight_only").cuda()
+    assert distance(quantized(x.cuda().half()).cpu(), layer(x)) < 0.01
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 17, 40])
