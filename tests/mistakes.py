@@ -247,10 +247,18 @@ CORE = [
     mistake(
         "speeds of other rounds",
         file="report/speed_ladder.py",
-        right="ratios = [took[first] / took[name] for took in turns",
-        wrong="ratios = [turns[0][first] / took[name] for took in turns",
+        right="ratios = [took[first].per_token / took[name].per_token for took in together]",
+        wrong="ratios = [turns[0][first].per_token / took[name].per_token for took in together]",
         tests="report/test_speed_ladder.py",
         suffers="A slow minute of the machine counts against the rows that ran in it.",
+    ),
+    mistake(
+        "the prompt in the time of a token",
+        file="report/speed_ladder.py",
+        right="decoding = max(self.whole - self.prompt, TINY)",
+        wrong="decoding = self.whole",
+        tests="report/test_speed_ladder.py",
+        suffers="A format that is slow to read a prompt seems to write slowly.",
     ),
     mistake(
         "tokens that agree by chance",
@@ -262,10 +270,10 @@ CORE = [
     ),
     mistake(
         "compared with another model",
-        file="report/speed_charts.py",
+        file="report/speed_chart.py",
         right='if each.get("group") == row.get("group"))',
         wrong="if True)",
-        tests="report/test_speed_charts.py",
+        tests="report/test_speed_chart.py",
         suffers="A large model seems slow because a small one is the first row of the chart.",
     ),
     mistake(
@@ -273,7 +281,7 @@ CORE = [
         file="report/point_labels.py",
         right="costs += COVERED * _counts(boxes, around.names)",
         wrong="costs += 0 * _counts(boxes, around.names)",
-        tests="report/test_speed_charts.py",
+        tests="report/test_roofline_chart.py",
         suffers="In a scatter of many formats no name can be read.",
     ),
     mistake(

@@ -1,15 +1,21 @@
 """The ladder of a notebook about speed: tokens per second of each step, beside what memory allows.
 
 ladder = SpeedLadder("03_optimizing_inference_speed", bandwidth=measure_read_bandwidth())
-ladder.climb("generate, fp32", build, weight_bytes=538_000_000, group="SmolLM2-135M")
+ladder.climb("generate, fp32", build, new_tokens=48, weight_bytes=538_000_000)
 ladder.take_turns(rounds=5)                  # the times of these rows, in turns
 ladder.set_quality("int8", quality)          # perplexity and agreement, measured elsewhere
 ladder                                       # a table in Jupyter, text in a terminal
 ladder.chart()                               # a matplotlib figure
 
-`build()` returns a function `generate()`, which writes new tokens after a fixed prompt and returns
-them. To write a token, a model reads each of its weights once. So bytes / bandwidth is the least
-time that a token can take, and `share_of_limit` says how near a row comes.
+`build()` returns a function `write(new_tokens)`, which writes so many tokens after a fixed prompt
+and returns them. The first token comes from the call that reads the prompt; each other one from a
+call of its own. So a row has two times, one for each phase:
+
+    prompt_seconds       write(1)
+    seconds_per_token    (write(n) - write(1)) / (n - 1)
+
+To write a token, a model reads each of its weights once. So bytes / bandwidth is the least time
+that a token can take, and `share_of_limit` says how near a row comes.
 """
 
 from __future__ import annotations
@@ -19,33 +25,67 @@ import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.machine import free_memory_bytes
 from recipes_lib.core.measure import timed
-from recipes_lib.report import speed_charts
 from recipes_lib.report.ladder_text import WIDTH, wrapped
 from recipes_lib.report.rows import Rows
+from recipes_lib.report.speed_chart import speed_chart
 from recipes_lib.report.speed_ladder_text import HEADER, cells, what_came, what_is_allowed
 from recipes_lib.report.turns import take_turns
 
-Generate = Callable[[], Sequence[int]]
+Write = Callable[[int], Sequence[int]]
+
+TINY = 1e-9  # seconds
+
+
+class PhaseTimes(NamedTuple):
+    """Seconds of the call that reads the prompt, and of each token after the first."""
+
+    prompt: float
+    per_token: float
+
+
+class Phases:
+    """A text that is written twice on the clock: its first token alone, and all of it."""
+
+    def __init__(self, write: Write, new_tokens: int) -> None:
+        self._write = write
+        self._new_tokens = new_tokens
+
+    def __call__(self) -> None:
+        """Take both times."""
+        self.prompt, _ = timed(partial(self._write, 1))
+        self.whole, _ = timed(partial(self._write, self._new_tokens))
+
+    @property
+    def per_token(self) -> float:
+        """Seconds of each token after the first."""
+        # A disturbed call for the prompt may take longer than the whole text: then that is all.
+        decoding = max(self.whole - self.prompt, TINY)
+        return decoding / (self._new_tokens - 1)
+
+    def times(self) -> PhaseTimes:
+        """Those of the last call."""
+        return PhaseTimes(self.prompt, self.per_token)
 
 
 @dataclass(frozen=True)
 class SpeedRow:
     """One step: how fast it writes, how much it reads for a token, and what it writes.
 
-    `tokens` are those that `generate` returned, and `equal_tokens` how many of them, from the
-    first on, are those of the first row of the group; after one that differs, greedy decoding
-    writes another text. `seconds_per_token` is the median of `turns` runs over their tokens, the
-    prompt included; `_low` and `_high` are the lowest and the highest. `ratio` is how many times
-    as fast as the first row of the group, in the same round, with its range likewise.
-    `share_of_limit` is `weight_bytes` over the bandwidth, over the seconds.
+    `tokens` is how many were written, and `equal_tokens` how many of them, from the first on, are
+    those of the first row of the group; after one that differs, greedy decoding writes another
+    text. `prompt_seconds` and `seconds_per_token` are medians of `turns` runs, of the call for the
+    prompt and of the calls after it; `_low` and `_high` are the lowest and the highest. `ratio` is
+    how many times as fast a token is as in the first row of the group, in the same round, with its
+    range likewise. `share_of_limit` is `weight_bytes` over the bandwidth, over the seconds.
     """
 
     name: str
@@ -55,6 +95,7 @@ class SpeedRow:
     tokens_per_second: float
     gigabytes_per_second: float
     share_of_limit: float
+    prompt_seconds: float
     group: str = ""
     note: str = ""
     equal_tokens: int | None = None
@@ -96,74 +137,84 @@ class SpeedLadder(Rows):
             # "float32": a JSON file knows no dtypes.
             named = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
             self.facts["rates"] = named
-        self._builds: dict[str, Callable[[], Generate]] = {}
+        self._builds: dict[str, Callable[[], Write]] = {}
         # The functions that wait for their turns, with their models.
-        self._ready: dict[str, Generate] = {}
+        self._ready: dict[str, Write] = {}
         # What the first row of each group wrote.
         self._written: dict[str, list[int]] = {}
-        self._first_seconds: dict[str, list[float]] = {}  # of the first rows, in all turns so far
+        self._first_times: dict[str, list[PhaseTimes]] = {}  # of the first rows, in all turns
 
     # --- add a row ---
 
     def climb(
         self,
         name: str,
-        build: Callable[[], Generate],
+        build: Callable[[], Write],
         *,
+        new_tokens: int,
         weight_bytes: int,
         group: str = "",
         note: str = "",
     ) -> None:
         """Say what the bandwidth allows, write the text twice, and add the row.
 
-        The first run warms up and shows the tokens; the second is on the clock. Its seconds are a
+        The first run warms up and shows the tokens; the second is on the clock. Its times are a
         first impression: `take_turns` brings those that can be compared. Until then the model
         stays alive, as long as there is room for it beside the next one.
 
         Args:
-            build: returns a function that writes a fixed number of tokens after a fixed prompt,
+            build: returns a function of a number: it writes so many tokens after a fixed prompt,
                 and returns them.
+            new_tokens: to write, two or more.
             weight_bytes: that a token reads: all weights but the rows of the embedding that it
                 does not need.
             group: the heading above this row; its first row is what the others are compared with.
             note: a remark that is kept with the row.
-        Raises ValueError for a name that is taken, for bytes that are no whole number above zero,
-        and if no token was written, or another number than by the first row of the group.
+        Raises ValueError for a name that is taken, for fewer than two tokens, for bytes that are no
+        whole number above zero, and if another number of tokens was written than asked for, or than
+        by the first row of the group.
         """
         self._check_new(name)
         check_whole(weight_bytes=weight_bytes)
+        check_whole(new_tokens=new_tokens, least=2)
         print(f"{name}: {what_is_allowed(weight_bytes, self.bandwidth)}")
         self._make_room(weight_bytes)
-        generate = build()
-        tokens = [int(token) for token in generate()]
-        self._check_tokens(name, tokens, group)
-        seconds, _ = timed(generate)
+        write = build()
+        tokens = [int(token) for token in write(new_tokens)]
+        self._check_tokens(name, tokens, new_tokens, group)
+        phases = Phases(write, new_tokens)
+        phases()
         equal = None
         if group in self._written:
             equal = equal_tokens(tokens, self._written[group])
         row = SpeedRow(
             name=name,
             weight_bytes=weight_bytes,
-            tokens=len(tokens),
+            tokens=new_tokens,
             equal_tokens=equal,
             group=group,
             note=note,
-            **self._speeds(weight_bytes, [seconds / len(tokens)]),
+            prompt_seconds=phases.prompt,
+            **self._speeds(weight_bytes, [phases.per_token]),
         )
         first = self._first_of(group)
         self.append(row)
         self._written.setdefault(group, tokens)
         self._builds[name] = build
-        self._ready[name] = generate
+        self._ready[name] = write
         print(wrapped(what_came(row, first=first)))
 
-    def _check_tokens(self, name: str, tokens: list[int], group: str) -> None:
+    def _check_tokens(self, name: str, tokens: list[int], new_tokens: int, group: str) -> None:
         """Rows are compared over the same number of tokens."""
-        wanted = len(self._written.get(group, tokens))
-        if not tokens or len(tokens) != wanted:
+        if len(tokens) != new_tokens:
             raise ValueError(
-                f"{name} wrote {len(tokens)} tokens: let each row of a group write the same "
-                f"number, {wanted or 1} or more, without a token that ends the text"
+                f"{name} wrote {len(tokens)} tokens of {new_tokens}: let it write as many as asked "
+                f"for, without a token that ends the text"
+            )
+        wanted = len(self._written.get(group, tokens))
+        if new_tokens != wanted:
+            raise ValueError(
+                f"new_tokens={new_tokens}: give {wanted}, as the first row of this group has"
             )
 
     def _make_room(self, weight_bytes: int, *, keep: Sequence[str] = ()) -> None:
@@ -245,32 +296,34 @@ class SpeedLadder(Rows):
         self._make_room(sum(self[name].weight_bytes for name in missing), keep=names)
         for name in missing:
             self._ready[name] = self._builds[name]()
-            self._ready[name]()  # warms up
-        steps = {name: self._ready[name] for name in names}
-        turns: list[dict[str, float]] = []
-        for took in take_turns(steps, rounds=rounds):
-            turns.append(took)
+            self._ready[name](self[name].tokens)  # warms up
+        steps = {name: Phases(self._ready[name], self[name].tokens) for name in names}
+        turns: list[dict[str, PhaseTimes]] = []
+        for took in take_turns(dict(steps), rounds=rounds):
+            turns.append({name: steps[name].times() for name in took})
             self._set_times(turns, first=names[0])
 
-    def _set_times(self, turns: list[dict[str, float]], *, first: str) -> None:
+    def _set_times(self, turns: list[dict[str, PhaseTimes]], *, first: str) -> None:
         """Give the rows the times of their turns so far, and save."""
         if first in turns[-1]:
-            self._first_seconds.setdefault(first, []).append(turns[-1][first])
+            self._first_times.setdefault(first, []).append(turns[-1][first])
         for name in turns[-1]:
-            seconds = [took[name] for took in turns if name in took]
-            ratios = [took[first] / took[name] for took in turns if {name, first} <= took.keys()]
+            times = [took[name] for took in turns if name in took]
+            together = [took for took in turns if {name, first} <= took.keys()]
+            ratios = [took[first].per_token / took[name].per_token for took in together]
             if name == first:
-                seconds = self._first_seconds[first]
+                times = self._first_times[first]
                 # What it is compared with is its own median: the range shows the noise.
-                ratios = [statistics.median(seconds) / each for each in seconds]
-            self._change(name, **self._times(name, seconds), **_ratio(ratios))
+                median = statistics.median(each.per_token for each in times)
+                ratios = [median / each.per_token for each in times]
+            self._change(name, **self._times(name, times), **_ratio(ratios))
         self.save()
 
-    def _times(self, name: str, seconds: list[float]) -> dict[str, Any]:
-        row = self[name]
-        each = [took / row.tokens for took in seconds]
+    def _times(self, name: str, times: list[PhaseTimes]) -> dict[str, Any]:
+        each = [took.per_token for took in times]
         return {
-            **self._speeds(row.weight_bytes, each),
+            **self._speeds(self[name].weight_bytes, each),
+            "prompt_seconds": statistics.median(took.prompt for took in times),
             "seconds_low": min(each),
             "seconds_high": max(each),
             "tokens_per_second_low": 1 / max(each),
@@ -312,7 +365,7 @@ class SpeedLadder(Rows):
 
         Without a title it says how far the first group has come.
         """
-        return speed_charts.speed_chart([asdict(row) for row in self.rows], title=title)
+        return speed_chart([asdict(row) for row in self.rows], title=title)
 
 
 def equal_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:

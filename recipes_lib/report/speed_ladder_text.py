@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-HEADER = ["step", "MB read", "tokens/s", "× first", "ms/token", "GB/s", "of limit"]
+HEADER = ["step", "MB read", "prompt ms", "tokens/s", "× first", "GB/s", "of limit"]
 HEADER += ["equal", "perplexity", "agreement"]
 
 
@@ -19,7 +19,8 @@ def what_is_allowed(weight_bytes: int, bandwidth: float) -> str:
 def what_came(row: Any, *, first: Any) -> str:
     """The measured speed, and whether the text is that of the first row of the group."""
     sentence = (
-        f"measured {milliseconds(row.seconds_per_token)} per token "
+        f"the prompt took {1000 * row.prompt_seconds:,.0f} ms, each token after the first "
+        f"{milliseconds(row.seconds_per_token)} "
         f"({row.tokens_per_second:,.0f} tokens/s), {row.share_of_limit:.0%} of the limit"
     )
     if first is None:
@@ -46,9 +47,9 @@ def cells(row: Any, *, first: Any) -> list[str]:
     return [
         row.name,
         megabytes(row.weight_bytes),
+        f"{1000 * row.prompt_seconds:,.0f}",
         f"{row.tokens_per_second:,.0f}",
         _ratio_in_words(row, first),
-        f"{1000 * row.seconds_per_token:.1f}",
         f"{row.gigabytes_per_second:.1f}",
         f"{row.share_of_limit:.0%}",
         equal,

@@ -7,23 +7,31 @@ import pytest
 import torch
 
 from recipes_lib.report import speed_ladder
-from recipes_lib.report.speed_ladder import SpeedLadder, equal_tokens
+from recipes_lib.report.speed_ladder import Phases, SpeedLadder, equal_tokens
 
 BANDWIDTH = 40e9
-TEXT = [5, 6, 7, 8]
+TEXT = [4, 5, 6, 7, 8]  # the first token comes from the prompt, four from calls of their own
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds pass only where a test lets them: `clock.take[name]` is what the next run takes."""
-    clock = SimpleNamespace(take={}, built=[])
+    """Seconds pass only where a test lets them.
 
-    def timed(generate):
-        tokens = generate()
-        seconds = clock.take[generate.name]
+    `clock.take[name]` is what the next text takes behind its prompt, `clock.prompt` the prompt.
+    """
+    clock = SimpleNamespace(take={}, prompt=0.0, built=[])
+
+    def timed(call):
+        if isinstance(call, Phases):
+            return 0.0, call()  # what it takes by itself
+        (new_tokens,) = call.args
+        tokens = call()
+        if new_tokens == 1:
+            return clock.prompt, tokens
+        seconds = clock.take[call.func.name]
         if isinstance(seconds, list):
             seconds = seconds.pop(0)
-        return seconds, tokens
+        return clock.prompt + seconds, tokens
 
     monkeypatch.setattr(speed_ladder, "timed", timed)
     monkeypatch.setattr("recipes_lib.report.turns.timed", timed)
@@ -36,47 +44,51 @@ def ladder(tmp_path, clock):
 
 
 def writer(clock, name, tokens=TEXT):
-    """A build whose `generate` writes these tokens."""
+    """A build whose `write` writes these tokens."""
 
-    class Generate:
-        def __call__(self):
-            return torch.tensor(tokens)
+    class Write:
+        def __call__(self, new_tokens):
+            return torch.tensor(tokens[:new_tokens])
 
     def build():
         clock.built.append(name)
-        generate = Generate()
-        generate.name = name
-        return generate
+        write = Write()
+        write.name = name
+        return write
 
     return build
 
 
-def climb(ladder, clock, name, seconds, *, tokens=TEXT, weight_bytes=400_000_000, group=""):
+def climb(ladder, clock, name, seconds, *, tokens=TEXT, weight_bytes=400_000_000, **options):
     clock.take[name] = seconds
     build = writer(clock, name, tokens)
-    ladder.climb(name, build, weight_bytes=weight_bytes, group=group)
+    options = {"new_tokens": len(TEXT)} | options
+    ladder.climb(name, build, weight_bytes=weight_bytes, **options)
 
 
 def test_a_row_says_what_it_reads_and_how_near_the_limit_it_comes(ladder, clock, capsys):
-    """The mistake: seconds of a whole run, or a share that is turned upside down."""
-    climb(ladder, clock, "fp32", 0.16)  # 4 tokens
+    """The mistake: seconds of a whole run, its prompt among them, or a share upside down."""
+    clock.prompt = 3.0
+    climb(ladder, clock, "fp32", 0.16)  # four calls
     row = ladder["fp32"]
+    assert row.prompt_seconds == 3.0
     assert row.seconds_per_token == pytest.approx(0.04)
     assert row.tokens_per_second == pytest.approx(25)
     assert row.gigabytes_per_second == pytest.approx(10)
     assert row.share_of_limit == pytest.approx(0.25)
     assert row.equal_tokens is None, "the first row is not compared with itself"
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "a token reads 400 MB, so it takes 10.0 ms or more at 40 GB/s" in printed
-    assert "measured 40.0 ms per token (25 tokens/s), 25% of the limit" in printed
+    assert "the prompt took 3,000 ms, each token after the first 40.0 ms" in printed
+    assert "(25 tokens/s), 25% of the limit" in printed
 
 
 def test_tokens_are_counted_up_to_the_first_that_differs(ladder, clock):
     """The mistake: tokens that agree by chance after the texts went apart."""
     climb(ladder, clock, "fp32", 0.16)
-    climb(ladder, clock, "int8", 0.08, tokens=[5, 6, 0, 8])
+    climb(ladder, clock, "int8", 0.08, tokens=[4, 5, 0, 7, 8])
     assert ladder["int8"].equal_tokens == 2
-    assert "2/4" in ladder.table()[2]
+    assert "2/5" in ladder.table()[2]
     assert equal_tokens([], []) == 0
 
 
@@ -144,8 +156,8 @@ def test_quality_stands_beside_the_speed(ladder, clock):
     assert shown["× first"] == "4.00×"
     assert shown["MB read"] == "100"
     assert ladder.line("int8") == (
-        "int8: measured 10.0 ms per token (100 tokens/s), 25% of the limit, "
-        "4.00× as fast as fp32; tokens 4/4 equal"
+        "int8: the prompt took 0 ms, each token after the first 10.0 ms (100 tokens/s), "
+        "25% of the limit, 4.00× as fast as fp32; tokens 5/5 equal"
     )
     assert "<td>int8</td>" in ladder._repr_html_()
     with pytest.raises(KeyError, match="no row 'int4'"):
@@ -154,10 +166,12 @@ def test_quality_stands_beside_the_speed(ladder, clock):
 
 def test_what_cannot_be_compared_is_refused(ladder, clock, tmp_path):
     climb(ladder, clock, "fp32", 0.16)
-    with pytest.raises(ValueError, match="wrote 3 tokens: let each row of a group write the same"):
+    with pytest.raises(ValueError, match="short wrote 3 tokens of 5: let it write as many"):
         climb(ladder, clock, "short", 0.1, tokens=[5, 6, 7])
-    with pytest.raises(ValueError, match="wrote 0 tokens"):
-        climb(ladder, clock, "nothing", 0.1, tokens=[], group="other")
+    with pytest.raises(ValueError, match="new_tokens=3: give 5, as the first row of this group"):
+        climb(ladder, clock, "shorter", 0.1, new_tokens=3)
+    with pytest.raises(ValueError, match="new_tokens=1: give a whole number"):
+        climb(ladder, clock, "nothing", 0.1, new_tokens=1, group="other")
     with pytest.raises(ValueError, match="weight_bytes=0: give a whole number"):
         climb(ladder, clock, "no weights", 0.1, weight_bytes=0)
     with pytest.raises(ValueError, match="already has a row 'fp32'"):
