@@ -11,7 +11,11 @@ charts          charts of bars: ladders of bytes and of lengths, budgets, kinds 
 timeline_chart  live bytes over a step, one panel per step
 loss_charts     curves and changes of the held-out loss, the loss by position
 growth_chart    bytes against tokens, and the exponent of their growth
-speed_charts    tokens per second, overhead, position, speculation, batches
+speed_chart     bars of tokens per second, each inside the limit of its bytes
+token_time_charts  time per token against bytes, and against the position
+speculation_chart  speed-up against the accepted part of the drafted tokens
+throughput_chart   tokens per second of all texts against the wait of each
+speed_charts    one address of the charts about speed, for notebooks
 roofline_chart  what memory and arithmetic allow, and what was reached
 size_quality_chart  bytes per weight against perplexity
 style           what all charts have in common: colours with one meaning each, units, sources

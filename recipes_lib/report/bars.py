@@ -3,6 +3,7 @@
 slots = Slots(rows)                        # a place per row, a heading per group
 axes.barh(slots.places, sizes, height=BAR)
 slots.write_names(axes)
+write_labels(axes, slots, sizes, texts, heading="bytes")
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from recipes_lib.report.labels import POINTS, text_width
 from recipes_lib.report.style import RECIPE, REFERENCE
 
 BAR = 0.66  # the height of a bar; the next one begins at 1
+LABEL = 9.5  # the size of a label beside a bar
 ROW_INCHES = 0.3  # the height of a row on paper
 NAME_SIZE = 10
 
@@ -76,7 +78,7 @@ def bar_colors(count: int) -> list[str]:
     return [REFERENCE] + [RECIPE] * (count - 1)
 
 
-def without_scale(axes: Any, heading: str, *, size: float = 9.5) -> None:
+def without_scale(axes: Any, heading: str, *, size: float = LABEL) -> None:
     """Bars whose numbers stand beside them need no scale: a heading says what they are."""
     axes.set_title(heading, fontsize=size, color=muted(), fontweight="normal")
     axes.tick_params(axis="x", bottom=False, labelbottom=False)
@@ -86,6 +88,23 @@ def without_scale(axes: Any, heading: str, *, size: float = 9.5) -> None:
 def write_beside(axes: Any, text: str, x: float, y: float, *, gap: float = 5, **look: Any) -> None:
     """Text to the right of (x, y), `gap` points away."""
     axes.annotate(text, (x, y), (gap, 0), textcoords="offset points", va="center", **look)
+
+
+def write_labels(
+    axes: Any,
+    slots: Slots,
+    ends: Sequence[float],
+    labels: Sequence[str],
+    *,
+    heading: str,
+    size: float = LABEL,
+) -> None:
+    """What replaces a scale: a heading, and a label to the right of each end."""
+    without_scale(axes, heading, size=size)
+    slots.draw_zero(axes)
+    room_for_labels(axes, ends, labels, size)
+    for end, place, label in zip(ends, slots.places, labels, strict=True):
+        write_beside(axes, label, end, place, fontsize=size)
 
 
 def room_for_labels(axes: Any, ends: Sequence[float], labels: Sequence[str], size: float) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 from recipes_lib.core.budget import Budget
 from recipes_lib.report.bars import (
     BAR,
+    LABEL,
     Slots,
     bar_colors,
     draw_ticks,
     draw_whisker,
-    room_for_labels,
     without_scale,
     write_beside,
+    write_labels,
 )
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, ink, page
 from recipes_lib.report.stacked import stacked_chart
@@ -40,7 +41,6 @@ from recipes_lib.report.style import (
 )
 
 SAME = "≈"  # a time that does not differ from the baseline's by more than the turns do
-LABEL = 9.5  # the size of a label beside a bar
 
 # --- the ladder of bytes --------------------------------------------------------------------------
 
@@ -153,24 +153,7 @@ def _draw_bars(
     draw_ticks(axes, predicted, slots.places)
     # Beside the bar or the tick, whichever reaches further.
     ends = [max(pair) for pair in zip(measured, predicted, strict=True)]
-    _write_labels(axes, slots, ends, labels, heading=heading, size=size)
-
-
-def _write_labels(
-    axes: Any,
-    slots: Slots,
-    ends: Sequence[float],
-    labels: Sequence[str],
-    *,
-    heading: str,
-    size: float = LABEL,
-) -> None:
-    """What replaces a scale: a heading, and a label to the right of each end."""
-    without_scale(axes, heading, size=size)
-    slots.draw_zero(axes)
-    room_for_labels(axes, ends, labels, size)
-    for end, place, label in zip(ends, slots.places, labels, strict=True):
-        write_beside(axes, label, end, place, fontsize=size)
+    write_labels(axes, slots, ends, labels, heading=heading, size=size)
 
 
 def _draw_seconds(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
@@ -183,7 +166,7 @@ def _draw_seconds(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> No
         if _has_spread(row):
             draw_whisker(axes, row["seconds_low"], row["seconds"], row["seconds_high"], place)
             ends[position] = max(row["seconds"], row["seconds_high"])
-    _write_labels(axes, slots, ends, labels, heading="seconds per step")
+    write_labels(axes, slots, ends, labels, heading="seconds per step")
 
 
 def _time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:

@@ -35,8 +35,13 @@ def line_color(number: int) -> str:
     return LINES[number % len(LINES)]
 
 
-def name_ends(axes: Any, curves: Curves, texts: dict[str, str]) -> None:
-    """Write each curve's text to the right of its end, so that no two texts overlap."""
+def name_ends(axes: Any, curves: Curves, texts: dict[str, str] | None = None) -> None:
+    """Write each curve's text to the right of its end, so that no two texts overlap.
+
+    Without `texts` by name, the text of a curve is its name.
+    """
+    if texts is None:
+        texts = {name: name for name in curves}
     heights = _heights_of_names(axes, curves)
     for number, (name, points) in enumerate(curves.items()):
         axes.annotate(

@@ -121,7 +121,7 @@ def position_chart(
     _mark_training(axes, trained)
     axes.set(xlabel="position in the text, tokens", ylabel="loss, nats per token", xlim=(0, end))
     axes.xaxis.set_major_formatter("{x:,g}")
-    name_ends(axes, points, {name: name for name in points})
+    name_ends(axes, points)
     return figure
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from recipes_lib.core.machine import GIB, machine
 
 MIB = 2**20
+MILLISECONDS = 1000.0  # of a second
 
 # --- the palette ----------------------------------------------------------------------------------
 
