@@ -209,7 +209,7 @@ CORE = [
         file="report/turns.py",
         right="            groups.append([baseline, name])",
         wrong="            groups.append([name])",
-        tests="report/test_ladder.py",
+        tests="report/test_turns.py",
         suffers="Rows are compared with a baseline that was timed at another moment.",
     ),
     mistake(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.machine import free_memory_bytes, machine
+from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import Measurement, bytes_alive, measure
 from recipes_lib.core.operations import step_operations
 from recipes_lib.core.operator_profile import profile_operators
@@ -30,7 +29,6 @@ from recipes_lib.core.timeline import Timeline, record_timeline
 from recipes_lib.report import charts
 from recipes_lib.report.ladder_text import (
     HEADER,
-    WIDTH,
     cells,
     what_came,
     what_changes,
@@ -41,8 +39,12 @@ from recipes_lib.report.style import mib, percent
 from recipes_lib.report.turns import (
     Build,
     ReadyStep,
+    announce,
     groups_that_fit,
     kept_bytes,
+    ratio_and_range,
+    room_for_models,
+    rows_that_wait,
     take_turns,
     warmed_up,
 )
@@ -104,9 +106,7 @@ class Ladder(Rows):
         self.tokens = tokens
         self.rates = {} if rates is None else rates
         if self.rates:
-            # "float32": a JSON file knows no dtypes.
-            named = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.rates.items()}
-            self.facts["rates"] = named
+            self.note_rates(self.rates)
         self.plans: dict[str, Budget] = {}
         self.timelines: dict[str, Timeline] = {}
         self.profiles: dict[str, dict[str, float]] = {}
@@ -196,15 +196,14 @@ class Ladder(Rows):
 
     def _make_room(self, predicted: Budget) -> None:
         """Let the steps that wait go, if the next one does not fit beside their models."""
-        waiting = sum(kept_bytes(self.plans[name]) for name in self._ready)
-        if waiting + predicted.peak > self._room():
+        waiting = self._waiting_bytes()
+        if waiting + predicted.peak > room_for_models(waiting_bytes=waiting):
             self._ready.clear()
         gc.collect()  # a model may hang in a reference cycle
 
-    def _room(self) -> float:
-        """Bytes for models: half of the memory that is free, or taken by steps that wait."""
-        waiting = sum(kept_bytes(self.plans[name]) for name in self._ready)
-        return (free_memory_bytes() + waiting) / 2
+    def _waiting_bytes(self) -> int:
+        """What the models keep that wait for their turns."""
+        return sum(kept_bytes(self.plans[name]) for name in self._ready)
 
     def add(
         self,
@@ -270,9 +269,7 @@ class Ladder(Rows):
         profile that takes none.
         """
         check_whole(rounds=rounds)
-        rows = [row.name for row in self.rows if row.name in self._builds and row.turns == 0]
-        if not rows:
-            raise ValueError("no row can take turns: add rows with climb, which knows their builds")
+        rows = [row.name for row in rows_that_wait(self.rows, self._builds)]
         unknown = [name for name in profile if name not in rows]
         if unknown:
             raise ValueError(f"profile={unknown}: give names of rows that take turns now: {rows}")
@@ -280,10 +277,10 @@ class Ladder(Rows):
         if baseline in self._builds and baseline not in rows:
             rows.insert(0, baseline)
         plans = {name: self.plans[name] for name in rows}
-        groups = groups_that_fit(plans, limit_bytes=self._room())
+        room = room_for_models(waiting_bytes=self._waiting_bytes())
+        groups = groups_that_fit(plans, limit_bytes=room)
         for number, names in enumerate(groups, 1):
-            line = f"in turns, group {number} of {len(groups)}: {', '.join(names)}"
-            print(textwrap.shorten(line, WIDTH, placeholder=" …"), flush=True)
+            announce(names, heading=f"in turns, group {number} of {len(groups)}")
             self._take_turns_together(names, rounds=rounds, profile=profile)
 
     def _take_turns_together(
@@ -318,7 +315,7 @@ class Ladder(Rows):
                 seconds = self._baseline_seconds
                 # What it is compared with is its own median: the range shows the noise.
                 ratios = [each / statistics.median(seconds) for each in seconds]
-            self._change(name, **self._times(name, seconds), **_ratio(ratios))
+            self._change(name, **self._times(name, seconds), **ratio_and_range(ratios))
         self.save()
 
     def _times(self, name: str, seconds: list[float]) -> dict[str, Any]:
@@ -341,7 +338,7 @@ class Ladder(Rows):
             seconds_low=None,
             seconds_high=None,
             turns=0,
-            **_ratio([]),
+            **ratio_and_range([]),
             share_of_limit=None,
             tokens_per_second=tokens / seconds,
         )
@@ -380,17 +377,6 @@ class Ladder(Rows):
         """
         rows = [asdict(row) for row in self.rows]
         return charts.chart(rows, title=title)
-
-
-def _ratio(ratios: list[float]) -> dict[str, float | None]:
-    """The times over the baseline's: median and range; None where it had no turn."""
-    if not ratios:
-        return {"ratio": None, "ratio_low": None, "ratio_high": None}
-    return {
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-    }
 
 
 def _repeats() -> int:

@@ -114,7 +114,12 @@ def cells(row: Any, baseline: Any) -> list[str]:
 
 
 def _time(row: Any, baseline: Any) -> str:
-    """The time over the baseline's, with its range if steps took turns: "1.02× (0.97–1.08)"."""
+    """The time over the baseline's, with its range if steps took turns."""
     if row.ratio is not None:
-        return f"{row.ratio:.2f}× ({row.ratio_low:.2f}–{row.ratio_high:.2f})"
+        return ratio_with_range(row)
     return f"{row.seconds / baseline.seconds:.2f}×"
+
+
+def ratio_with_range(row: Any) -> str:
+    """How a row compares with the first one, round by round: "1.02× (0.97–1.08)"."""
+    return f"{row.ratio:.2f}× ({row.ratio_low:.2f}–{row.ratio_high:.2f})"

@@ -12,9 +12,12 @@ import datetime
 import html
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from recipes_lib.core.machine import provenance, runs_dir
 
@@ -51,6 +54,12 @@ class Rows:
         """Keep other measured facts (held-out losses, counts) beside the rows."""
         self.facts |= facts
         self.save()
+
+    def note_rates(self, rates: Mapping[torch.dtype, float]) -> None:
+        """Keep the device's operations per second by dtype; the next `save` writes them."""
+        # "float32": a JSON file knows no dtypes.
+        named = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
+        self.facts["rates"] = named
 
     def save(self) -> None:
         """Write the file whole or not at all: a run that dies keeps the rows before."""

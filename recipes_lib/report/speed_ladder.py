@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,13 +31,18 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.machine import free_memory_bytes
 from recipes_lib.core.measure import timed
-from recipes_lib.report.ladder_text import WIDTH, wrapped
+from recipes_lib.report.ladder_text import wrapped
 from recipes_lib.report.rows import Rows
 from recipes_lib.report.speed_chart import speed_chart
 from recipes_lib.report.speed_ladder_text import HEADER, cells, what_came, what_is_allowed
-from recipes_lib.report.turns import take_turns
+from recipes_lib.report.turns import (
+    announce,
+    ratio_and_range,
+    room_for_models,
+    rows_that_wait,
+    take_turns,
+)
 
 Write = Callable[[int], Sequence[int]]
 
@@ -134,9 +138,7 @@ class SpeedLadder(Rows):
         self.bandwidth = bandwidth
         self.facts["bandwidth"] = bandwidth
         if rates:
-            # "float32": a JSON file knows no dtypes.
-            named = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
-            self.facts["rates"] = named
+            self.note_rates(rates)
         self._builds: dict[str, Callable[[], Write]] = {}
         # The functions that wait for their turns, with their models.
         self._ready: dict[str, Write] = {}
@@ -219,16 +221,14 @@ class SpeedLadder(Rows):
 
     def _make_room(self, weight_bytes: int, *, keep: Sequence[str] = ()) -> None:
         """Let the models that wait go, but for some, if the next ones do not fit beside them."""
-        if self._waiting() + weight_bytes > self._room():
+        waiting = self._waiting_bytes()
+        if waiting + weight_bytes > room_for_models(waiting_bytes=waiting):
             self._ready = {name: self._ready[name] for name in keep if name in self._ready}
         gc.collect()  # a model may hang in a reference cycle
 
-    def _waiting(self) -> int:
+    def _waiting_bytes(self) -> int:
+        """What the models keep that wait for their turns."""
         return sum(self[name].weight_bytes for name in self._ready)
-
-    def _room(self) -> float:
-        """Bytes for models: half of the memory that is free, or taken by those that wait."""
-        return (free_memory_bytes() + self._waiting()) / 2
 
     def _first_of(self, group: str) -> SpeedRow | None:
         for row in self.rows:
@@ -260,14 +260,11 @@ class SpeedLadder(Rows):
         Raises ValueError for less than one round, and if no row waits for its turns.
         """
         check_whole(rounds=rounds)
-        waiting = [row for row in self.rows if row.name in self._builds and row.turns == 0]
-        if not waiting:
-            raise ValueError("no row can take turns: add rows with climb, which knows their builds")
+        waiting = rows_that_wait(self.rows, self._builds)
         for group in dict.fromkeys(row.group for row in waiting):
             rows = [row for row in waiting if row.group == group]
             for names in self._parts(group, rows):
-                line = f"in turns: {', '.join(names)}"
-                print(textwrap.shorten(line, WIDTH, placeholder=" …"), flush=True)
+                announce(names)
                 self._take_turns_together(names, rounds=rounds)
             for row in self.rows:
                 if row.group == group:
@@ -277,7 +274,7 @@ class SpeedLadder(Rows):
     def _parts(self, group: str, rows: list[SpeedRow]) -> list[list[str]]:
         """The rows of a group in parts that fit into memory, each with the first row in front."""
         first = self._first_of(group)
-        room = self._room() - first.weight_bytes
+        room = room_for_models(waiting_bytes=self._waiting_bytes()) - first.weight_bytes
         parts = [[first.name]]
         used = 0
         for row in rows:
@@ -316,7 +313,7 @@ class SpeedLadder(Rows):
                 # What it is compared with is its own median: the range shows the noise.
                 median = statistics.median(each.per_token for each in times)
                 ratios = [median / each.per_token for each in times]
-            self._change(name, **self._times(name, times), **_ratio(ratios))
+            self._change(name, **self._times(name, times), **ratio_and_range(ratios))
         self.save()
 
     def _times(self, name: str, times: list[PhaseTimes]) -> dict[str, Any]:
@@ -376,14 +373,3 @@ def equal_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def _ratio(ratios: list[float]) -> dict[str, float | None]:
-    """How many times as fast: median and range; None where the first row had no turn."""
-    if not ratios:
-        return {"ratio": None, "ratio_low": None, "ratio_high": None}
-    return {
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-    }

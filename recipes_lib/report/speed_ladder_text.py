@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from recipes_lib.report.ladder_text import ratio_with_range
+
 HEADER = ["step", "MB read", "prompt ms", "tokens/s", "× first", "GB/s", "of limit"]
 HEADER += ["equal", "perplexity", "agreement"]
 
@@ -59,9 +61,9 @@ def cells(row: Any, *, first: Any) -> list[str]:
 
 
 def _ratio_in_words(row: Any, first: Any) -> str:
-    """How many times as fast, with its range if runs took turns: "4.37× (4.20–4.52)"."""
+    """How many times as fast, with its range if runs took turns."""
     if row.ratio is not None:
-        return f"{row.ratio:.2f}× ({row.ratio_low:.2f}–{row.ratio_high:.2f})"
+        return ratio_with_range(row)
     if first is None:
         return "1.00×"
     return f"{_ratio(row, first):.2f}×"

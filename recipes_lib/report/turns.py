@@ -4,16 +4,20 @@
 
 To time all rows of a ladder in turns, their models have to be alive together. Where memory is too
 small for all, they are put into groups. Each group has the baseline, with which it is compared.
+A ladder of speeds has no plans: it makes its groups itself, by the bytes of the weights.
 """
 
 from __future__ import annotations
 
+import statistics
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from recipes_lib.core.budget import Budget
+from recipes_lib.core.machine import free_memory_bytes
 from recipes_lib.core.measure import there_and_back, timed
+from recipes_lib.report.ladder_text import WIDTH
 
 Build = Callable[[], tuple[Any, Any, Callable[[Any, Any], float]]]
 
@@ -82,6 +86,22 @@ def kept_bytes(plan: Budget) -> int:
     return plan.weights + plan.states + plan.gradients
 
 
+def room_for_models(*, waiting_bytes: float) -> float:
+    """Bytes for models: half of the memory that is free, or taken by the models that wait.
+
+    Half, to be careful: to build a model again costs time, and one model too many ends the run.
+    """
+    return (free_memory_bytes() + waiting_bytes) / 2
+
+
+def rows_that_wait(rows: Sequence[Any], builds: Collection[str]) -> list[Any]:
+    """The rows that can be built again and had no turn yet. Raises ValueError if there are none."""
+    waiting = [row for row in rows if row.name in builds and row.turns == 0]
+    if not waiting:
+        raise ValueError("no row can take turns: add rows with climb, which knows their builds")
+    return waiting
+
+
 def warmed_up(builds: dict[str, Build], ready: dict[str, ReadyStep]) -> dict[str, ReadyStep]:
     """The steps that take turns: those of `ready` as they are, the others built now.
 
@@ -113,6 +133,26 @@ def take_turns(steps: dict[str, ReadyStep], *, rounds: int) -> Iterator[dict[str
                 else:
                     took[name] = seconds
         yield took
+
+
+def announce(names: Sequence[str], *, heading: str = "in turns") -> None:
+    """Print which rows take turns now, in one line."""
+    line = f"{heading}: {', '.join(names)}"
+    print(textwrap.shorten(line, WIDTH, placeholder=" …"), flush=True)
+
+
+def ratio_and_range(ratios: Sequence[float]) -> dict[str, float | None]:
+    """What a row keeps of its ratios to the first row, one per round: the median and the range.
+
+    None where the first row had no turn: then there is nothing to compare with.
+    """
+    if not ratios:
+        return {"ratio": None, "ratio_low": None, "ratio_high": None}
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
 
 
 def _ready(name: str, build: Build) -> ReadyStep | None:

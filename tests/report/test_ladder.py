@@ -215,7 +215,7 @@ def test_without_room_a_model_dies_before_the_next_is_built(climbing, monkeypatc
     """The mistake: models wait for their turns until the memory is full."""
     alive = []
     plan = budget_of(fresh(), SHAPE)
-    monkeypatch.setattr("recipes_lib.report.ladder.free_memory_bytes", lambda: 2 * plan.peak)
+    monkeypatch.setattr(turns, "free_memory_bytes", lambda: 2 * plan.peak)
     climbing.climb("baseline", watched(alive), predicted=plan)
 
     def other():
@@ -257,20 +257,6 @@ def test_terms_that_are_alive_at_neither_peak_are_not_named():
     assert text == "activations 100 → 60 MiB; the peak stays at: backward begins"
     same = what_changes(old, old.change(activations=old.activations - 1))
     assert same.startswith("no term changes by more than 1% of the peak")
-
-
-def test_a_step_that_is_skipped_does_not_warm_up():
-    """fp16 skips steps until its scale fits. Before that, the states are missing in the peak."""
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    taken = []
-
-    def skipped_twice(model, optimizer):
-        taken.append(model)
-        if len(taken) == 3:
-            optimizer.state["made"] = {}
-
-    turns.ReadyStep(lambda: ("model", optimizer, skipped_twice))
-    assert taken == ["model"] * 3
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -362,23 +348,6 @@ def test_an_interrupted_run_keeps_its_finished_rounds(climbing, clock, monkeypat
     with pytest.raises(KeyboardInterrupt):
         climbing.take_turns(rounds=2)
     assert json.loads(climbing.path.read_text())["rows"][0]["seconds"] == 5.0
-
-
-def test_rows_whose_models_fit_together_are_a_group():
-    """The mistake: a model is left alive that no plan has counted, or a group has no baseline."""
-    small = plan_of(weights=10, states=20, loss=10)  # keeps 30, 40 at its peak
-    large = plan_of(weights=10, states=70, loss=10)  # keeps 80, 90 at its peak
-    plans = {"baseline": small, "b": small, "c": small, "d": large, "e": small}
-
-    def groups(mebibytes):
-        return turns.groups_that_fit(plans, limit_bytes=mebibytes * MIB)
-
-    assert groups(1000) == [["baseline", "b", "c", "d", "e"]]
-    # Three small ones take 30 + 30 + 40; a small one and the large one 30 + 90.
-    assert groups(120) == [["baseline", "b", "c"], ["baseline", "d"], ["baseline", "e"]]
-    assert groups(100) == [["baseline", "b", "c"], ["baseline", "e"], ["d"]]
-    assert groups(70) == [["baseline", "b"], ["baseline", "c"], ["baseline", "e"], ["d"]]
-    assert groups(1) == [["baseline"], ["b"], ["c"], ["d"], ["e"]]
 
 
 def test_later_rows_take_their_turns_with_the_baseline(climbing, clock):

@@ -125,9 +125,9 @@ def test_models_wait_for_their_turns_and_are_free_afterwards(ladder, clock, monk
 
     # Room for two models: half of what is free.
     def free():
-        return 4 * 400_000_000 - ladder._waiting()
+        return 4 * 400_000_000 - ladder._waiting_bytes()
 
-    monkeypatch.setattr(speed_ladder, "free_memory_bytes", free)
+    monkeypatch.setattr("recipes_lib.report.turns.free_memory_bytes", free)
     clock.built.clear()
     most = []
     original = speed_ladder.take_turns
