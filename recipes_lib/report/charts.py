@@ -35,7 +35,6 @@ from recipes_lib.report.style import (
     TERMS,
     TIME,
     Unit,
-    measured_here,
     percent,
     three_digits,
 )
@@ -69,7 +68,7 @@ def chart(
         rows,
         (WIDTH, slots.inches + 0.3),
         title=title or ladder_message(rows),
-        source=measured_here() if source is None else source,
+        source=source,
         key=_key_of_ladder(rows),
         bars=True,
         ncols=len(widths),
@@ -277,7 +276,7 @@ def operator_chart(
         colors,
         words=three_digits,
         title=title or "Where the time of a step goes",
-        source=measured_here() if source is None else source,
+        source=source,
         heading="seconds per step, by kind of operator",
         ticks=limits or {},
     )
@@ -312,7 +311,7 @@ def length_chart(
         rows,
         (WIDTH, slots.inches + 0.3),
         title=title or f"The longest sequence that fits: {longest:,} tokens",
-        source=measured_here() if source is None else source,
+        source=source,
         key=[Key("predicted before the search", ink(), "tick")],
         bars=True,
     )

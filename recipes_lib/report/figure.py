@@ -24,7 +24,7 @@ from matplotlib.offsetbox import AnnotationBbox, DrawingArea, HPacker, TextArea
 from matplotlib.patches import Rectangle
 
 from recipes_lib.report.labels import POINTS, text_width, wrap
-from recipes_lib.report.style import DARK, LIGHT
+from recipes_lib.report.style import DARK, LIGHT, measured_here
 
 DPI = 200  # two dots per point of a screen: sharp on every display
 CSS_DOTS = 100  # dots per inch of a page: 8.4 inches are 840 of them, the width of GitHub's
@@ -88,7 +88,7 @@ def blank_figure(
     size: tuple[float, float],
     *,
     title: str | None = None,
-    source: str = "",
+    source: str | None = "",
     key: Collection[Key] = (),
     bars: bool = False,
     larger: float = 1.0,
@@ -99,7 +99,7 @@ def blank_figure(
     Args:
         content: what will be drawn; only looked at to refuse a chart of nothing.
         title: the message, in one sentence.
-        source: where the numbers are from, at the bottom.
+        source: where the numbers are from, at the bottom. None: measured on this machine, today.
         key: what colours and marks mean, below the title.
         larger: how much larger title, key and source are, for a picture that is shown small.
         bars: the chart has horizontal bars with names: no left frame, and the first name on top.
@@ -108,6 +108,8 @@ def blank_figure(
     """
     if not content:
         raise ValueError("there is nothing to draw: add a row or a point first")
+    if source is None:
+        source = measured_here()
     figure = Chart(size, title=title, source=source, key=key, larger=larger)
     axes = figure.subplots(sharey=bars, **options)
     for each in figure.axes:

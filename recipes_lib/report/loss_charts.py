@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from recipes_lib.report.bars import Slots, draw_whisker
 from recipes_lib.report.curves import draw_curves, name_ends
 from recipes_lib.report.figure import WIDTH, blank_figure, muted, page
-from recipes_lib.report.style import RECIPE, REFERENCE, measured_here
+from recipes_lib.report.style import RECIPE, REFERENCE
 
 
 @page()
@@ -36,7 +36,7 @@ def loss_chart(
         points,
         (WIDTH, 3.2),
         title=title or "Held-out loss",
-        source=measured_here() if source is None else source,
+        source=source,
     )
     draw_curves(axes, curves, marker="o", markersize=4)
     axes.set(xlabel="optimizer step", ylabel="held-out loss, nats per token")
@@ -73,7 +73,7 @@ def change_chart(
         rows,
         (WIDTH, slots.inches + 0.7),
         title=title or "How much training has changed the held-out loss",
-        source=measured_here() if source is None else source,
+        source=source,
         bars=True,
     )
     slots.write_names(axes)

@@ -21,7 +21,6 @@ from recipes_lib.core.checks import check_number
 from recipes_lib.report.curves import line_color
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, ink, muted, page
 from recipes_lib.report.point_labels import name_points
-from recipes_lib.report.style import measured_here
 
 MARGIN = 2.2  # the axes go on for this factor beyond the points
 BESIDE = 4.0  # the slope's name needs room to the left of the first point
@@ -86,7 +85,7 @@ def roofline_chart(
         points,
         (WIDTH, 4.2),
         title=title or "What memory and arithmetic allow, and what was reached",
-        source=measured_here() if source is None else source,
+        source=source,
         key=[Key(group, color) for group, color in _colors(points).items() if group],
     )
     axes.set(xscale="log", yscale="log")

@@ -18,7 +18,7 @@ from recipes_lib.core.checks import check_number
 from recipes_lib.report.curves import line_color
 from recipes_lib.report.figure import WIDTH, blank_figure, faint, muted, page
 from recipes_lib.report.point_labels import name_points
-from recipes_lib.report.style import REFERENCE, measured_here
+from recipes_lib.report.style import REFERENCE
 
 WIDE = 3.0  # perplexities further apart than this factor are drawn on a logarithmic axis
 
@@ -56,7 +56,7 @@ def size_quality_chart(
         points,
         (WIDTH, 3.9),
         title=title or "What smaller weights cost",
-        source=measured_here() if source is None else source,
+        source=source,
     )
     axes.set(xlabel="bytes per weight, with scales", ylabel="perplexity (lower is better)")
     _set_scales(axes, points)

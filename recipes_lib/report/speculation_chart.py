@@ -14,7 +14,7 @@ from recipes_lib.core.checks import check_number
 from recipes_lib.report.curves import draw_curves, line_color, name_ends
 from recipes_lib.report.figure import WIDTH, blank_figure, muted, page
 from recipes_lib.report.point_labels import name_points
-from recipes_lib.report.style import RECIPE, measured_here
+from recipes_lib.report.style import RECIPE
 
 # The line of what neither gains nor loses. Below it speculation is slower than no speculation.
 NO_GAIN = ((0.0, 1.0), (1.0, 1.0))
@@ -56,7 +56,7 @@ def speculation_chart(
         points,
         (WIDTH, 3.9),
         title=title or "What speculation gains, measured and by its formula",
-        source=measured_here() if source is None else source,
+        source=source,
     )
     lines = {name: _drawn_formula(expected) for name, expected in formula.items()}
     names = list(lines)

@@ -22,7 +22,7 @@ from recipes_lib.report.bars import (
     write_labels,
 )
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, faint, ink, page
-from recipes_lib.report.style import RECIPE, REFERENCE, measured_here
+from recipes_lib.report.style import RECIPE, REFERENCE
 
 
 @page()
@@ -47,7 +47,7 @@ def speed_chart(
         rows,
         (WIDTH, slots.inches + 0.3),
         title=title or speed_message(rows),
-        source=measured_here() if source is None else source,
+        source=source,
         key=_key_of_speeds(rows),
         bars=True,
         ncols=len(widths),

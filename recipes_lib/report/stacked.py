@@ -27,7 +27,7 @@ def stacked_chart(
     *,
     words: Callable[[float], str],
     title: str,
-    source: str,
+    source: str | None,
     heading: str,
     limits: dict[str, float] | None = None,
     ticks: dict[str, float] | None = None,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from recipes_lib.core.checks import check_number
 from recipes_lib.report.curves import draw_curves, name_ends
 from recipes_lib.report.figure import WIDTH, blank_figure, faint, muted, page
-from recipes_lib.report.style import MILLISECONDS, measured_here
+from recipes_lib.report.style import MILLISECONDS
 
 
 class BatchStep(Protocol):
@@ -44,7 +44,7 @@ def throughput_chart(
         [step for curve in curves.values() for step in curve],
         (WIDTH, 4.2),
         title=title or "What a batch writes per second, and how long each text waits",
-        source=measured_here() if source is None else source,
+        source=source,
     )
     lines = {}
     for name, curve in curves.items():

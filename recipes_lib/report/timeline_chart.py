@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from recipes_lib.core.timeline import KINDS, Timeline
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, faint, ink, muted, page
 from recipes_lib.report.labels import POINTS, text_width
-from recipes_lib.report.style import KIND_COLORS, Unit, measured_here
+from recipes_lib.report.style import KIND_COLORS, Unit
 
 
 class Look(NamedTuple):
@@ -60,7 +60,7 @@ def timeline_chart(
         timelines,
         (WIDTH, lines * look.inches),
         title=title,
-        source=measured_here() if source is None else source,
+        source=source,
         key=_key(timelines, predicted, look),
         nrows=lines,
         ncols=columns,

@@ -15,7 +15,7 @@ from typing import Any
 from recipes_lib.core.overhead_fit import OverheadFit
 from recipes_lib.report.curves import draw_curves, line_color, name_ends
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, page
-from recipes_lib.report.style import MILLISECONDS, measured_here
+from recipes_lib.report.style import MILLISECONDS
 
 MEGABYTES = 1e6  # decimal, as bandwidths are given
 
@@ -46,7 +46,7 @@ def overhead_chart(
         points,
         (WIDTH, 3.6),
         title=title or "A fixed part, and the time to read the weights",
-        source=measured_here() if source is None else source,
+        source=source,
         key=[
             Key(_in_terms(name, fits[name]), line_color(number))
             for number, name in enumerate(points)
@@ -104,7 +104,7 @@ def position_time_chart(
         [point for curve in curves.values() for point in curve],
         (WIDTH, 3.4),
         title=title or "The time of a token at each position of a text",
-        source=measured_here() if source is None else source,
+        source=source,
     )
     draw_curves(axes, in_milliseconds)
     axes.set(xlabel="position in the text, tokens", ylabel="time per token, ms")

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 
 from recipes_lib.report.figure import CSS_DOTS, DPI, Key, blank_figure, page
 from recipes_lib.report.labels import keep_apart, text_width, wrap
-from recipes_lib.report.style import DARK, LIGHT
+from recipes_lib.report.style import DARK, LIGHT, measured_here
 
 
 @page()
@@ -46,6 +46,13 @@ def test_title_key_and_source_have_room_of_their_own():
     assert len(rows) == 4, "each name takes more than half of the width"
     assert title.get_window_extent().y0 > rows[0].y1 and rows[-1].y0 > top
     assert source.get_window_extent().y1 < axes.get_tightbbox().y0
+
+
+def test_without_a_source_it_was_measured_here_and_today():
+    """Catches a chart of recorded numbers that claims this machine, and one that says nothing."""
+    for source, shown in ((None, measured_here()), ("recorded", "recorded"), ("", "")):
+        figure, _ = blank_figure(["a"], (8, 2), title="A message", source=source)
+        assert figure.texts[1].get_text() == shown
 
 
 @pytest.mark.parametrize(("dark", "look"), [(True, DARK), (False, LIGHT)])
