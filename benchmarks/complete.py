@@ -12,6 +12,7 @@ from typing import Any
 Run = dict[str, Any]
 
 ARCHITECTURE = ("norms", "healing", "small_models")
+ROUNDS = 5  # of programs in turns, at least
 COMPARED = ("labels", "teacher")  # ways of distillation; there may be more
 
 
@@ -39,16 +40,18 @@ def lacking_in_distillation(run: Run) -> list[str]:
 
 
 def lacking_in_peers(run: Run) -> list[str]:
-    """The rows of `benchmarks.inference_peers` without all of their rounds and without a reason."""
+    """Rounds of `benchmarks.inference_peers`, and programs with numbers: it writes after each."""
     lacking = []
+    if run["rounds"] < ROUNDS:
+        lacking.append(f"{ROUNDS - run['rounds']} of {ROUNDS} rounds")
     for row in run["rows"]:
         if row["reason"] is not None:
             continue
         for time in ("decode_ms", "prefill_ms"):
             if row[time] is None or len(row[time]["rounds"]) < run["rounds"]:
                 lacking.append(f"rounds of {time} of {row['name']}")
-    if not any(row["reason"] is None for row in run["rows"]):
-        lacking.append("a row with numbers")
+    if all(row["reason"] is not None for row in run["rows"]):
+        lacking.append("a program that ran")
     return lacking
 
 

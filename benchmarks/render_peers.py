@@ -15,6 +15,7 @@ Run = dict[str, Any]
 Row = dict[str, Any]
 
 MISSING = "missing"
+MUCH = 0.8  # of our time: below that a note says where ours goes
 
 # --- tables -------------------------------------------------------------------------------------
 
@@ -29,38 +30,33 @@ def peers(run: Run | None) -> str:
         f"One text: {run['new_tokens']} tokens after {run['decode_after_tokens']}, and a prompt of "
         f"{run['prefill_tokens']:,} tokens. Medians of {run['rounds']} rounds in turns; in "
         f"brackets are the lowest and the highest.",
-        "To ours: the time of a token over that of our row with as many bits, in the same round. "
-        "Below 1 the other program is faster; a bracket that contains 1 decides nothing.",
-        "Equal tokens: up to the first that differs from those of the first row.",
+        "To ours: the time over that of our row with as many bits, in the same round. Below 1 the "
+        "other program is faster; a verdict stands for a token, and only if no round disagrees.",
+        "Equal tokens: up to the first that differs from those of `generate` in fp32.",
         *_shares_of_time(run),
         *_why_missing(run),
     ]
-    columns = [
-        "program",
-        "bits",
-        "ms per token",
-        "prompt, ms",
-        "to ours",
-        "verdict",
-        "equal tokens",
-    ]
-    return table(columns, lines, notes)
+    columns = ["program", "bits", "ms per token", "to ours", "verdict", "prompt, ms", "to ours"]
+    return table([*columns, "equal tokens"], lines, notes)
 
 
 def _cells(row: Row) -> list[str]:
     """The numbers of a row, or one word where the program could not run."""
     if row["reason"] is not None:
-        return [row["name"], f"{row['bits']}", MISSING, "", "", "", ""]
-    ratio = ""
+        return [row["name"], f"{row['bits']}", MISSING, "", "", "", "", ""]
     says = ""
     if row["ratio"] is not None:
-        ratio = _ratio(row)
         says = verdict(row["ratio"])
-    equal = ""
-    if row["equal_tokens"] is not None:
-        equal = f"{row['equal_tokens']}"
-    times = [_milliseconds(row["decode_ms"], 1), _milliseconds(row["prefill_ms"], 0)]
-    return [row["name"], f"{row['bits']}", *times, ratio, says, equal]
+    return [
+        row["name"],
+        f"{row['bits']}",
+        _milliseconds(row["decode_ms"], 1),
+        _ratio(row["ratio"]),
+        says,
+        _milliseconds(row["prefill_ms"], 0),
+        _ratio(row["prefill_ratio"]),
+        f"{row['equal_tokens']}",
+    ]
 
 
 # --- a notebook ---------------------------------------------------------------------------------
@@ -78,8 +74,8 @@ def in_words(run: Run) -> str:
     sentences = []
     for bits, row in fastest(run).items():
         sentences.append(
-            f"With {bits} bits, {row['name']} takes {_ratio(row)} the time of {row['beside']} for "
-            f"a token: {verdict(row['ratio'])}."
+            f"With {bits} bits, a token takes {row['name']} {_ratio(row['ratio'])} the time that "
+            f"it takes {row['beside']}: {verdict(row['ratio'])}."
         )
     return " ".join(sentences)
 
@@ -92,7 +88,7 @@ def servers(run: Run) -> str:
     found = fastest(run)
     if not found:
         return ""
-    words = [f"{row['name']} {_ratio(row)}" for row in found.values()]
+    words = [f"{row['name']} {_ratio(row['ratio'])}" for row in found.values()]
     return f"time of a token to ours with as many bits: {'; '.join(words)}"
 
 
@@ -120,8 +116,10 @@ def fastest(run: Run) -> dict[int, Row]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def _ratio(row: Row) -> str:
-    ratio = row["ratio"]
+def _ratio(ratio: dict[str, Any] | None) -> str:
+    """The median and the range; nothing for a row of ours, which is compared with no other."""
+    if ratio is None:
+        return ""
     return f"{ratio['median']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})"
 
 
@@ -150,17 +148,16 @@ def _named(program: str, version: str | None) -> str:
 
 
 def _shares_of_time(run: Run) -> list[str]:
-    """Where our rows that are much slower spend their time."""
+    """Where our rows spend a token to which another program needs less than four fifths."""
+    beaten = {row["beside"] for row in fastest(run).values() if row["ratio"]["median"] < MUCH}
     parts = []
     for row in run["rows"]:
-        if row["reason"] is None and "products_ms" in row:
+        if row["name"] in beaten and "products_ms" in row:
             parts.append(
-                f"{row['name']}: {row['products_ms']:.1f} ms in products, {row['rest_ms']:.1f} in "
-                f"the rest"
+                f"{row['name']} spends {row['products_ms']:.1f} ms of a token in products and "
+                f"{row['rest_ms']:.1f} ms in the rest."
             )
-    if not parts:
-        return []
-    return [f"Where ours is much slower, a token of {'; '.join(parts)}."]
+    return parts
 
 
 def _why_missing(run: Run) -> list[str]:

@@ -167,6 +167,10 @@ def speeds(run: dict[str, Any] | None) -> str:
         return ""
     columns = ["step", "tokens/s", "as fast", "ms/token", "GB/s", "of the limit"]
     columns += ["equal tokens", "perplexity"]
+    note = NOTES["03"].format(bandwidth=run["facts"]["bandwidth"] / 1e9)
+    if "prompt_seconds" in run["rows"][0]:  # older runs count the prompt among the tokens
+        columns.append("prompt, ms")
+        note += " The prompt has a column of its own; all others are of the tokens after it."
     lines = []
     first = None  # the row that the others of its group are compared with
     for row in run["rows"]:
@@ -175,7 +179,6 @@ def speeds(run: dict[str, Any] | None) -> str:
             if row["group"]:
                 lines.append(line([f"**{row['group']}**", *[""] * (len(columns) - 1)]))
         lines.append(line(_speed_cells(row, first)))
-    note = NOTES["03"].format(bandwidth=run["facts"]["bandwidth"] / 1e9)
     notes = [f"{machine_line(run)}. {note}", *_how_sure(run)]
     return table(columns, lines, notes)
 
@@ -187,6 +190,9 @@ def _speed_cells(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
     perplexity = ""
     if row["perplexity"] is not None:
         perplexity = f"{row['perplexity']:.2f}"
+    prompt = []
+    if "prompt_seconds" in row:
+        prompt.append(f"{1000 * row['prompt_seconds']:,.0f}")
     return [
         row["name"],
         f"{row['tokens_per_second']:,.0f}",
@@ -196,6 +202,7 @@ def _speed_cells(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
         f"{row['share_of_limit']:.0%}",
         equal,
         perplexity,
+        *prompt,
     ]
 
 

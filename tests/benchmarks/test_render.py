@@ -132,6 +132,7 @@ def speed_row(name, speed, *, group, **more):
         tokens_per_second=speed,
         gigabytes_per_second=speed / 10,
         share_of_limit=speed / 400,
+        prompt_seconds=0.25,
         group=group,
         **more,
     )
@@ -160,8 +161,8 @@ def test_notebook_03_compares_each_row_with_the_first_of_its_group(tmp_path):
     assert "perplexity 8.00 → 8.20" in headline
     assert "allows 400 on this machine" in headline
     lines = render.block("table-03", folder=tmp_path).splitlines()
-    assert "| **large** |  |  |  |  |  |  |  |" in lines
-    int8 = "| int8 | 200 | 4.00× (3.50–4.50) | 5.0 | 20.0 | 50% | 40/96 | 8.20 |"
+    assert "| **large** |  |  |  |  |  |  |  |  |" in lines
+    int8 = "| int8 | 200 | 4.00× (3.50–4.50) | 5.0 | 20.0 | 50% | 40/96 | 8.20 | 250 |"
     assert int8 in lines
 
 
