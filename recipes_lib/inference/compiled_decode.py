@@ -67,8 +67,9 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
     uncompiled. `decoder` stays as it is, and its layers must not be replaced afterwards. Precision
     comes first, then this.
 
-    Raises ValueError for something that is no decoder, one that is compiled already, and a
-    machine without a compiler.
+    Raises ValueError for something that is no decoder, one that is compiled already or has an int8
+    cache, a machine without a compiler, and bf16 on a GPU without it. The first step raises one
+    for layers that are not one graph, such as int8 on a CPU.
     """
     if not is_decoder(decoder) or isinstance(decoder, CompiledDecoder):
         raise ValueError(
@@ -76,9 +77,15 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
             f"apply_decode_loop(model) returns"
         )
     check_whole(max_tokens=max_tokens)
-    compiled = CompiledDecoder(decoder, max_tokens)
-    _require_compiler(compiled.new_cache(max_tokens=1).device)
-    return compiled
+    plain = decoder.new_cache(max_tokens=1)
+    if type(plain) is not KeyValueCache:
+        raise ValueError(
+            f"the decoder makes caches of class {type(plain).__name__}, and the compiled step has "
+            f"a cache of its own: give a decoder with plain caches (remove_int8_cache)"
+        )
+    _require_compiler(plain.device)
+    _require_kernels_for(plain.device, _dtypes_in(decoder) | {plain.dtype})
+    return CompiledDecoder(decoder, max_tokens)
 
 
 class CompiledDecoder(nn.Module):
@@ -125,8 +132,13 @@ class CompiledDecoder(nn.Module):
         """Append `tokens` [B, K]; logits [B, K, V], or [B, 1, V] of the last with `last_only`.
 
         One token runs compiled, and so do several with `row_by_row`, one after the other.
-        Raises ValueError if the cache has no room for them.
+        Raises ValueError if the cache has no room for them, or is for another number of rows.
         """
+        if tokens.dim() != 2 or len(tokens) != cache.batch or tokens.shape[1] == 0:
+            raise ValueError(
+                f"tokens {list(tokens.shape)}: give [{cache.batch}, K] for this cache, with one "
+                f"token or more"
+            )
         count = tokens.shape[1]
         KeyValueCache.reserve(cache, count)
         if count > 1 and not row_by_row:
@@ -143,16 +155,24 @@ class CompiledDecoder(nn.Module):
     def _one(self, token: Tensor, cache: StaticCache) -> Tensor:
         # What the last replay has written is no longer needed, and this one may overwrite it.
         torch.compiler.cudagraph_mark_step_begin()
-        logits = self._step(self.decoder, token, cache)  # [B, 1, V]
+        # Tokens of the CPU, or with other strides, would each have a graph of their own.
+        cache.token.copy_(token)
+        try:
+            logits = self._step(self.decoder, cache)  # [B, 1, V]
+        except torch._dynamo.exc.Unsupported as error:
+            raise ValueError(
+                f"the step cannot be compiled as one graph, as with int8 layers on a CPU: decode "
+                f"without compiling; PyTorch says: {error}"
+            ) from error
         cache.length += 1
         return logits.clone()  # the next replay writes to the same address
 
 
-def _compiled_step() -> Callable[[Any, Tensor, StaticCache], Tensor]:
-    """The step of one token, which compiles when it is called."""
+def _compiled_step() -> Callable[[Any, StaticCache], Tensor]:
+    """The step of one token, `cache.token`, which compiles when it is called."""
 
-    def step(decoder: Any, token: Tensor, cache: StaticCache) -> Tensor:
-        return decoder(token, cache, last_only=True)
+    def step(decoder: Any, cache: StaticCache) -> Tensor:
+        return decoder(cache.token, cache, last_only=True)
 
     # PyTorch allows eight graphs of one code object: each decoder has a code object of its own.
     step.__code__ = step.__code__.replace()
@@ -161,20 +181,30 @@ def _compiled_step() -> Callable[[Any, Tensor, StaticCache], Tensor]:
 
 
 class _Storage:
-    """The tensors of a static cache: those of a plain one, and the position on the device."""
+    """The tensors of a static cache: those of a plain one, and small ones on the device.
+
+    position int64 [1]; token int64 [B, 1], the newest; first int64 [B, 1], where each row starts.
+    """
 
     def __init__(self, plain: KeyValueCache) -> None:
         self.keys = plain.keys
         self.values = plain.values
         self.dtype = plain.dtype
-        self.position = torch.zeros(1, dtype=torch.int64, device=plain.device)
-        for tensor in [*self.keys, *self.values, self.position]:
+        whole = {"dtype": torch.int64, "device": plain.device}
+        self.position = torch.zeros(1, **whole)
+        self.token = torch.zeros(plain.batch, 1, **whole)
+        self.first = torch.zeros(plain.batch, 1, **whole)
+        for tensor in self.tensors():
             # Otherwise each replay would copy the whole cache to the place of the recording.
             torch._dynamo.mark_static_address(tensor, guard=False)
 
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.keys, *self.values, self.position, self.token, self.first]
+
     def clear(self) -> None:
         """As new. A NaN of the last answer would get through a mask, since NaN times 0 is NaN."""
-        for tensor in [*self.keys, *self.values, self.position]:
+        for tensor in self.tensors():
             tensor.zero_()
 
 
@@ -188,9 +218,23 @@ class StaticCache(KeyValueCache):
         self.keys = storage.keys
         self.values = storage.values
         self.position = storage.position  # int64 [1]: `length`, on the device
-        self.starts = None
+        self.token = storage.token
+        self._first = storage.first
+        self._starts: Tensor | None = None
         self.length = 0
         storage.clear()
+
+    @property
+    def starts(self) -> Tensor | None:
+        """As in `KeyValueCache`; what is set here is copied to the graph's own address."""
+        return self._starts
+
+    @starts.setter
+    def starts(self, starts: Tensor | None) -> None:
+        self._starts = starts
+        if starts is not None:
+            # As a column [B, 1]: PyTorch cannot compile a view of an input in inference mode.
+            self._first.copy_(starts[:, None])
 
     def reserve(self, tokens: int) -> None:
         """Nothing inside the graph: the compiled decoder asks before each step."""
@@ -200,7 +244,7 @@ class StaticCache(KeyValueCache):
         slots = self.position + torch.arange(tokens, device=self.position.device)  # [K]
         if self.starts is None:
             return slots
-        return (slots - self.starts[:, None]).clamp(min=0)
+        return (slots - self._first).clamp(min=0)
 
     def mask(self, tokens: int) -> Tensor:
         """bool [B or 1, 1, K, T]: which of all places the next K tokens may look at."""
@@ -209,7 +253,7 @@ class StaticCache(KeyValueCache):
         visible = slots <= own  # [K, T]
         if self.starts is None:
             return visible[None, None]
-        real = slots >= self.starts[:, None]  # [B, T]
+        real = slots >= self._first  # [B, T]
         return ((visible & real[:, None]) | (slots == own))[:, None]
 
     def append(
@@ -257,6 +301,26 @@ def _require_compiler(device: torch.device) -> None:
                 "torch.compile needs a C++ compiler on a CPU and finds none: install one (`apt "
                 "install g++`) or name it in the variable CXX; or decode without compiling"
             ) from error
+
+
+def _require_kernels_for(device: torch.device, dtypes: set[torch.dtype]) -> None:
+    """Raise ValueError for bf16 on a GPU that has none: PyTorch compiles nothing there."""
+    if device.type != "cuda" or torch.bfloat16 not in dtypes:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ValueError(
+            f"a GPU of compute capability {major}.{minor} has no bf16, and PyTorch compiles no "
+            f"step with it, be it in weights or in the scales of 8 and 4 bits: give a decoder in "
+            f"fp16 or fp32, or decode without compiling"
+        )
+
+
+def _dtypes_in(decoder: Any) -> set[torch.dtype]:
+    """Those of all parameters and buffers."""
+    if not isinstance(decoder, nn.Module):
+        return set()
+    return {tensor.dtype for tensor in [*decoder.parameters(), *decoder.buffers()]}
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class Decoder(nn.Module):
                 of one token each.
         Raises ValueError if the cache has no room for them, or is for another number of rows.
         """
-        with torch.inference_mode():
+        with _without_gradients():
             self._check(tokens, cache)
             count = tokens.shape[1]
             cache.reserve(count)
@@ -210,6 +210,13 @@ class Decoder(nn.Module):
         angles = torch.arange(positions)[:, None].float() * self._frequencies
         table = torch.stack([angles.cos(), angles.sin()], dim=-1) * self.sizes.sharpening
         self._table = table.to(device)
+
+
+def _without_gradients() -> Any:
+    """Inference mode, in which a compiled graph could take no view of its inputs."""
+    if torch.compiler.is_compiling():
+        return torch.no_grad()
+    return torch.inference_mode()
 
 
 class DecoderBlock(nn.Module):

@@ -1,20 +1,28 @@
 """The compiled step of one token: the same answers, from one graph."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from recipes_lib.core.decoding import greedy
+from recipes_lib.core.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.inference import compiled_decode
+from recipes_lib.inference.batching import generate_batch
 from recipes_lib.inference.compiled_decode import (
     compile_decoder,
     predicted_break_even_tokens,
     write_without_a_length,
 )
 from recipes_lib.inference.decode_loop import apply_decode_loop
+from recipes_lib.inference.kv_cache import apply_int8_cache
+from recipes_lib.inference.speculative import prompt_lookup_generate
+from recipes_lib.precision.int4 import apply_int4
+from recipes_lib.precision.int8 import apply_int8
+from recipes_lib.precision.sixteen_bit_weights import apply_sixteen_bit_weights
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -46,9 +54,12 @@ def test_the_idea_writes_one_place_and_hides_the_rest():
 
 
 def test_compiled_kernels_answer_alike(decoder):
-    """The one test that writes kernels: some seconds."""
+    """The one test that writes kernels: some seconds. They refuse what other backends take."""
     compiled = compile_decoder(decoder, max_tokens=24)
     assert greedy(compiled, PROMPT, new_tokens=8) == greedy(decoder, PROMPT, new_tokens=8)
+    prompts = [PROMPT, PROMPT[:4]]
+    expected = generate_batch(decoder, prompts, new_tokens=4)
+    assert generate_batch(compiled, prompts, new_tokens=4) == expected
 
 
 def test_one_graph_for_all_tokens_and_all_answers(decoder, graphs_only):
@@ -56,7 +67,10 @@ def test_one_graph_for_all_tokens_and_all_answers(decoder, graphs_only):
     compiled = compile_decoder(decoder, max_tokens=32)
     before = graphs()
     for prompt in (PROMPT, PROMPT[:2], PROMPT[:1]):
-        assert greedy(compiled, prompt, new_tokens=12) == greedy(decoder, prompt, new_tokens=12)
+        expected = greedy(decoder, prompt, new_tokens=12)
+        assert greedy(compiled, prompt, new_tokens=12) == expected
+        # Drafts come as views of one tensor, with strides of their own.
+        assert prompt_lookup_generate(compiled, prompt, new_tokens=12).tokens == expected
     assert graphs() - before == 1
 
 
@@ -140,6 +154,9 @@ def test_bad_input(decoder, llama):
     cache = compiled.new_cache(max_tokens=8)
     with pytest.raises(ValueError, match="made for 8"):
         compiled(torch.zeros(1, 9, dtype=torch.int64), cache)
+    two_rows = compiled.new_cache(batch=2, max_tokens=8)
+    with pytest.raises(ValueError, match=r"tokens \[1, 1\]: give \[2, K\]"):
+        compiled(torch.zeros(1, 1, dtype=torch.int64), two_rows)
     assert cache.length == int(cache.position) == 0
 
 
@@ -153,6 +170,30 @@ def test_no_compiler(decoder, monkeypatch):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     with pytest.raises(ValueError, match=r"apt install g\+\+"):
         compile_decoder(decoder, max_tokens=8)
+
+
+def test_an_int8_cache_is_refused(decoder):
+    """Its scales would be lost, and an operator would fail deep inside."""
+    with pytest.raises(ValueError, match=r"Int8KeyValueCache.*remove_int8_cache"):
+        compile_decoder(apply_int8_cache(decoder), max_tokens=8)
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="FBGEMM")
+def test_layers_that_are_not_one_graph(decoder, graphs_only):
+    """Weights that are packed for FBGEMM are no tensors: say so, in words of this recipe."""
+    compiled = compile_decoder(apply_int8(decoder, kind="dynamic"), max_tokens=16)
+    with pytest.raises(ValueError, match="one graph, as with int8 layers on a CPU"):
+        greedy(compiled, PROMPT, new_tokens=2)
+
+
+def test_bf16_on_a_card_without_it_is_refused(decoder, monkeypatch):
+    """PyTorch would compile nothing, and run the step as it is."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = torch.device("cuda")
+    in_scales = compiled_decode._dtypes_in(apply_int8(decoder))
+    with pytest.raises(ValueError, match=r"7\.5 has no bf16.*fp16"):
+        compiled_decode._require_kernels_for(device, in_scales)
+    compiled_decode._require_kernels_for(device, {torch.float16, torch.float32})
 
 
 def test_break_even():
@@ -176,3 +217,43 @@ def test_cuda_graphs_answer_alike_and_are_replayed():
     assert greedy(compiled, PROMPT, new_tokens=40) == expected
     assert graphs() == before
     assert counters["inductor"]["cudagraph_skips"] == skipped == 0
+
+
+@pytest.mark.gpu
+def test_tokens_from_the_cpu_are_replayed_on_gpu():
+    """A check makes its tokens on the CPU: with them in the graph there was no CUDA graph."""
+    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cuda"))
+    compiled = compile_decoder(decoder, max_tokens=64)
+    expected = greedy(compiled, PROMPT, new_tokens=20)
+    before = graphs()
+    skipped = counters["inductor"]["cudagraph_skips"]
+    assert greedy(compiled, PROMPT[:1], new_tokens=20) == greedy(decoder, PROMPT[:1], new_tokens=20)
+    assert prompt_lookup_generate(compiled, PROMPT, new_tokens=20).tokens == expected
+    assert graphs() == before
+    assert counters["inductor"]["cudagraph_skips"] == skipped
+
+
+@pytest.mark.gpu
+def test_sixteen_bits_are_compiled_on_gpu():
+    """In the dtype of this card: fp16 on a T4, where bf16 is refused."""
+    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cuda"))
+    compiled = compile_decoder(apply_sixteen_bit_weights(decoder), max_tokens=32)
+    tokens = torch.tensor([PROMPT])
+    expected = decoder(tokens, decoder.new_cache(max_tokens=9)).float()
+    got = compiled(tokens, compiled.new_cache(max_tokens=9), row_by_row=True).float()
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not machine().native_bf16, reason="needs a card with bf16")
+@pytest.mark.parametrize("change", [apply_int8, partial(apply_int8, kind="dynamic"), apply_int4])
+def test_quantized_layers_are_one_graph_on_gpu(change):
+    """In inference mode PyTorch compiles no view of a weight, and whole numbers are transposed."""
+    decoder = change(apply_decode_loop(model_of_shape("tiny-llama", device="cuda")))
+    compiled = compile_decoder(decoder, max_tokens=32)
+    tokens = torch.tensor([PROMPT])
+    expected = decoder(tokens, decoder.new_cache(max_tokens=9))
+    before = graphs()
+    got = compiled(tokens, compiled.new_cache(max_tokens=9), row_by_row=True)
+    assert graphs() - before == 1
+    assert (got - expected).norm() < 0.05 * expected.norm()
