@@ -629,8 +629,8 @@ PRECISION = [
     mistake(
         "tokens of a call share a range",
         file="precision/int8_kernels.py",
-        right="torch.cat([self._ends, rows / largest])",
-        wrong="torch.cat([0 * self._ends, rows / largest])",
+        right="torch.cat([self._ends, (rows - middle) / half])",
+        wrong="torch.cat([0 * self._ends, (rows - middle) / half])",
         tests="precision/test_int8.py",
         suffers="With a scale per token, an answer still depends on the others of its batch.",
     ),

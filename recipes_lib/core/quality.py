@@ -83,7 +83,7 @@ def _read(model: Any, row: Tensor, token_by_token: bool) -> tuple[float, Tensor]
     """The sum of the losses of one document in nats, and the likeliest tokens [S - 1]."""
     loss = 0.0
     likeliest = []
-    for logits, targets in _logits_and_targets(model, row, token_by_token):
+    for logits, targets in next_token_logits(model, row, token_by_token=token_by_token):
         logits = logits.float()  # [K, V]
         targets = targets.to(logits.device)  # [K]
         loss += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
@@ -91,10 +91,13 @@ def _read(model: Any, row: Tensor, token_by_token: bool) -> tuple[float, Tensor]
     return loss, torch.cat(likeliest)
 
 
-def _logits_and_targets(
-    model: Any, row: Tensor, token_by_token: bool
+def next_token_logits(
+    model: Any, row: Tensor, *, token_by_token: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits [K, V] and the tokens [K] that really follow: all at once, or one by one."""
+    """Logits [K, V] and the tokens [K] that really follow: all at once, or one by one.
+
+    `row` are the token ids of one document, int64 [S]; the other arguments as in `decode_quality`.
+    """
     inputs = row[None, :-1]  # [1, S - 1]: nothing follows the last token
     targets = row[1:]
     if not is_decoder(model):

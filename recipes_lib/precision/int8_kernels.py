@@ -150,21 +150,28 @@ class DynamicWeights(PackedWeights):
 
 
 class PerTokenWeights(PackedWeights):
-    """Activations in 8 bits, with a scale for each row."""
+    """Activations in 8 bits, with a scale and a middle for each row."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         super().__init__(weight, scale)
         self._ends = _row_with_both_ends(weight.shape[1], 1.0)
+        self._sums = weight.sum(dim=1, dtype=torch.int32) * scale.float()  # [N], of each row of W
 
     def product(self, x: Tensor) -> Tensor:
-        """x [..., K], each row rounded with a scale of its own, in one call: [..., N].
+        """x [..., K], each row rounded by itself, in one call: [..., N].
 
-        Each row is divided by its largest number. One more row holds 1 and -1, so that the scale
-        of the call is the same for any rows, and no row depends on the others.
+        The numbers of a row need not lie around zero. So its middle is taken away, what is left is
+        divided by its largest number, and the product gets the middle back: W m = m sum(W). One
+        more row holds 1 and -1, so that the scale of the call is the same for any rows, and no row
+        depends on the others.
         """
-        rows, largest = _rows_and_largest(x)
-        y = self._rounded_product(torch.cat([self._ends, rows / largest]))  # [1 + M, N]
-        return _in_dtype_of(x, y[1:].mul_(largest).view(*x.shape[:-1], -1))
+        rows = x.float().reshape(-1, x.shape[-1])  # [M, K]
+        low, high = rows.aminmax(dim=1, keepdim=True)  # [M, 1]
+        middle = (low + high) / 2
+        half = ((high - low) / 2).clamp_min_(TINY)
+        y = self._rounded_product(torch.cat([self._ends, (rows - middle) / half]))  # [1 + M, N]
+        y = torch.addcmul(middle * self._sums, y[1:], half)  # [M, N]
+        return _in_dtype_of(x, y.view(*x.shape[:-1], -1))
 
 
 class TwoHalvesWeights(PackedWeights):

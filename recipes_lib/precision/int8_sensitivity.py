@@ -1,25 +1,38 @@
-"""Which layers suffer from 8 bits: one group at a time is quantized, and the loss is measured.
+"""Which layers suffer from 8 bits: one group at a time is quantized, and what changes is measured.
 
     scan = sensitivity(model, documents, kind="dynamic", groups=groups_by_place(model))
-    high = sensitive_layers(scan, most_change=0.01)
+    high = sensitive_layers(scan, most_divergence=0.01)
     names = [name for name in linear_layers(model) if name not in high]
     apply_int8(model, kind="dynamic", names=names)
 
-The changes of single groups add up nearly, as long as they are small. So the groups that do most
+The damage is the Kullback-Leibler divergence between the predictions before and after, per token:
+
+    sum over the vocabulary of  p log(p / q)        p before, q after; in nats, never below zero
+
+Why not the loss? On some text it grows at one token and falls at the next, so the change of its
+mean is mostly chance. The divergence is what the loss grows by on the model's own predictions.
+
+The damages of single groups add up nearly, as long as they are small. So the groups that do most
 damage stay in high precision, until the sum of the others is small enough.
+
+Source: Hinton et al., arXiv 1503.02531, for the divergence between two models' predictions;
+llama.cpp's `perplexity --kl-divergence` compares quantized files by it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from recipes_lib.core.checks import check_choice, check_number
+from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.linears import linear_layers, replace_linears
-from recipes_lib.core.quality import decode_quality
+from recipes_lib.core.quality import next_token_logits
 from recipes_lib.precision.int8 import KINDS, int8_linear
 
 
@@ -28,7 +41,7 @@ class Sensitivity(NamedTuple):
 
     group: str
     names: tuple[str, ...]  # its layers
-    loss_change: float  # nats per token: 0.01 is 1% of perplexity
+    divergence: float  # nats per token: 0.01 is 1% of perplexity, on the model's own predictions
     agreement: float  # share of tokens whose likeliest successor stays the same
     weights: int  # how many it has
 
@@ -61,8 +74,8 @@ def sensitivity(
 ) -> list[Sensitivity]:
     """Measure each group of layers by itself; the one that does most damage comes first.
 
-    `model` is as before when this returns, and when it fails. Of a scan with few documents take the
-    order, not the last digit: the loss of the same model changes from text to text.
+    `model` is as before when this returns, and when it fails. The predictions of the model for all
+    tokens are in memory meanwhile: tokens x vocabulary x 4 bytes.
 
     Args:
         model: a causal LM in full precision, or a decoder, as `apply_int8` takes them.
@@ -72,49 +85,64 @@ def sensitivity(
             `groups_by_block(model)`, or one of your own.
         token_by_token: of a decoder: read as it decodes, with the activations of one token per
             call. Without it "dynamic" has one scale for a whole document.
-    Raises ValueError for an unknown kind, names that are no linear layers, and no groups.
+    Raises ValueError for an unknown kind, names that are no linear layers, no groups, and no
+    documents.
     """
     check_choice(KINDS, kind=kind)
     if not groups:
         raise ValueError("no groups: give groups_by_place(model) or groups_by_block(model)")
-    options = {"token_by_token": token_by_token}
-    full = decode_quality(model, documents, **options)
+    if not documents:
+        raise ValueError("no documents: give lists of token ids")
+    rows = [torch.as_tensor(document, dtype=torch.int64).flatten() for document in documents]
+    read = partial(_log_probabilities, model, rows, token_by_token)
+    before = read()
     found = []
     for group, names in groups.items():
         originals = _replace(model, list(names), kind)
         try:
-            changed = decode_quality(model, documents, reference=full.predictions, **options)
+            after = read()
         finally:
             _put_back(model, originals)
         found.append(
             Sensitivity(
                 group,
                 tuple(originals),
-                math.log(changed.perplexity / full.perplexity),
-                changed.agreement,
+                _divergence(before, after),
+                (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
                 sum(layer.weight.numel() for layer in originals.values()),
             )
         )
-    return sorted(found, key=lambda one: -one.loss_change)
+    return sorted(found, key=lambda one: -one.divergence)
 
 
-def sensitive_layers(scan: Iterable[Sensitivity], *, most_change: float) -> list[str]:
-    """The layers to keep in high precision, so that the others change the loss by `most_change`.
+def _log_probabilities(model: Any, rows: list[Tensor], token_by_token: bool) -> Tensor:
+    """The logarithms of the predictions for all tokens of all documents, fp32 [tokens, V]."""
+    logits = []
+    with evaluating(model):
+        for row in rows:
+            calls = next_token_logits(model, row, token_by_token=token_by_token)
+            logits += [of_call.float() for of_call, _targets in calls]
+    return torch.cat(logits).log_softmax(-1)
+
+
+def _divergence(before: Tensor, after: Tensor) -> float:
+    """Mean over the tokens of KL(before || after); both are logarithms [tokens, V]."""
+    # Rounding may bring a divergence of nothing below zero.
+    return max(0.0, functional.kl_div(after, before, log_target=True, reduction="batchmean").item())
+
+
+def sensitive_layers(scan: Iterable[Sensitivity], *, most_divergence: float) -> list[str]:
+    """The layers to keep in high precision, so that the others move the predictions little.
 
     Groups are kept by the damage that they do per weight, the worst first, until the sum of the
-    changes of the rest is at most `most_change` nats per token. A group whose loss became smaller
-    counts as no change: that was luck.
+    divergences of the rest is at most `most_divergence` nats per token.
     """
-    check_number(least=0, most_change=most_change)
-    left = sorted(scan, key=lambda one: one.loss_change / one.weights)
+    check_number(least=0, most_divergence=most_divergence)
+    left = sorted(scan, key=lambda one: one.divergence / one.weights)
     high: list[str] = []
-    while left and _damage(left) > most_change:
+    while sum(group.divergence for group in left) > most_divergence:
         high += left.pop().names
     return high
-
-
-def _damage(groups: Iterable[Sensitivity]) -> float:
-    return sum(max(0.0, group.loss_change) for group in groups)
 
 
 def _replace(model: Any, names: list[str], kind: str) -> dict[str, Any]:
