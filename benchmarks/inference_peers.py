@@ -1,0 +1,300 @@
+"""The same weights through other programs, in turns with ours, on one thread of one core.
+
+python -m benchmarks.inference_peers
+python -m benchmarks.inference_peers --only "ours, int4" "llama.cpp, Q4_0"
+
+Every program writes the same number of tokens after the same short prompt, always the likeliest
+one. Its time per token begins with the first new token, so reading the prompt is not in it. Then it
+reads a long prompt, and gives the logits of the last token. The programs take turns, each round in
+the other direction, and a ratio is that of two times in one round. Before the clock runs, each
+program has written its text once, and `equal_tokens` says how many of its tokens are those of
+`model.generate` in fp32, counted from the first.
+
+What is not installed, or fails, gets a row that says why. Programs beside PyTorch come with
+
+    pip install "llm-training-recipes[peers]"
+
+`runs/inference_peers.json` is written after each round, so a run that is cut leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.peer_files import programs_with_files
+from benchmarks.peer_programs import (
+    Loaded,
+    Peer,
+    Stopwatch,
+    load_transformers,
+    programs_on_pytorch,
+)
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data import load_text
+from recipes_lib.core.default_model import model_source
+from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.core.measure import there_and_back, timed
+from recipes_lib.core.model import load_tokenizer
+
+FILE = "inference_peers.json"
+QUESTION = "Explain to a child why the sky is blue."  # as in notebook 03
+PRODUCT_ROUNDS = 8  # repetitions of all products of a token, in each round
+
+
+@dataclass
+class Row:
+    """A program, what it has shown so far, and the milliseconds of each round."""
+
+    peer: Peer
+    loaded: Loaded | None = None
+    equal_tokens: int | None = None
+    reason: str | None = None
+    decode: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+    products: list[float] = field(default_factory=list)
+
+    def fail(self, error: Exception) -> None:
+        """From now on the row says why there are no numbers."""
+        self.reason = one_sentence(error)
+        self.loaded = None
+        self.equal_tokens = None
+        for times in (self.decode, self.prefill, self.products):
+            times.clear()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A question to answer with so many new tokens, and a long text to read."""
+
+    question: list[int]
+    new_tokens: int
+    long_text: list[int]
+
+
+def compare(
+    peers: Sequence[Peer], texts: Texts, *, reference: Callable[[], Loaded], rounds: int
+) -> Iterator[list[Row]]:
+    """Yield the rows after each round, and once before the first.
+
+    `reference` loads the program whose tokens are the right ones. A program that cannot be loaded,
+    or fails later, gets a reason instead of numbers.
+    """
+    right = write(reference(), texts)[0]
+    rows = [Row(peer) for peer in peers]
+    for row in rows:
+        with failures_noted(row):
+            row.loaded = row.peer.load()
+            written, _ = write(row.loaded, texts)
+            row.loaded.read(texts.long_text)  # warms up
+            row.equal_tokens = equal_from_the_first(written, right)
+    yield rows
+    by_name = {row.peer.name: row for row in rows}
+    for names in there_and_back(list(by_name), rounds=rounds):
+        for name in names:
+            with failures_noted(by_name[name]):
+                take_turn(by_name[name], texts)
+        yield rows
+
+
+def take_turn(row: Row, texts: Texts) -> None:
+    """One round of one program, if it runs."""
+    if row.loaded is None:
+        return
+    _, seconds_per_token = write(row.loaded, texts)
+    seconds, _ = timed(partial(row.loaded.read, texts.long_text))
+    row.decode.append(1e3 * seconds_per_token)
+    row.prefill.append(1e3 * seconds)
+    if row.loaded.products is not None:
+        seconds = [timed(row.loaded.products)[0] for _ in range(PRODUCT_ROUNDS)]
+        row.products.append(1e3 * statistics.median(seconds))
+
+
+def write(loaded: Loaded, texts: Texts) -> tuple[list[int], float]:
+    """The answer, and its seconds per token without the first one."""
+    stopwatch = Stopwatch()
+    written = loaded.write(texts.question, texts.new_tokens, stopwatch)
+    return written, stopwatch.seconds_per_token(texts.new_tokens)
+
+
+@contextlib.contextmanager
+def failures_noted(row: Row) -> Iterator[None]:
+    """Whatever a program raises becomes the reason of its row: the others go on."""
+    try:
+        yield
+    except Exception as error:
+        row.fail(error)
+
+
+def one_sentence(error: Exception) -> str:
+    """The first line of an error, with its kind where that says more than the line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    kind = type(error).__name__
+    if isinstance(error, ImportError):
+        return lines[0]
+    return f"{kind}: {lines[0]}"[:300]
+
+
+def equal_from_the_first(written: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens are equal before the first that differs."""
+    for place, (one, other) in enumerate(zip(written, right, strict=True)):
+        if one != other:
+            return place
+    return len(right)
+
+
+# --- the file and the table -----------------------------------------------------------------------
+
+
+def contents(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as they are written into the file."""
+    by_name = {row.peer.name: row for row in rows}
+    return [_content(row, by_name.get(row.peer.beside)) for row in rows]
+
+
+def _content(row: Row, beside: Row | None) -> dict[str, Any]:
+    peer = row.peer
+    content = {
+        "name": peer.name,
+        "program": peer.program,
+        "version": None,
+        "format": peer.format,
+        "bits": peer.bits,
+        "weight_bytes": None,
+        "decode_ms": spread(row.decode),
+        "prefill_ms": spread(row.prefill),
+        "beside": peer.beside,
+        "ratio": None,
+        "prefill_ratio": None,
+        "equal_tokens": row.equal_tokens,
+        "reason": row.reason,
+    }
+    if row.loaded is not None:
+        content["version"] = row.loaded.version
+        content["weight_bytes"] = row.loaded.weight_bytes
+    if beside is not None:
+        content["ratio"] = spread(ratios(row.decode, beside.decode))
+        content["prefill_ratio"] = spread(ratios(row.prefill, beside.prefill))
+    if row.products:
+        products = statistics.median(row.products)
+        content["products_ms"] = products
+        content["rest_ms"] = statistics.median(row.decode) - products
+    return content
+
+
+def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Each time over the other time of the same round; none where one of the two is missing."""
+    if len(times) != len(others):
+        return []
+    return [time / other for time, other in zip(times, others, strict=True)]
+
+
+def spread(values: Sequence[float]) -> dict[str, Any] | None:
+    """Median, smallest and largest, and the value of each round; None without values."""
+    if not values:
+        return None
+    return {
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "rounds": list(values),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line per row: megabytes, milliseconds, how it compares with ours, and equal tokens."""
+    header = ("", "MB", "ms per token", "ms prompt", "times ours", "equal")
+    lines = ["{:<38}{:>5}  {:<21}{:>10}  {:<19}{:>5}".format(*header)]
+    for row in rows:
+        if row["decode_ms"] is None:
+            lines.append(f"{row['name']:<38}{row['reason'] or 'not timed yet'}")
+            continue
+        megabytes = f"{row['weight_bytes'] / 1e6:.0f}"
+        line = f"{row['name']:<38}{megabytes:>5}  {_in_brackets(row['decode_ms']):<21}"
+        line += f"{row['prefill_ms']['median']:>10.0f}  {_in_brackets(row['ratio']):<19}"
+        lines.append(f"{line}{row['equal_tokens']:>5}")
+    return "\n".join(lines)
+
+
+def _in_brackets(values: dict[str, Any] | None) -> str:
+    if values is None:
+        return ""
+    return f"{values['median']:.2f} ({values['low']:.2f}–{values['high']:.2f})"
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def all_programs() -> list[Peer]:
+    """Every row of the table, in its order."""
+    return [*programs_on_pytorch(), *programs_with_files()]
+
+
+def texts_of(*, new_tokens: int, prompt: int) -> Texts:
+    """The question of notebook 03, and `prompt` tokens of Python's standard library to read."""
+    check_whole(new_tokens=new_tokens, least=2)
+    check_whole(prompt=prompt)
+    tokenizer = load_tokenizer()
+    question = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    # A token has a few letters, so ten letters for each of them are enough text.
+    text = load_text(split="validation")[: 10 * prompt + 1_000]
+    return Texts(question, new_tokens, tokenizer(text)["input_ids"][:prompt])
+
+
+def stay_on_one_core() -> None:
+    """All programs run where this process may run. Not every system can say where that is."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def main() -> None:
+    """Run all programs, and write the file after each round."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table")
+    given = parser.parse_args()
+    peers = all_programs()
+    if given.only:
+        unknown = set(given.only) - {peer.name for peer in peers}
+        if unknown:
+            parser.error(f"no row {sorted(unknown)}: give some of {[p.name for p in peers]}")
+        peers = [peer for peer in peers if peer.name in given.only]
+
+    facts = provenance()  # before this process stays on one core: it counts the cores
+    stay_on_one_core()
+    texts = texts_of(new_tokens=given.new_tokens, prompt=given.prompt)
+    facts |= {
+        "threads": 1,
+        "source": model_source(),
+        "new_tokens": given.new_tokens,
+        "decode_after_tokens": len(texts.question),
+        "prefill_tokens": len(texts.long_text),
+    }
+    path = runs_dir() / FILE
+    reference = partial(load_transformers, torch.float32)
+    rounds = compare(peers, texts, reference=reference, rounds=given.rounds)
+    for done, rows in enumerate(rounds):
+        content = facts | {"rounds": done, "rows": contents(rows)}
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, path)
+        print(f"after round {done}\n{table(content['rows'])}", flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

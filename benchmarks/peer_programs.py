@@ -1,0 +1,293 @@
+"""The programs that write the same text with the same weights: ours, and those on top of PyTorch.
+
+Each `Peer` says how to load a program. What it loads can read a prompt, and can write greedily with
+a `Stopwatch` beside it. Programs that read files of their own are in `peer_files.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes_lib.core.decoding import greedy
+from recipes_lib.core.linears import bytes_per_token, linear_layers, replace_linears
+from recipes_lib.core.machine import require
+from recipes_lib.core.model import load_model
+from recipes_lib.core.sizes import plain_tensors
+from recipes_lib.inference.decode_loop import apply_decode_loop
+from recipes_lib.precision.int4 import apply_int4
+from recipes_lib.precision.int8 import apply_int8
+from recipes_lib.precision.sixteen_bit_weights import apply_sixteen_bit_weights
+
+OURS = "this library"
+OUTLIERS = 6.0  # LLM.int8() keeps columns with larger activations in 16 bits
+
+
+@dataclass
+class Stopwatch:
+    """When each token of an answer was there. A streamer for `model.generate`, too."""
+
+    moments: list[float] = field(default_factory=list)
+
+    def token(self) -> None:
+        """A token is there."""
+        self.moments.append(time.perf_counter())
+
+    def put(self, tokens: Any) -> None:
+        """What `model.generate` calls: once with the prompt, and then for each token."""
+        self.token()
+
+    def end(self) -> None:
+        """What `model.generate` calls when the answer is complete."""
+
+    def seconds_per_token(self, new_tokens: int) -> float:
+        """From the first new token to the last one, so that reading the prompt is not in it."""
+        of_the_answer = self.moments[-new_tokens:]
+        return (of_the_answer[-1] - of_the_answer[0]) / (new_tokens - 1)
+
+
+Write = Callable[[Sequence[int], int, Stopwatch], list[int]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A program with its weights.
+
+    `write(prompt, new_tokens, stopwatch)` gives the new tokens, and `read(prompt)` computes the
+    logits of the last token. `weight_bytes` are those that a token reads. `products()` computes the
+    linear layers of one token and nothing else, where we can ask for that.
+    """
+
+    write: Write
+    read: Callable[[Sequence[int]], None]
+    weight_bytes: int
+    version: str
+    products: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of the table. `beside` names the row of ours with as many bits per weight."""
+
+    name: str
+    program: str
+    format: str
+    bits: int
+    load: Callable[[], Loaded]
+    beside: str | None = None
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def unchanged(decoder: Any) -> Any:
+    """The weights as they come, in fp32."""
+    return decoder
+
+
+def all_in_int8(decoder: Any, *, kind: str) -> Any:
+    """All products in 8 bits, the output layer's among them."""
+    return apply_int8(decoder, kind=kind, names=list(linear_layers(decoder)))
+
+
+def int4_with_int8_head(decoder: Any) -> Any:
+    """Blocks in four bits in groups of 32, as in a Q4_0 file, and the output layer in eight."""
+    apply_int4(decoder, group=32, symmetric=True)
+    return apply_int8(decoder, kind="weight_only", names=["head"])
+
+
+def load_ours(change: Callable[[Any], Any]) -> Loaded:
+    """The decode loop with its layers changed."""
+    decoder = change(apply_decode_loop(_model()))
+
+    def write(prompt: Sequence[int], new_tokens: int, stopwatch: Stopwatch) -> list[int]:
+        return greedy(_Timed(decoder, stopwatch), prompt, new_tokens=new_tokens)
+
+    def read(prompt: Sequence[int]) -> None:
+        greedy(decoder, prompt, new_tokens=1)
+
+    return Loaded(
+        write,
+        read,
+        bytes_per_token(decoder),
+        metadata.version("llm-training-recipes"),
+        partial(products_of_one_token, decoder),
+    )
+
+
+class _Timed:
+    """A decoder that tells the stopwatch after each call."""
+
+    def __init__(self, decoder: Any, stopwatch: Stopwatch) -> None:
+        self.decoder = decoder
+        self.stopwatch = stopwatch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def __call__(self, *tokens_and_cache: Any, **options: Any) -> torch.Tensor:
+        logits = self.decoder(*tokens_and_cache, **options)
+        self.stopwatch.token()
+        return logits
+
+
+@torch.inference_mode()
+def products_of_one_token(decoder: Any) -> None:
+    """Every linear layer once, on numbers that do not matter."""
+    dtype = decoder.embedding.weight.dtype
+    for layer in decoder.modules():
+        if isinstance(layer, nn.Linear) or hasattr(layer, "bytes_per_weight"):
+            layer(torch.ones(1, 1, layer.in_features, dtype=dtype))
+
+
+# --- transformers, and what changes its layers ----------------------------------------------------
+
+
+def load_transformers(
+    dtype: torch.dtype, change: Callable[[Any], Any] = unchanged, package: str = "transformers"
+) -> Loaded:
+    """`model.generate` with its layers changed by `package`."""
+    model = change(_model(dtype))
+
+    def write(prompt: Sequence[int], new_tokens: int, stopwatch: Stopwatch) -> list[int]:
+        ids = torch.tensor([prompt])
+        prompt_and_answer = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=stopwatch,
+        )
+        return prompt_and_answer[0, len(prompt) :].tolist()
+
+    def read(prompt: Sequence[int]) -> None:
+        with torch.inference_mode():
+            model(torch.tensor([prompt]), logits_to_keep=1)
+
+    return Loaded(write, read, bytes_of_linears(model), metadata.version(package))
+
+
+def torchao_weight_only(model: Any) -> Any:
+    """Each weight as a whole number of 8 bits with a scale per row."""
+    require("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def torchao_compiled(model: Any) -> Any:
+    """The same, compiled as its documentation advises. The length of the cache stays open."""
+    model = torchao_weight_only(model)
+    model.forward = torch.compile(model.forward, dynamic=True)
+    return model
+
+
+def bitsandbytes_eight_bits(model: Any) -> Any:
+    """LLM.int8() in all linear layers."""
+    layers = require("bitsandbytes").nn
+
+    def make(name: str, linear: nn.Linear) -> nn.Module:
+        eight_bits = layers.Linear8bitLt(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            has_fp16_weights=False,
+            threshold=OUTLIERS,
+        )
+        # The copy: an output layer shares its weight with the embedding, which stays as it is.
+        weight = linear.weight.detach().clone()
+        eight_bits.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        return eight_bits.to("cpu")  # this is when the weights become whole numbers
+
+    return replace_linears(model, make, names=list(linear_layers(model)))
+
+
+def bytes_of_linears(model: nn.Module) -> int:
+    """Bytes of all weights in products, scales included."""
+    total = 0
+    for layer in linear_layers(model).values():
+        total += sum(tensor.nbytes for tensor in plain_tensors(layer.weight))
+        # bitsandbytes moves its scales around; there is one in fp32 for each row.
+        if type(layer).__name__ == "Linear8bitLt":
+            total += 4 * layer.out_features
+    return total
+
+
+def _model(dtype: torch.dtype = torch.float32) -> Any:
+    """The default model on the CPU, which goes on writing until it is told to stop."""
+    model = load_model(dtype=dtype, device="cpu").eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def programs_on_pytorch() -> list[Peer]:
+    """Ours, and every program that runs inside of PyTorch."""
+    eight_bits = "int8, a scale per row"
+    both_in_eight_bits = "int8, activations too"
+    fp32, bf16 = torch.float32, torch.bfloat16
+    ours = [
+        ("fp32", "fp32", 32, unchanged),
+        ("16 bits", "bf16 or fp16", 16, apply_sixteen_bit_weights),
+        ("int8 weight-only", eight_bits, 8, partial(all_in_int8, kind="weight_only")),
+        ("int8 dynamic", both_in_eight_bits, 8, partial(all_in_int8, kind="dynamic")),
+        ("int4", "int4 in groups of 32, output layer int8", 4, int4_with_int8_head),
+    ]
+    peers = []
+    for name, stored, bits, change in ours:
+        peers.append(Peer(f"ours, {name}", OURS, stored, bits, partial(load_ours, change)))
+    with_torchao = partial(load_transformers, bf16, package="torchao")
+    peers += [
+        Peer(
+            "transformers, fp32",
+            "transformers generate",
+            "fp32",
+            32,
+            partial(load_transformers, fp32),
+            "ours, fp32",
+        ),
+        Peer(
+            "transformers, bf16",
+            "transformers generate",
+            "bf16",
+            16,
+            partial(load_transformers, bf16),
+            "ours, 16 bits",
+        ),
+        Peer(
+            "torchao, int8 weight-only",
+            "torchao, transformers generate",
+            eight_bits,
+            8,
+            partial(with_torchao, torchao_weight_only),
+            "ours, int8 weight-only",
+        ),
+        Peer(
+            "torchao, int8 weight-only, compiled",
+            "torchao, transformers generate",
+            eight_bits,
+            8,
+            partial(with_torchao, torchao_compiled),
+            "ours, int8 weight-only",
+        ),
+        Peer(
+            "bitsandbytes, LLM.int8",
+            "bitsandbytes, transformers generate",
+            f"{both_in_eight_bits}, outliers in 16 bits",
+            8,
+            partial(load_transformers, fp32, bitsandbytes_eight_bits, package="bitsandbytes"),
+            "ours, int8 dynamic",
+        ),
+    ]
+    return peers

@@ -1,0 +1,212 @@
+"""Other programs beside ours: what is missing says why, and what is timed is compared fairly."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import inference_peers, peer_files, peer_programs
+from benchmarks.inference_peers import Row, Texts, compare, contents, equal_from_the_first
+from benchmarks.peer_programs import Loaded, Peer, Stopwatch
+
+TEXTS = Texts(question=[1, 2, 3], new_tokens=4, long_text=[1] * 8)
+RIGHT = [7, 7, 7, 7]
+
+
+def program(tokens=RIGHT, *, fails_in_turn=None):
+    """A program that writes `tokens`, and fails when it writes for this time."""
+    turns = []
+
+    def write(prompt, new_tokens, stopwatch):
+        turns.append(prompt)
+        if len(turns) == fails_in_turn:
+            raise RuntimeError("out of luck\nand more")
+        for _ in tokens:
+            stopwatch.token()
+        return list(tokens)
+
+    return Loaded(write, lambda prompt: None, weight_bytes=100, version="1.0")
+
+
+def peer(name, load, *, beside=None):
+    return Peer(name, "a program", "fp32", 32, load, beside)
+
+
+def rows_after(peers, *, rounds):
+    """The rows of the file after all rounds."""
+    for rows in compare(peers, TEXTS, reference=program, rounds=rounds):
+        last = contents(rows)
+    return {row["name"]: row for row in last}
+
+
+# --- what is missing, or fails --------------------------------------------------------------------
+
+
+def test_a_program_that_is_not_installed_says_so_and_the_others_go_on(monkeypatch):
+    """The mistake: one missing package ends the comparison of all."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # importing it fails
+    llama = peer_files.load_llama_cpp
+    rows = rows_after([peer("llama", lambda: llama("Q8_0")), peer("other", program)], rounds=1)
+    assert rows["llama"]["reason"] == "this recipe needs llama_cpp: run `pip install llama_cpp`"
+    assert rows["llama"]["decode_ms"] is None
+    assert rows["other"]["decode_ms"] is not None
+
+
+def test_a_program_that_fails_in_a_later_round_keeps_no_numbers():
+    """The mistake: two rounds of one program are compared with five of another."""
+
+    def fails_later():
+        return program(fails_in_turn=3)  # the first time is before the clock runs
+
+    rows = rows_after([peer("weak", fails_later), peer("strong", program)], rounds=3)
+    assert rows["weak"]["reason"] == "RuntimeError: out of luck"
+    assert rows["weak"]["decode_ms"] is None
+    assert rows["weak"]["equal_tokens"] is None
+    assert len(rows["strong"]["decode_ms"]["rounds"]) == 3
+
+
+def test_the_table_shows_reasons_and_numbers():
+    def missing():
+        raise ImportError("it is not here")
+
+    rows = rows_after([peer("missing", missing), peer("here", program)], rounds=1)
+    lines = inference_peers.table(list(rows.values())).splitlines()
+    assert lines[1].endswith("it is not here")
+    assert lines[2].split()[0] == "here"
+    assert lines[2].endswith(str(len(RIGHT)))
+
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+def test_ratios_are_of_the_same_round():
+    """The mistake: the best round of one over the best of the other, whatever the machine did."""
+    ours = Row(peer("ours", program), decode=[1.0, 10.0, 1.0], prefill=[1.0, 1.0, 1.0])
+    other = Row(peer("b", program, beside="ours"), decode=[2.0, 20.0, 3.0], prefill=[4.0, 4.0, 4.0])
+    content = contents([ours, other])[1]
+    assert content["ratio"]["rounds"] == [2.0, 2.0, 3.0]
+    assert content["ratio"]["median"] == 2.0
+    assert (content["ratio"]["low"], content["ratio"]["high"]) == (2.0, 3.0)
+    assert content["prefill_ratio"]["median"] == 4.0
+
+
+def test_without_the_row_of_ours_there_is_no_ratio():
+    rows = rows_after([peer("other", program, beside="ours")], rounds=1)
+    assert rows["other"]["ratio"] is None
+
+
+def test_equal_tokens_are_counted_from_the_first_on():
+    """The mistake: tokens that happen to agree behind the first difference count as well."""
+    assert equal_from_the_first([7, 8, 7, 7], RIGHT) == 1
+    assert equal_from_the_first(RIGHT, RIGHT) == 4
+    rows = rows_after([peer("other", lambda: program([7, 7, 5, 7]))], rounds=1)
+    assert rows["other"]["equal_tokens"] == 2
+
+
+def test_the_first_token_is_not_in_the_time_of_a_token():
+    """The mistake: reading the prompt, and the prompt that a streamer sees, count as decoding."""
+    stopwatch = Stopwatch()
+    stopwatch.put([1, 2, 3])  # `generate` gives the prompt first
+    time.sleep(0.05)
+    for _ in range(3):
+        stopwatch.put([4])
+    assert stopwatch.seconds_per_token(3) < 0.02
+
+
+def test_products_stand_beside_the_rest_of_a_step():
+    ours = Row(peer("ours", program), decode=[5.0, 7.0], prefill=[1.0, 1.0], products=[4.0, 4.0])
+    content = contents([ours])[0]
+    assert (content["products_ms"], content["rest_ms"]) == (4.0, 2.0)
+
+
+# --- the programs ---------------------------------------------------------------------------------
+
+
+def test_each_program_is_beside_a_row_of_ours_with_as_many_bits():
+    """The mistake: four bits of another program are compared with eight of ours."""
+    peers = {one.name: one for one in inference_peers.all_programs()}
+    for one in peers.values():
+        if one.program == peer_programs.OURS:
+            assert one.beside is None
+        else:
+            assert peers[one.beside].bits == one.bits, one.name
+
+
+def test_all_linear_layers_count_as_products():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(4, 8)
+            self.first = nn.Linear(8, 16)
+            self.second = nn.Linear(16, 8)
+
+    small = Small()
+    called = []
+    for layer in (small.first, small.second):
+        layer.register_forward_hook(lambda layer, given, made: called.append(made.shape))
+    peer_programs.products_of_one_token(small)
+    assert called == [torch.Size([1, 1, 16]), torch.Size([1, 1, 8])]
+    assert peer_programs.bytes_of_linears(small) == 2 * 8 * 16 * 4
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_cut_leaves_the_rounds_that_are_complete(tmp_path, monkeypatch):
+    """The mistake: an hour of rounds is lost, or a half-written file stays."""
+    monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
+    rounds_before_the_cut = 2
+
+    def cut():
+        writes = []
+        loaded = program()
+
+        def write(*given):
+            writes.append(given)
+            # Before the clock runs it writes once, and then once in each round.
+            if len(writes) > rounds_before_the_cut + 1:
+                raise KeyboardInterrupt
+            return loaded.write(*given)
+
+        return Loaded(write, loaded.read, 100, "1.0")
+
+    monkeypatch.setattr(inference_peers, "all_programs", lambda: [peer("cut", cut)])
+    monkeypatch.setattr(inference_peers, "load_transformers", lambda dtype: program())
+    monkeypatch.setattr(inference_peers, "texts_of", lambda **_: TEXTS)
+    monkeypatch.setattr(inference_peers, "model_source", lambda: "nowhere")
+    monkeypatch.setattr(inference_peers, "stay_on_one_core", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["inference_peers", "--rounds", "5"])
+    with pytest.raises(KeyboardInterrupt):
+        inference_peers.main()
+    (path,) = tmp_path.iterdir()
+    content = json.loads(path.read_text())
+    assert content["rounds"] == rounds_before_the_cut
+    assert content["threads"] == 1
+    assert len(content["rows"][0]["decode_ms"]["rounds"]) == rounds_before_the_cut
+
+
+def test_a_file_that_could_not_be_finished_is_made_again(tmp_path):
+    """The mistake: the next run takes half a model for the whole one."""
+    path = tmp_path / "model.gguf"
+
+    def breaks_off(part):
+        part.write_text("half")
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        peer_files.made_once(path, breaks_off)
+    assert peer_files.made_once(path, lambda part: part.write_text("all")).read_text() == "all"
+    # Once it is there, it is not made again.
+    assert peer_files.made_once(path, breaks_off).read_text() == "all"
+
+
+def test_an_unknown_row_is_refused_with_the_names_that_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["inference_peers", "--only", "vLLM"])
+    with pytest.raises(SystemExit):
+        inference_peers.main()
+    assert "llama.cpp, Q8_0" in capsys.readouterr().err
