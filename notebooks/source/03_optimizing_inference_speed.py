@@ -102,9 +102,11 @@ print(f"reading from memory: {bandwidth / 1e9:.0f} GB/s")
 # Tokens that each row writes, rounds of timing, pieces of text to measure quality on, a
 # long prompt, steps of the students' training and of the tiny models.
 full = dict(new_tokens=48, rounds=5, documents=4, length=257, prompt=512)
-full |= dict(student_steps=6, tiny_steps=80, fit_tokens=16, fit_rounds=3)
+full |= dict(student_steps=5, tiny_steps=60, fit_tokens=16, fit_rounds=2)
+full |= dict(reading_rounds=3)
 brief = dict(new_tokens=8, rounds=1, documents=2, length=33, prompt=64)
 brief |= dict(student_steps=2, tiny_steps=10, fit_tokens=4, fit_rounds=1)
+brief |= dict(reading_rounds=1)
 # A model that answers, and a larger shape with random weights for the speed.
 smollm2 = dict(pretrained=True, layers=None)
 wide = dict(shape="llama-3.2-1b", wide_layers=4, wide_tokens=16)
@@ -931,25 +933,36 @@ def reader(*, fused, dtype):
     return read
 
 
+def read_in_int8():
+    """The loop of recipe 1 with dynamic int8 reads it."""
+    return greedy(dynamic, reading, new_tokens=1)
+
+
 half = machine().compute_dtype
 readers = {
     "eager, fp32": reader(fused=False, dtype=torch.float32),
     "fused, fp32": reader(fused=True, dtype=torch.float32),
 }
 if half != torch.float32:
+    readers["eager, 16 bits"] = reader(fused=False, dtype=half)
     readers["fused, 16 bits"] = reader(fused=True, dtype=half)
+readers["loop, int8 dynamic"] = read_in_int8
 for read in readers.values():
     read()  # warms up
-took = in_turns(readers, rounds=sizes.rounds)
+took = in_turns(readers, rounds=sizes.reading_rounds)
 slowest = statistics.median(took["eager, fp32"])
 prefill = {}
 for name, seconds in took.items():
     median = statistics.median(seconds)
     prefill[name] = slowest / median
-    print(f"{name:<16}{median * 1e3:6.0f} ms  {prefill[name]:.2f}×")
+    print(f"{name:<19}{median * 1e3:6.0f} ms  {prefill[name]:.2f}×")
+in_products = 2 * (weights - model.get_output_embeddings().weight.numel())
+for dtype, rate in rates.items():
+    least = in_products * reading.shape[1] / rate
+    print(f"at the rate of {dtype}, the products alone take {least * 1e3:.0f} ms")
 
 # %% [markdown]
-# **Why not more?** This prompt has 512 tokens. Compare the three lines: what the first step saves is the time of the scores, and what the second step saves is mostly that of the linear layers. The scores grow with the square of the prompt: at 8,000 tokens there are some 250 times as many. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) measures such lengths.
+# **Why not more?** This prompt has 512 tokens. Compare the lines: what the fused kernel changes is the time of the scores, and what 16 or 8 bits change is mostly that of the linear layers. The last lines say what these would take at the rates that were measured at the beginning: a prompt cannot be read faster than that in this format. A kernel that is fused need not be the faster one for a prompt of this length; it always needs less memory. The scores grow with the square of the prompt: at 8,000 tokens there are some 250 times as many. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) measures such lengths.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, the default of transformers, and `dtype=torch.bfloat16`.
 #
@@ -1244,13 +1257,13 @@ print(
     f"{len(several)} prompts of {[len(text) for text in several]} tokens: equal answers"
 )
 
-batch_sizes = (1, 2, 4, 8, 16)
+batch_sizes = (1, 2, 4, 16)
 loops = {"fp32": decoder, "16 bits": sixteen}
 loops |= {"int8 weight-only": weight_only, "int8 dynamic": dynamic, "int4": four_bits}
 throughput = {}
 for name, loop in loops.items():
     throughput[name] = throughput_table(
-        loop, batch_sizes, prompt=prompt, steps=4, rounds=2
+        loop, batch_sizes, prompt=prompt, steps=3, rounds=2
     )
     print(f"{name:<18}", [round(each.tokens_per_second) for each in throughput[name]])
 # Two operations for each weight and text, four bytes for each weight.
