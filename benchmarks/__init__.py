@@ -9,7 +9,9 @@ long_sequences  attention, loss and positions at growing length
 long_steps      whole training steps that are as long as memory allows
 architecture    small models trained both ways, and norms
 distillation    a student with its teacher and without
-inference_peers other programs that write text with the same model
+inference_peers other programs that write text with the same model, in turns with ours
+peer_programs   ... those that run on PyTorch
+peer_files      ... and those that read a file of their own
 
 record          one file of results per machine and day
 complete        what a run lacks before it can be recorded

@@ -24,14 +24,15 @@ def peers(run: Run | None) -> str:
     """Milliseconds of each program and format. Nothing where no run is recorded."""
     if run is None:
         return ""
-    lines = [line(_cells(row)) for row in run["rows"]]
+    lines = [line(_cells(row, run["new_tokens"])) for row in run["rows"]]
     notes = [
-        f"{machine_line(run)}. {_threads(run)}, {_programs(run)}.",
+        f"{machine_line(run)}. {_threads(run)}; {_programs(run)}.",
         f"One text: {run['new_tokens']} tokens after {run['decode_after_tokens']}, and a prompt of "
         f"{run['prefill_tokens']:,} tokens. Medians of {run['rounds']} rounds in turns; in "
         f"brackets are the lowest and the highest.",
-        "To ours: the time over that of our row with as many bits, in the same round. Below 1 the "
-        "other program is faster; a verdict stands for a token, and only if no round disagrees.",
+        "To ours: the time over that of our row with as many bits and weights of that kind, in the "
+        "same round. Below 1 the other program is faster. The verdict is on a token, and stands "
+        "only if no round disagrees.",
         "Equal tokens: up to the first that differs from those of `generate` in fp32.",
         *_shares_of_time(run),
         *_why_missing(run),
@@ -40,7 +41,7 @@ def peers(run: Run | None) -> str:
     return table([*columns, "equal tokens"], lines, notes)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, new_tokens: int) -> list[str]:
     """The numbers of a row, or one word where the program could not run."""
     if row["reason"] is not None:
         return [row["name"], f"{row['bits']}", MISSING, "", "", "", "", ""]
@@ -55,7 +56,7 @@ def _cells(row: Row) -> list[str]:
         says,
         _milliseconds(row["prefill_ms"], 0),
         _ratio(row["prefill_ratio"]),
-        f"{row['equal_tokens']}",
+        f"{row['equal_tokens']}/{new_tokens}",
     ]
 
 
@@ -71,11 +72,16 @@ def block(run: Run | None) -> str:
 
 def in_words(run: Run) -> str:
     """For each number of bits the fastest other program beside ours."""
+    says = {
+        "faster": "so it is faster",
+        "slower": "so it is slower",
+        "undecided": "and the rounds do not agree which is faster",
+    }
     sentences = []
     for bits, row in fastest(run).items():
         sentences.append(
-            f"With {bits} bits, a token takes {row['name']} {_ratio(row['ratio'])} the time that "
-            f"it takes {row['beside']}: {verdict(row['ratio'])}."
+            f"With {bits} bits, {row['name']} needs {_ratio(row['ratio'])} the time of "
+            f"{row['beside']} for a token, {says[verdict(row['ratio'])]}."
         )
     return " ".join(sentences)
 
@@ -138,7 +144,7 @@ def _threads(run: Run) -> str:
 def _programs(run: Run) -> str:
     """The versions of all programs that ran."""
     versions = {row["program"]: row["version"] for row in run["rows"] if row["reason"] is None}
-    return ", ".join(_named(program, version) for program, version in versions.items())
+    return "; ".join(_named(program, version) for program, version in versions.items())
 
 
 def _named(program: str, version: str | None) -> str:
@@ -154,10 +160,12 @@ def _shares_of_time(run: Run) -> list[str]:
     for row in run["rows"]:
         if row["name"] in beaten and "products_ms" in row:
             parts.append(
-                f"{row['name']} spends {row['products_ms']:.1f} ms of a token in products and "
-                f"{row['rest_ms']:.1f} ms in the rest."
+                f"{row['name']} {row['products_ms']:.1f} ms in products and "
+                f"{row['rest_ms']:.1f} ms in the rest"
             )
-    return parts
+    if not parts:
+        return []
+    return [f"A token takes {'; '.join(parts)}."]
 
 
 def _why_missing(run: Run) -> list[str]:
