@@ -101,7 +101,7 @@ print(f"reading from memory: {bandwidth / 1e9:.0f} GB/s")
 # %%
 # Tokens that each row writes, rounds of timing, pieces of text to measure quality on, a
 # long prompt, steps of the students' training and of the tiny models.
-full = dict(new_tokens=48, rounds=5, documents=4, length=257, prompt=512)
+full = dict(new_tokens=48, rounds=5, documents=3, length=257, prompt=512)
 full |= dict(student_steps=5, tiny_steps=60, fit_tokens=16, fit_rounds=2)
 full |= dict(reading_rounds=3)
 brief = dict(new_tokens=8, rounds=1, documents=2, length=33, prompt=64)
@@ -109,16 +109,19 @@ brief |= dict(student_steps=2, tiny_steps=10, fit_tokens=4, fit_rounds=1)
 brief |= dict(reading_rounds=1)
 # A model that answers, and a larger shape with random weights for the speed.
 smollm2 = dict(pretrained=True, layers=None)
-wide = dict(shape="llama-3.2-1b", wide_layers=4, wide_tokens=16)
+wide = dict(shape="llama-3.2-1b", wide_layers=4, wide_tokens=16, wide_rounds=3)
 
 sizes = choose_sizes(
     cpu=smollm2 | wide | full,
     gpu16=smollm2 | wide | dict(wide_layers=16, wide_tokens=48) | full,
     gpu24=smollm2 | wide | dict(wide_layers=16, wide_tokens=48) | full,
-    gpu80=smollm2 | dict(shape="llama-3.1-8b", wide_layers=None, wide_tokens=48) | full,
+    gpu80=smollm2
+    | wide
+    | dict(shape="llama-3.1-8b", wide_layers=None, wide_tokens=48)
+    | full,
     # Continuous integration checks that the code works, not how fast it is.
     fast=dict(pretrained=False, layers=3)
-    | dict(shape="tiny-llama", wide_layers=2, wide_tokens=4)
+    | dict(shape="tiny-llama", wide_layers=2, wide_tokens=4, wide_rounds=1)
     | brief,
 )
 sizes
@@ -1051,7 +1054,7 @@ print(f"1,000 tokens: {plain_bytes / 1e6:.1f} → {int8_bytes / 1e6:.1f} MB", en
 print(f", {plain_bytes / int8_bytes:.2f} times less")
 judge("int8 cache", int8_cache)
 steps = {"cache in fp32": writer(decoder), "cache in int8": writer(int8_cache)}
-for name, seconds in in_turns(steps, rounds=sizes.rounds).items():
+for name, seconds in in_turns(steps, rounds=sizes.fit_rounds).items():
     print(
         f"{name}: {statistics.median(seconds) / sizes.new_tokens * 1e3:.1f} ms per token"
     )
@@ -1382,7 +1385,7 @@ wide_row("wide: 16-bit weights", apply_sixteen_bit_weights)
 wide_row("wide: int8 weight-only", partial(in_int8, kind="weight_only"))
 wide_row("wide: int8 dynamic", dynamic_int8)
 wide_row("wide: int4", partial(in_int4, group=32))
-ladder.take_turns(rounds=sizes.rounds)
+ladder.take_turns(rounds=sizes.wide_rounds)
 ladder
 
 # %% [markdown]

@@ -1,6 +1,7 @@
 """The ladder of speeds: limits by arithmetic, rounds by a clock that the test turns."""
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,21 @@ def test_models_wait_for_their_turns_and_are_free_afterwards(ladder, clock, monk
     assert max(most) == 2
     assert [ladder[name].turns for name in "def"] == [1, 1, 1]
     assert ladder["a"].turns == 4, "the first row takes part in every part"
+
+
+def test_models_that_builds_hold_are_free_after_the_turns(ladder, clock):
+    """A notebook's build often returns a decoder that is there already, and holds it."""
+    models = {}
+    for name in ("fp32", "int8"):
+        build = writer(clock, name)
+        build.model = torch.nn.Linear(1, 1)
+        models[name] = weakref.ref(build.model)
+        clock.take[name] = 0.16
+        ladder.climb(name, build, new_tokens=len(TEXT), weight_bytes=400_000_000)
+    del build
+    ladder.take_turns(rounds=1)
+    assert models["int8"]() is None
+    assert models["fp32"]() is not None, "later rows are compared with the first"
 
 
 def test_quality_stands_beside_the_speed(ladder, clock):
