@@ -90,8 +90,9 @@ def in_words(run: Run) -> str:
 
 
 def servers(run: Run) -> str:
-    """For each number of bits the fastest other program, in a few words; nothing if none ran."""
-    found = fastest(run)
+    """The fastest program without PyTorch for each number of bits; nothing if none ran."""
+    others = [row for row in run["rows"] if "transformers" not in row["program"]]
+    found = fastest(run | {"rows": others})
     if not found:
         return ""
     words = [f"{row['name']} {_ratio(row['ratio'])}" for row in found.values()]
