@@ -203,7 +203,8 @@ def free_memory_bytes() -> int:
     """
     if machine().device == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        return free
+        # PyTorch keeps what freed tensors had, and gives it to the next ones.
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     import psutil  # a dependency of accelerate and peft, so present wherever recipes run
 
     free = psutil.virtual_memory().available

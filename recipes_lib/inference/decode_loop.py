@@ -45,6 +45,7 @@ from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.decoding import KeyValueCache
 from recipes_lib.core.linears import linear_layers
+from recipes_lib.core.plain_step import without_grouped_heads
 from recipes_lib.inference.decode_loop_hf import (
     BlockWeights,
     Sizes,
@@ -305,6 +306,11 @@ def attend(
         return _attend_one(queries, keys, values, mask, scale)
     if row_by_row:
         return _attend_row_by_row(queries, keys, values, mask, scale)
+    groups = queries.shape[2] // keys.shape[1]
+    if groups > 1 and _table_of_scores(keys, mask):
+        keys = keys.repeat_interleave(groups, dim=1)  # [B, Hq, T, E]
+        values = values.repeat_interleave(groups, dim=1)
+        groups = 1
     looked = functional.scaled_dot_product_attention(
         queries.transpose(1, 2),  # [B, Hq, K, E]
         keys,
@@ -312,9 +318,18 @@ def attend(
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=True,
+        enable_gqa=groups > 1,
     )
     return looked.transpose(1, 2).flatten(2)
+
+
+def _table_of_scores(keys: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch would store all scores [B, Hq, K, T], because heads share their keys.
+
+    Of the fast kernels of CUDA only flash attention lets them share, and it takes no mask.
+    """
+    masked = mask is not None
+    return keys.is_cuda and (masked or without_grouped_heads(keys.device, keys.dtype))
 
 
 def _attend_one(

@@ -156,6 +156,16 @@ def test_free_memory_is_a_part_of_all():
     assert 0 < free_memory_bytes() < machine().memory_bytes
 
 
+@pytest.mark.gpu
+def test_memory_of_freed_tensors_is_free_on_gpu():
+    """PyTorch keeps it. The mistake: a ladder sees no room for models, and builds them anew."""
+    before = free_memory_bytes()
+    tensor = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+    assert before - free_memory_bytes() >= 2**28
+    del tensor
+    assert free_memory_bytes() == pytest.approx(before, abs=2**22)
+
+
 VERSION_2 = {"memory.max": "3000", "memory.current": "2500", "memory.stat": "inactive_file 100"}
 VERSION_1 = {
     "memory/memory.limit_in_bytes": "3000",

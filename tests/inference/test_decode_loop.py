@@ -7,8 +7,10 @@ import torch
 import transformers
 
 from recipes_lib.core.decoding import KeyValueCache, greedy
+from recipes_lib.core.measure import PeakMemory
 from recipes_lib.inference.decode_loop import (
     apply_decode_loop,
+    attend,
     predicted_read_bytes,
     predicted_seconds_per_token,
     rotate,
@@ -382,3 +384,46 @@ def test_predicted_bytes_are_weights_and_cache():
     assert predicted_seconds_per_token(read_bytes=8e9, bandwidth=4e10, overhead=0.5) == 0.7
     with pytest.raises(ValueError, match="bandwidth=0"):
         predicted_seconds_per_token(read_bytes=8e9, bandwidth=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3, norms of queries and keys"])
+def test_the_same_logits_on_gpu(family):
+    """Prompts are on the CPU, angles and masks are made there, and groups have another kernel."""
+    name, options = READ[family]
+    plain = model_of(name, **options)
+    moved = apply_decode_loop(copy.deepcopy(plain).cuda())
+    tokens = torch.tensor([prompt_of(20), prompt_of(20)])
+    expected = logits_of(plain, prompt_of(20))
+    for row_by_row in (False, True):
+        cache = moved.new_cache(batch=2, max_tokens=20)
+        parts = tokens.split([11, 8, 1], dim=1)
+        got = [moved(part, cache, row_by_row=row_by_row) for part in parts]
+        got = torch.cat(got, dim=1).cpu()
+        assert (got - expected).norm() < 1e-3 * got.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_table_of_scores_on_gpu(dtype, padded):
+    """Heads that share their keys take PyTorch's slow kernel, unless flash attention can do it."""
+    heads, kv_heads, tokens = 8, 2, 4096
+    shape = (1, tokens, heads, 64)
+    queries = torch.randn(shape, device="cuda", dtype=dtype)
+    keys, values = torch.randn(2, 1, kv_heads, tokens, 64, device="cuda", dtype=dtype)
+    mask = None
+    if padded:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril()[None, None]
+    with PeakMemory() as memory:
+        before = memory.current
+        got = attend(queries, keys, values, mask, scale=0.125)
+    # A mask becomes numbers, once for all heads.
+    assert memory.peak - before < 2 * tokens**2 * dtype.itemsize
+    whole = [each.repeat_interleave(4, dim=1).float() for each in (keys, values)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(1, 2).float(), *whole, is_causal=True, scale=0.125
+    )
+    torch.testing.assert_close(
+        got.float(), expected.transpose(1, 2).flatten(2), rtol=0.01, atol=0.01
+    )
