@@ -180,3 +180,18 @@ def test_families_that_are_refused_stay_as_they_are(case):
 def test_no_causal_lm():
     with pytest.raises(ValueError, match="no Hugging Face model"):
         apply_grouped_query_attention(nn.Linear(2, 2), kv_heads=1)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_pooled_on_gpu():
+    """The new projections have to be where the others are, and the cache counts their bytes."""
+    model = small("Llama").cuda()
+    twin = apply_grouped_query_attention(copy.deepcopy(model).cpu(), kv_heads=2)
+    apply_grouped_query_attention(model, kv_heads=2)
+    output = model(IDS.cuda(), use_cache=True)
+    expected = twin(IDS).logits
+    assert (output.logits.cpu() - expected).norm() < 1e-3 * expected.norm()
+    rows, tokens = IDS.shape
+    predicted = predicted_cache_bytes(model, tokens=tokens, batch=rows)
+    assert cache_bytes(output.past_key_values) == predicted

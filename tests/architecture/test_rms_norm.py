@@ -219,3 +219,14 @@ def test_bytes_of_the_plain_formula_are_those_of_its_operators(dtype):
     sizes = {"rows": 6, "hidden": 64, "itemsize": dtype.itemsize}
     assert traffic.bytes == predicted_norm_bytes(**sizes, fused=False)
     assert predicted_norm_bytes(**sizes, fused=True) == 2 * x.nbytes
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_the_same_model_on_gpu():
+    """The probe draws its tokens on the CPU, and new norms have to be where the others were."""
+    model = small("GPT2").cuda()
+    expected = model(IDS.cuda()).logits
+    apply_rms_norm(model)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert (model(IDS.cuda()).logits - expected).norm() < 1e-4 * expected.norm()

@@ -157,3 +157,19 @@ def test_refused(tmp_path):
         apply_swiglu(small("GPT2"), width=0)
     with pytest.raises(ValueError, match="multiple_of=0"):
         apply_swiglu(small("GPT2"), multiple_of=0)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_fresh_weights_are_on_the_gpu():
+    """They are drawn on the CPU, and moved to where the layer was."""
+    model = apply_swiglu(small("GPT2").cuda().half())
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    mlp = model.transformer.h[0].mlp
+    x = torch.randn(3, 48, device="cuda", dtype=torch.float16)
+    weights = [linear.weight.float() for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    biases = [linear.bias for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    assert not any(bias.any() for bias in biases), "fresh ones are zero"
+    expected = plain_swiglu(x.float(), *weights)
+    assert (mlp.eval()(x).float() - expected).norm() < 0.01 * expected.norm()

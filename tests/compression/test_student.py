@@ -326,3 +326,28 @@ def test_refuses_adapters_and_few_bits():
     weight.weight = torch.nn.Parameter(weight.weight.data.to(torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="quantized"):
         make_student(teacher)
+
+
+@pytest.mark.gpu
+def test_measured_and_made_on_gpu():
+    """Text and masks come from the CPU. A student whose weights stay there cannot be taught."""
+    teacher = model_of_shape("tiny-llama", layers=3, device="cuda").eval()
+    on_cpu = copy.deepcopy(teacher).cpu()
+    batch = {"input_ids": torch.arange(1, 25).view(2, 12)}
+    batch["attention_mask"] = (torch.arange(12) < torch.tensor([[12], [7]])).long()
+    assert block_influence(teacher, [batch]) == pytest.approx(
+        block_influence(on_cpu, [batch]), rel=0.01, abs=1e-5
+    )
+    expected = channel_importance(on_cpu, [batch])
+    for there, here in zip(channel_importance(teacher, [batch]), expected, strict=True):
+        torch.testing.assert_close(there.cpu(), here, rtol=0.01, atol=1e-8)
+    channels = choose_channels(expected, keep=40)
+    random_before = torch.cuda.get_rng_state()
+    student = make_student(teacher, blocks=[0, 2], channels=channels)
+    assert torch.equal(torch.cuda.get_rng_state(), random_before)
+    assert {parameter.device.type for parameter in student.parameters()} == {"cuda"}
+    twin = make_student(on_cpu, blocks=[0, 2], channels=channels)
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        got = student(ids.cuda(), use_cache=False).logits.cpu()
+        assert (got - twin(ids, use_cache=False).logits).norm() < 1e-3 * got.norm()

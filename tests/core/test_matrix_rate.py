@@ -32,3 +32,12 @@ def test_the_rate_is_that_of_the_fastest_try(monkeypatch):
     monkeypatch.setattr(matrix_rate, "SECONDS", 0.0)
     monkeypatch.setattr(matrix_rate, "timed", lambda product: (next(tries), product()))
     assert matrix_rate._rate(torch.float32) == 2 * 32**3 / 2.0
+
+
+@pytest.mark.gpu
+def test_on_gpu_sixteen_bits_are_faster(monkeypatch):
+    """The clock has to wait for the device; in fp16 on a T4, which has no bf16."""
+    monkeypatch.setattr(matrix_rate, "SQUARE_ON_GPU", 4096)
+    rates = measure_matrix_rates()
+    assert list(rates) == [torch.float32, machine().compute_dtype]
+    assert 1e11 < 2 * rates[torch.float32] < rates[machine().compute_dtype] < 1e16

@@ -80,3 +80,18 @@ def test_on_a_gpu_each_kernel_counts_once():
 )
 def test_kind_by_name(name, kind):
     assert operator_profile._kind_by_name(name) == kind
+
+
+@pytest.mark.gpu
+def test_seconds_of_the_device_on_gpu():
+    """Those of the CPU are of launches. A step of one large product is the product."""
+    left = torch.randn(4096, 4096, device="cuda")
+
+    def product():
+        for _ in range(8):
+            left @ left
+
+    product()
+    kinds = profile_operators(product)
+    assert kinds["matrix products"] > 0.5 * sum(kinds.values())
+    assert min(kinds.values()) >= 0

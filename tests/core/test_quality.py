@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from recipes_lib.core.decoding import KeyValueCache
+from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.quality import decode_quality
+from recipes_lib.inference.decode_loop import apply_decode_loop
 
 DOCUMENTS = [[3, 1, 4, 1, 5, 9, 2, 6], torch.tensor([2, 7, 1])]
 
@@ -97,3 +99,15 @@ def test_losses_that_are_not_finite(llama):
     llama.lm_head.weight.data[5] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         decode_quality(llama, DOCUMENTS)
+
+
+@pytest.mark.gpu
+def test_the_same_quality_on_gpu():
+    """Documents, targets and references are on the CPU, logits on the GPU."""
+    model = model_of_shape("tiny-llama", device="cpu")
+    here = decode_quality(model, DOCUMENTS)
+    decoder = apply_decode_loop(model.cuda())
+    for options in ({}, {"token_by_token": True}):
+        there = decode_quality(decoder, DOCUMENTS, reference=here.predictions, **options)
+        assert there.perplexity == pytest.approx(here.perplexity, rel=1e-3)
+        assert there.agreement == 1.0

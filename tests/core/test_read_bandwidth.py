@@ -1,5 +1,6 @@
 """The read bandwidth is a plausible one, and no cache's."""
 
+import pytest
 import torch
 
 from recipes_lib.core import read_bandwidth
@@ -15,3 +16,14 @@ def test_bytes_over_seconds(monkeypatch):
     other = torch.ones(read_bandwidth.BYTES_ON_CPU // 4)
     seconds = min(timed(other.sum)[0] for _ in range(5))
     assert 0.4 < measured * seconds / other.nbytes < 2.5
+
+
+@pytest.mark.gpu
+def test_the_memory_of_the_gpu_and_not_its_cache(monkeypatch):
+    """An H100 has 50 MB of cache; a copy, which reads and writes, is no faster than a sum."""
+    monkeypatch.setattr(read_bandwidth, "SECONDS", 0.0)
+    measured = measure_read_bandwidth()
+    numbers = torch.ones(read_bandwidth.BYTES_ON_GPU // 4, device="cuda")
+    copy = torch.empty_like(numbers)
+    seconds = min(timed(lambda: copy.copy_(numbers))[0] for _ in range(5))
+    assert 0.4 < measured * seconds / (2 * numbers.nbytes) < 2.5

@@ -230,3 +230,20 @@ def test_refused(llama):
         apply_awq(llama.bfloat16(), [text()])
     with pytest.raises(ValueError, match=r"no nn\.Linear beside"):
         apply_awq(model_of_shape("tiny-gpt2", device="cpu"), [text()])
+
+
+@pytest.mark.gpu
+def test_the_same_scales_on_gpu():
+    """Text, masks and the heads that share values come from the CPU. A norm keeps its device."""
+    model = with_outliers(model_of_shape("tiny-llama", device="cpu"))
+    batch = text() | {"attention_mask": torch.ones(4, 32, dtype=torch.int64)}
+    moved = copy.deepcopy(model).cuda()
+    before = logits(moved, {"input_ids": text(seed=9)["input_ids"].cuda()})
+    here = search_scales(model, [batch])
+    there = search_scales(moved, [batch])
+    for choice, other in zip(here, there, strict=True):
+        assert choice.site.linears == other.site.linears
+        assert other.error == pytest.approx(choice.error, rel=0.05)
+    apply_awq(moved, [batch])
+    after = logits(moved, {"input_ids": text(seed=9)["input_ids"].cuda()})
+    assert (after - before).norm() < 1e-4 * before.norm()
