@@ -105,7 +105,7 @@ print(f"reading from memory: {bandwidth / 1e9:.0f} GB/s")
 # the overhead writes `fit_tokens`, `fit_rounds` times; other short timings take these
 # rounds, too.
 full = dict(new_tokens=48, rounds=5, documents=3, length=257, prompt=512)
-full |= dict(student_steps=5, tiny_steps=60, fit_tokens=16, fit_rounds=2)
+full |= dict(student_steps=4, tiny_steps=60, fit_tokens=16, fit_rounds=2)
 full |= dict(reading_rounds=3)
 brief = dict(new_tokens=8, rounds=1, documents=2, length=33, prompt=64)
 brief |= dict(student_steps=2, tiny_steps=10, fit_tokens=4, fit_rounds=1)

@@ -195,7 +195,7 @@ class TwoHalvesWeights(PackedWeights):
         high = steps.round()
         other = torch.lerp(high, steps, REST)  # high + 126 (steps - high)
         y = self._rounded_product(torch.cat([self._ends, high, other]))  # [1 + 2M, N]
-        y_high, y_other = y[1:].chunk(2)
+        _, y_high, y_other = y.split([1, len(rows), len(rows)])
         y = torch.lerp(y_high, y_other, 1 / REST).mul_(largest)  # [M, N]
         return _in_dtype_of(x, y.view(*x.shape[:-1], -1))
 
@@ -229,7 +229,9 @@ def _row_with_both_ends(width: int, end: float) -> Tensor:
 
 def _rows_and_largest(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] as fp32 rows [M, K], and the largest absolute number [M, 1] of each."""
-    rows = x.float().reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.dtype is not torch.float32:
+        rows = rows.float()
     largest = torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True)
     return rows, largest.clamp_min_(TINY)
 
