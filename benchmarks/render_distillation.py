@@ -71,7 +71,7 @@ def in_words(run: Run) -> str:
         "too few seeds": f"{len(beyond)} of each is too few to say which is better",
     }
     return (
-        f"After {run['settings']['steps']} steps the held-out loss is "
+        f"After {run['settings']['steps']} steps each the held-out loss is "
         f"{statistics.fmean(_losses(run, ALONE)):.3f} from the text alone and "
         f"{statistics.fmean(_losses(run, TAUGHT)):.3f} with the teacher: a difference of "
         f"{spread(beyond)} nats per token, and {says[verdict(beyond)]}. The student began with "
@@ -85,8 +85,8 @@ def in_words(run: Run) -> str:
 def distillation(run: Run) -> str:
     beyond = _beyond_alone(run, TAUGHT)
     return (
-        f"loss {statistics.fmean(_losses(run, ALONE)):.2f} on text alone, with its teacher "
-        f"{spread(beyond, digits=2)}: {verdict(beyond)}, after {run['settings']['steps']} steps"
+        f"loss {statistics.fmean(_losses(run, ALONE)):.3f} on text alone, with its teacher "
+        f"{spread(beyond)}: {verdict(beyond)}, after {run['settings']['steps']} steps each"
     )
 
 

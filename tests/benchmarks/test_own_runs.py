@@ -95,7 +95,7 @@ def test_a_range_with_zero_decides_nothing(tmp_path, beyond, verdict):
     taught = [loss + difference for loss, difference in zip(alone, beyond)]
     students = own_runs.distillation(taught=taught, alone=alone)
     results = kept("distillation", students, tmp_path)
-    assert f": {verdict}, after 40 steps" in render.cell("03", "distillation", folder=results)
+    assert f": {verdict}, after 40 steps each" in render.cell("03", "distillation", folder=results)
     block = render.block("distillation-03", folder=results)
     assert f"| {verdict} |" in block
     assert ("the seeds do not agree" in block) == (verdict == "undecided")
