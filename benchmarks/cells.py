@@ -131,6 +131,8 @@ def row_in_speed(run: Run, name: str) -> str:
     if None not in (row["perplexity"], first["perplexity"]):
         # A perplexity may change by less than a whole per cent, and that is worth knowing.
         parts.append(f"perplexity {row['perplexity'] / first['perplexity'] - 1:+.1%}")
+    if row["agreement"] is not None:
+        parts.append(f"agrees at {row['agreement']:.0%}")
     return unbroken(parts)
 
 

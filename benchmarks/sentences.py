@@ -136,6 +136,8 @@ def faster_answers(run: dict[str, Any]) -> str:
     quality = ""
     if None not in (first["perplexity"], fastest["perplexity"]):
         quality = f", perplexity {first['perplexity']:.2f} → {fastest['perplexity']:.2f}"
+    if fastest["agreement"] is not None:
+        quality += f", the same likeliest token at {fastest['agreement']:.0%} of the places"
     return (
         f"**{first['tokens_per_second']:,.0f} → {fastest['tokens_per_second']:,.0f} tokens per "
         f"second:** {first['group'] or 'the model'} writes {speed_in_words(fastest, first)} as "

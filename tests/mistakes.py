@@ -255,7 +255,7 @@ CORE = [
     mistake(
         "the prompt in the time of a token",
         file="report/speed_ladder.py",
-        right="decoding = max(self.whole - self.prompt, TINY)",
+        right="decoding = self.whole - self.prompt",
         wrong="decoding = self.whole",
         tests="report/test_speed_ladder.py",
         suffers="A format that is slow to read a prompt seems to write slowly.",

@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/03_optimizing_inference_speed.ipynb)
 #
 # <!-- numbers:headline-03 -->
-# > **16 → 52 tokens per second:** SmolLM2-135M writes 3.32× (3.14–3.41) as fast with int8 dynamic as with generate, fp32, perplexity 9.87 → 9.87. Reading its weights alone allows 158 on this machine.
+# > **16 → 52 tokens per second:** SmolLM2-135M writes 3.32× (3.14–3.41) as fast with int8 dynamic as with generate, fp32, perplexity 9.87 → 9.87, the same likeliest token at 91% of the places. Reading its weights alone allows 158 on this machine.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
 # <!-- end -->
@@ -410,7 +410,7 @@ for name, seconds in in_turns(steps, rounds=sizes.rounds).items():
 compiled = dict(blocks=2, first_run=first_run, seconds_per_token=seconds_per_token)
 
 # %% [markdown]
-# **Why not more?** The compiled step saves calls, and it pays for them: attention computes all 256 places of the cache, also those that are still empty. On a CPU neither is large. So the answer is in the two times that are printed, and a difference of a few per cent is noise. The first run contains the seconds of compiling. A GPU is different: there a step starts many small operators per block, and starting them can take longer than computing them.
+# **Why not more?** The compiled step saves calls, and it pays for them: attention computes all 256 places of the cache, also those that are still empty. On a CPU neither is large. So the answer is in the two times that are printed, and a difference of a few per cent is noise. The first run contains the seconds of compiling. PyTorch keeps on disk what it has compiled, so a second start takes less. A GPU is different: there a step starts many small operators per block, and starting them can take longer than computing them.
 #
 # **How do I use it?** On a GPU: `model.generate(…, cache_implementation="static")`, which compiles the step by itself.
 #
@@ -1102,7 +1102,7 @@ for name, seconds in in_turns(steps, rounds=sizes.fit_rounds).items():
     )
 
 # %% [markdown]
-# **Why not more?** What it saves for certain is memory. It has no reason to save time on a CPU: attention computes in fp32, so in each step the keys and values of a layer are made anew from 8 bits. In a text as short as this one that is hardly visible, and a difference of a few per cent between the two lines is noise. On a GPU there are kernels that read 8 bits directly.
+# **Why not more?** What it saves for certain is memory. It has no reason to save time on a CPU: attention computes in fp32, so in each step the keys and values of a layer are made anew from 8 bits. In a text as short as this one that is hardly visible, and the two lines are noisy: they are of two runs each, with their prompt. On a GPU there are kernels that read 8 bits directly.
 #
 # **How do I use it?** `kv_cache_dtype="fp8"` in vLLM; `cache_implementation="quantized"` in transformers.
 #
@@ -1334,7 +1334,7 @@ print(f"in fp32, arithmetic is the limit from {enough_texts:.0f} texts on")
 throughput_chart(throughput, title="A batch writes more, and each text waits longer")
 
 # %% [markdown]
-# **Why not more?** Sixteen texts are not written sixteen times as fast. In the picture, each grey line is one batch size. The last line of the print says from how many texts on arithmetic is the limit in fp32, by the two rates of the setup. Products of a few rows do not reach either rate: they lie well below the line of the roofline. Each format has its own reason as well. fp32 and 16-bit weights change their kernel between one row and several, so two texts may bring hardly more than one. Weight-only int8 multiplies two rows for each text. The kernel for four bits turns levels into numbers again for every few rows, so it gains little from many texts.
+# **Why not more?** Sixteen texts are not written sixteen times as fast. These rates are of a few steps each, so compare them with each other and not with the ladder. In the picture, each grey line is one batch size. The last line of the print says from how many texts on arithmetic is the limit in fp32, by the two rates of the setup. Products of a few rows do not reach either rate: they lie well below the line of the roofline. Each format has its own reason as well. fp32 and 16-bit weights change their kernel between one row and several, so two texts may bring hardly more than one. Weight-only int8 multiplies two rows for each text. The kernel for four bits turns levels into numbers again for every few rows, so it gains little from many texts.
 #
 # **How do I use it?** If you have more than a few users, use a server instead of `generate`. vLLM puts new prompts into the running batch: `vllm serve HuggingFaceTB/SmolLM2-135M-Instruct`. On a CPU, llama.cpp: `llama-server -m model.gguf`.
 #
@@ -1359,7 +1359,7 @@ ladder.chart()
 # %% [markdown]
 # The column *of limit* is the time that reading the weights would take at the measured bandwidth, as a part of the time that the token took. The rest has two causes. One is the overhead, which is the larger part of a token's time the fewer bytes there are. The other is the kernel: it may read its weights more slowly than a plain sum reads memory. So two rows with the same bytes can have different shares. The call that reads the prompt has a column of its own: there arithmetic is the limit. What helps it is a format that the processor multiplies quickly, and not the one with the fewest bytes. Compare the prompts of int4 and of dynamic int8.
 #
-# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. The whole answer is on the clock, prompt included. Reading the prompt gains less than writing does, so the factor can be smaller than that of the row `int8 weight-only`:
+# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. On a CPU with instructions for whole numbers, dynamic int8 without any drafts can still be the faster one; with weight-only int8 the drafts keep the text. The whole answer is on the clock, prompt included. Reading the prompt gains less than writing does, so the factor can be smaller than that of the row `int8 weight-only`:
 
 # %%
 edit = torch.tensor([prompts["edit"]], device=device)

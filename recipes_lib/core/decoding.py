@@ -179,6 +179,14 @@ def is_decoder(model: Any) -> bool:
     return hasattr(model, "new_cache") and hasattr(model, "vocabulary")
 
 
+def require_decoder(model: Any) -> None:
+    """Raise ValueError for a model without the cache that decoding here needs."""
+    if not is_decoder(model):
+        raise ValueError(
+            f"{type(model).__name__} is no decoder: give what apply_decode_loop(model) returns"
+        )
+
+
 def require_causal_lm_or_decoder(model: Any) -> None:
     """Raise ValueError unless `model` is a Hugging Face causal LM or a decoder.
 
@@ -200,8 +208,9 @@ def greedy(
     Args:
         prompt: token ids, as a list or as a tensor [1, S].
         stop: ids that end the answer; the one that came is returned as the last token.
-    Raises ValueError for an empty prompt, several rows, and new_tokens < 1.
+    Raises ValueError for an empty prompt, several rows, new_tokens < 1, and what is no decoder.
     """
+    require_decoder(decoder)
     check_whole(new_tokens=new_tokens)
     tokens = prompt_row(prompt)  # [1, S]
     cache = decoder.new_cache(max_tokens=tokens.shape[1] + new_tokens)

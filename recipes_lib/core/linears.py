@@ -71,6 +71,23 @@ def replace_linears(
     return model
 
 
+def refuse_save_pretrained(model: Any) -> None:
+    """Let `model.save_pretrained` raise ValueError, where a model has one.
+
+    transformers would write the whole numbers of a quantized layer as if they were its weights, and
+    `from_pretrained` would load them without an error as another model.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refused
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "the model is quantized, and from_pretrained would load other weights from its file: save "
+        "the model before it is quantized, and quantize after loading; or keep its state_dict()"
+    )
+
+
 def bytes_per_token(model: nn.Module) -> int:
     """Bytes of weights that a step of one token reads: of all products, the output layer's too.
 

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.decoding import CausalDecoder, prompt_row
+from recipes_lib.core.decoding import CausalDecoder, prompt_row, require_decoder
 from recipes_lib.core.measure import in_turns
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -77,6 +77,7 @@ def generate_batch(
         stop: ids that end an answer; the one that came is its last token.
     Raises ValueError for no prompt, an empty one, and new_tokens < 1.
     """
+    require_decoder(decoder)
     check_whole(new_tokens=new_tokens)
     if len(prompts) == 0:
         raise ValueError("prompts is empty: give at least one prompt")

@@ -57,7 +57,12 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.decoding import CausalDecoder, KeyValueCache, prompt_row
+from recipes_lib.core.decoding import (
+    CausalDecoder,
+    KeyValueCache,
+    prompt_row,
+    require_decoder,
+)
 from recipes_lib.core.measure import in_turns
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -191,6 +196,8 @@ def speculative_generate(
 
     Raises ValueError for two vocabularies too: a token of one means nothing to the other.
     """
+    require_decoder(decoder)
+    require_decoder(draft_decoder)
     _require_one_vocabulary(decoder, draft_decoder)
     check_whole(new_tokens=new_tokens)
     room = prompt_row(prompt).shape[1] + new_tokens
@@ -215,6 +222,7 @@ def _generate(
     stop: Collection[int],
     row_by_row: bool,
 ) -> Speculation:
+    require_decoder(decoder)
     check_whole(new_tokens=new_tokens, draft_tokens=draft_tokens)
     tokens = prompt_row(prompt)  # [1, S]
     begin = tokens.shape[1]

@@ -49,7 +49,12 @@ from torch import Tensor, nn
 
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.four_bit_grid import FourBitGrid, check_groups, four_bit_bytes, to_four_bits
-from recipes_lib.core.linears import linear_layers, output_layer_name, replace_linears
+from recipes_lib.core.linears import (
+    linear_layers,
+    output_layer_name,
+    refuse_save_pretrained,
+    replace_linears,
+)
 from recipes_lib.core.sizes import storage_bytes
 from recipes_lib.precision.int4_kernel import (
     OUTPUTS,
@@ -106,7 +111,9 @@ def apply_int4(
     def make(name: str, linear: nn.Linear) -> Int4Linear:
         return int4_linear(linear, group=group, symmetric=symmetric)
 
-    return replace_linears(model, make, names=names).eval().requires_grad_(False)
+    replace_linears(model, make, names=names)
+    refuse_save_pretrained(model)
+    return model.eval().requires_grad_(False)
 
 
 def int4_linear(linear: nn.Linear, *, group: int = 32, symmetric: bool = False) -> Int4Linear:

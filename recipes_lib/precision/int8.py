@@ -52,7 +52,12 @@ from torch import Tensor, nn
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.converted_weights import native_bf16_on_cpu
-from recipes_lib.core.linears import linear_layers, output_layer_name, replace_linears
+from recipes_lib.core.linears import (
+    linear_layers,
+    output_layer_name,
+    refuse_save_pretrained,
+    replace_linears,
+)
 from recipes_lib.core.sizes import storage_bytes
 from recipes_lib.precision.int8_kernels import (
     has_packed_kernel,
@@ -127,7 +132,9 @@ def apply_int8(model: Any, *, kind: str = "weight_only", names: Iterable[str] | 
     def make(name: str, linear: nn.Linear) -> Int8Linear:
         return int8_linear(linear, kind=kind)
 
-    return replace_linears(model, make, names=chosen).eval().requires_grad_(False)
+    replace_linears(model, make, names=chosen)
+    refuse_save_pretrained(model)
+    return model.eval().requires_grad_(False)
 
 
 def int8_linear(linear: nn.Linear, *, kind: str = "weight_only") -> Int8Linear:

@@ -46,8 +46,6 @@ from recipes_lib.report.turns import (
 
 Write = Callable[[int], Sequence[int]]
 
-TINY = 1e-9  # seconds
-
 
 class PhaseTimes(NamedTuple):
     """Seconds of the call that reads the prompt, and of each token after the first."""
@@ -76,8 +74,10 @@ class Phases:
     @property
     def per_token(self) -> float:
         """Seconds of each token after the first."""
-        # A disturbed call for the prompt may take longer than the whole text: then that is all.
-        decoding = max(self.whole - self.prompt, TINY)
+        decoding = self.whole - self.prompt
+        if decoding <= 0:
+            # The text is too short for this clock: then each token takes its part of the whole.
+            return self.whole / self._new_tokens
         return decoding / (self._new_tokens - 1)
 
     def times(self) -> PhaseTimes:

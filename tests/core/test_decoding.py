@@ -9,6 +9,7 @@ from recipes_lib.core.decoding import (
     is_decoder,
     require_causal_lm_or_decoder,
 )
+from recipes_lib.core.model import model_of_shape
 
 
 def cache_of(capacity=6, batch=1):
@@ -140,3 +141,10 @@ def test_models_and_decoders(llama):
     require_causal_lm_or_decoder(llama)
     with pytest.raises(ValueError, match="give a decoder-only model"):
         require_causal_lm_or_decoder(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_is_no_decoder_is_told_the_way():
+    """The mistake: an AttributeError about a method that the reader has never heard of."""
+    model = model_of_shape("tiny-llama", device="cpu")
+    with pytest.raises(ValueError, match=r"give what apply_decode_loop\(model\) returns"):
+        greedy(model, [1, 2], new_tokens=3)

@@ -1,5 +1,7 @@
 """Linear layers by name, and other modules in their places."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,10 @@ from recipes_lib.core.linears import (
     output_layer_name,
     replace_linears,
 )
+from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.precision.int4 import apply_int4
+from recipes_lib.precision.int8 import apply_int8
 
 
 class Small(nn.Module):
@@ -102,3 +107,14 @@ def test_a_token_reads_the_products_and_not_the_embedding():
 
     replace_linears(model, lambda name, linear: InOneByte(), names=["blocks.0"])
     assert bytes_per_token(model) == 4 * (4 * 4 + 5 * 4) + 1.5 * 4 * 4
+
+
+@pytest.mark.parametrize("apply", [apply_int8, apply_int4])
+def test_a_quantized_model_is_not_saved_as_if_it_were_whole(apply, tmp_path):
+    """transformers would write whole numbers without their scales, and load them without a word."""
+    model = apply(model_of_shape("tiny-llama", device="cpu"))
+    with pytest.raises(ValueError, match="the model is quantized, and from_pretrained would load"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(model.state_dict())
