@@ -155,6 +155,10 @@ def test_resumes_from_plain_adamw_and_follows_loaded_weights(llama, batch):
 def test_a_second_backward_must_be_announced(llama, batch):
     optimizer = offload_optimizer(llama, allow_cpu=True, lr=1e-3)
     llama(**batch, use_cache=False).loss.backward()
+    # The worker updates beside this thread. Otherwise autograd may be the first to notice, and say
+    # that a weight of the second forward was changed in place.
+    for slot in optimizer._slots.values():
+        slot.wait()
     with pytest.raises(RuntimeError, match="pass micro_batches"):
         llama(**batch, use_cache=False).loss.backward()
     with pytest.raises(RuntimeError, match="applied these gradients"):
