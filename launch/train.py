@@ -34,10 +34,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.machine import machine
 from recipes_lib.core.rank_bytes import rank_bytes
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step
-from recipes_lib.core.ranks import agree, rank_rows
 from recipes_lib.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from recipes_lib.parallel.checkpoint_restarts import require_own_store
 from recipes_lib.parallel.data_parallel import apply_data_parallel

@@ -1730,26 +1730,26 @@ COMPRESSION = [
 RANKS = [
     mistake(
         "copies counted as parts",
-        file="core/ranks.py",
+        file="core/gradient_norm.py",
         right="axes = [axis for axis, is_whole in enumerate(whole) if not is_whole]",
         wrong="axes = list(range(len(whole)))",
-        tests="core/test_ranks.py",
+        tests="core/test_gradient_norm.py",
         suffers="With replicas of shards the norm is too large, and clipping too strong.",
     ),
     mistake(
         "summands taken for the sum",
-        file="core/ranks.py",
+        file="core/gradient_norm.py",
         right="        gradient = _summed(parameter.grad)",
         wrong="        gradient = parameter.grad",
-        tests="core/test_ranks.py",
+        tests="core/test_gradient_norm.py",
         suffers="The norm of gradients that are not summed yet is that of one rank.",
     ),
     mistake(
         "the first label counts",
-        file="core/ranks.py",
+        file="core/rank_rows.py",
         right="    if not shifted:\n        labels = labels[:, 1:]",
         wrong="    labels = labels[:, 0:]",
-        tests="core/test_ranks.py",
+        tests="core/test_rank_rows.py",
         suffers="The loss is divided by a token per row too many.",
     ),
     mistake(
@@ -1802,10 +1802,10 @@ RANKS = [
     ),
     mistake(
         "models that differ in what trains",
-        file="core/ranks.py",
+        file="core/agreement.py",
         right='{parameter.dtype} {parameter.requires_grad}"',
         wrong='{parameter.dtype}"',
-        tests="core/test_ranks.py",
+        tests="core/test_agreement.py",
         suffers="Ranks with other frozen layers wait for each other for ever.",
     ),
 ]

@@ -33,11 +33,13 @@ from recipes_lib.architecture.mixture_of_experts import (
     grouped_experts,
     require_plain_experts,
 )
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.mixing import mix_in, require_forward_of_class
-from recipes_lib.core.ranks import agree, default_mesh, world_size
+from recipes_lib.core.ranks import world_size
 
 # DistributedDataParallel leaves the parameters alone that a model names under this attribute.
 LEFT_TO_THEMSELVES = "_ddp_params_and_buffers_to_ignore"

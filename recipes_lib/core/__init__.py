@@ -1,11 +1,13 @@
 """What everything stands on. Nothing here imports a technique.
 
+agreement       ranks that differ, or of which one fails: an error on all of them
 allocator_peak  peak bytes of tensors where compiled code makes them
 budget          the terms of a step's memory, and the protocol by which recipes change them
 causal_lm       what a causal language model is here, and where its parts are
 chat            pairs and conversations as tokens and labels, by the model's own template
 checks          checks of arguments, with one form of message
 chunked_loss    losses whose logits exist for a chunk of tokens at a time: plan, gradients
+collectives     gather and scatter one tensor, sum a few numbers over ranks
 converted_weights  products of many rows with weights stored in another dtype
 corpus          Python's own standard library as text and as instruction pairs
 data            pairs from the corpus, a file or the hub; rows as padded batches
@@ -15,6 +17,7 @@ dry_ranks       the memory of one rank among many, without the others and withou
 evaluation      losses, perplexity and answers on rows that were not trained on
 four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
+gradient_norm   clip by the norm of all gradients, of which each rank holds a part
 launch          a function on several ranks, with no process left behind
 launch_rank     one of these ranks: join the others, take tasks, answer
 linears         the linear layers of a model by name, and others in their places
@@ -23,6 +26,7 @@ machine         what am I running on: device, memory, native bf16, versions, tie
 marks           what techniques leave on parameters and blocks for each other
 matrix_rate     how fast this device multiplies matrices: the limit of a step
 measure         seconds per step, peak bytes of tensors, dry runs, turns
+meshes          places of the ranks along named axes
 mixing          mix a class into one module of a model, and take it out again
 model           load a model, or random weights of a public shape
 operations      how many operations of matrix products a step needs
@@ -35,9 +39,10 @@ quality         perplexity and agreement of a model with other weights or kernel
 rank_bytes      what one rank holds: bytes of parameters, gradients and optimizer states
 rank_pool       ranks that stay alive: several functions on the same processes
 rank_process    one rank of a pool, seen from the process that has started it
+rank_rows       which rows of a batch are this rank's, and the loss over those of all
 rank_run        what a training run on several ranks leaves behind, as plain numbers
 rank_step       one optimizer step of rows that are spread over ranks: every token weighs the same
-ranks           who am I among the ranks, which rows are mine, and do we all mean the same
+ranks           who am I among the ranks, and where do my tensors have to be
 read_bandwidth  how many bytes per second this device reads: the limit of decoding
 recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
 rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 bits

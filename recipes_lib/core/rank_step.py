@@ -33,14 +33,10 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
+from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.ranks import (
-    clip_gradients,
-    group_device,
-    require_group,
-    sums_over_ranks,
-    world_size,
-)
+from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.ranks import group_device, require_group, world_size
 
 Batch = dict[str, torch.Tensor]
 LossSum = Callable[[Any, Batch], torch.Tensor]

@@ -55,8 +55,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from recipes_lib.core.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.ranks import agree, rank, world_size
+from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.run_state import check_same_run, random_states, set_random_states
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.parallel.checkpoint_guards import (
@@ -64,7 +65,6 @@ from recipes_lib.parallel.checkpoint_guards import (
     check_weights,
     files_of_all_ranks,
     refuse_older_step,
-    same_error_on_all_ranks,
     weights_of_all_ranks,
 )
 from recipes_lib.parallel.checkpoint_latest import (
@@ -228,7 +228,7 @@ class PendingSave:
 
         Raises ValueError on every rank if one of them could not write.
         """
-        with same_error_on_all_ranks(group=self.group):
+        with files_of_all_ranks(group=self.group):
             self._named.result()
 
 

@@ -16,8 +16,9 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.ranks import agree, rank
+from recipes_lib.core.ranks import rank
 
 PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is joined
 

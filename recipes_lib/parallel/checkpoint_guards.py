@@ -14,50 +14,23 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from recipes_lib.core.agreement import same_error_on_all_ranks
 from recipes_lib.parallel.checkpoint_latest import latest_folder, step_of
 from recipes_lib.parallel.checkpoint_state import OPTIONS
 
 
 @contextlib.contextmanager
-def same_error_on_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iterator[None]:
-    """An error inside, on any rank, becomes a ValueError on every rank.
-
-    Without it one rank stops, and the others wait for it in their next collective. No rank leaves
-    before all are done, so that what one of them has written can be read by all. Nothing inside may
-    be a collective itself.
-    """
-    error = None
-    mine = None
-    try:
-        yield
-    except dcp.CheckpointException as raised:  # which is no Exception
-        error = raised
-        mine = "; ".join(f"rank {number}: {text[0]}" for number, text in raised.failures.items())
-    except Exception as raised:
-        error = raised
-        mine = str(raised)
-    if not distributed.is_initialized():
-        if error is not None:
-            raise ValueError(mine) from error
-        return
-    texts: list[str | None] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(texts, mine, group=group)
-    told: dict[str, int] = {}
-    for number, text in enumerate(texts):
-        if text is not None and text not in told:  # the same mistake on all ranks is told once
-            told[text] = number
-    if told:
-        reports = [f"rank {number}: {text}" for text, number in told.items()]
-        raise ValueError("; ".join(reports)) from error
-
-
-@contextlib.contextmanager
-def files_of_all_ranks() -> Iterator[None]:
-    """Around calls of PyTorch, which raise on all ranks alike if one of them fails."""
-    with same_error_on_all_ranks(), warnings.catch_warnings():
+def files_of_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iterator[None]:
+    """Around calls of PyTorch that write or read: they raise a ValueError on every rank."""
+    with same_error_on_all_ranks(group=group), warnings.catch_warnings():
         # It warns in a process that is alone, which is no mistake.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except dcp.CheckpointException as raised:  # which is no Exception
+            failures = raised.failures.items()
+            told = "; ".join(f"rank {number}: {text[0]}" for number, text in failures)
+            raise ValueError(told) from raised
 
 
 def refuse_older_step(folder: Path, step: int) -> None:

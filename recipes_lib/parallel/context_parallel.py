@@ -54,6 +54,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import (
     decoder_blocks,
@@ -62,9 +63,10 @@ from recipes_lib.core.causal_lm import (
     without_adapters,
 )
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.plain_step import trainable_bytes
-from recipes_lib.core.ranks import agree, default_mesh, sums_over_ranks
 from recipes_lib.parallel.context_parallel_hf import (
     Context,
     context_of,

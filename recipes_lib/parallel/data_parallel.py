@@ -41,12 +41,13 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.rank_step import Batch, LossSum, rank_step, sum_of_losses
-from recipes_lib.core.ranks import agree, default_mesh
 from recipes_lib.core.sizes import tensor_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

@@ -42,11 +42,13 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure import dry
-from recipes_lib.core.ranks import agree, default_mesh, require_group
+from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.ranks import require_group
 from recipes_lib.core.shard_budget import computing_in, sharded_budget
 from recipes_lib.core.shard_groups import (
     fingerprint,

@@ -21,8 +21,9 @@ import torch
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import timed
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.rank_step import Batch, rank_step
-from recipes_lib.core.ranks import default_mesh, require_group
+from recipes_lib.core.ranks import require_group
 from recipes_lib.core.shard_groups import shard_in_groups
 
 ORDERS = ("compiled first", "sharded first", "not compiled")

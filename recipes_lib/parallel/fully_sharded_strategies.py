@@ -22,9 +22,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_choice
+from recipes_lib.core.meshes import mesh_of
 from recipes_lib.core.rank_bytes import rank_bytes
 from recipes_lib.core.rank_step import Batch, sum_of_losses
-from recipes_lib.core.ranks import mesh_of, world_size
+from recipes_lib.core.ranks import world_size
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 

@@ -43,12 +43,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD, Action, most_in_flight
 from recipes_lib.core.plain_step import final_norm_bytes
-from recipes_lib.core.ranks import agree, default_mesh
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.parallel.pipeline_parallel_arithmetic import most_kept, own_share, table_copy
 from recipes_lib.parallel.pipeline_parallel_run import Pipeline

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.causal_lm import without_adapters
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.gradient_norm import clip_gradients
 from recipes_lib.core.pipeline_grid import Action
-from recipes_lib.core.ranks import agree, clip_gradients
 from recipes_lib.parallel.pipeline_parallel_clock import Clock, timed_stage
 from recipes_lib.parallel.pipeline_parallel_stage import Stage, drop_all_but
 

@@ -53,12 +53,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.marks import COMPILED, any_marked
 from recipes_lib.core.measure import dry
-from recipes_lib.core.ranks import agree, default_mesh, world_size
+from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.ranks import world_size
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.parallel.tensor_parallel_arithmetic import (
     checkpoint_bytes,
@@ -104,7 +106,7 @@ def apply_tensor_parallel(
     All ranks call this, and the weights of the first rank count. Then all give the model the same
     rows, and `model(input_ids=…, labels=…).loss.backward()` is that of the whole model on each of
     them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts. For a norm of all
-    gradients, and to clip by it, use `recipes_lib.core.ranks.clip_gradients`.
+    gradients, and to clip by it, use `recipes_lib.core.gradient_norm.clip_gradients`.
 
     Args:
         mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default of all

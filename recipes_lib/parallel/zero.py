@@ -47,12 +47,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.rank_step import Batch, LossSum, rank_step, sum_of_losses
-from recipes_lib.core.ranks import agree, default_mesh
 from recipes_lib.core.shard_budget import sharded_budget
 from recipes_lib.core.shard_groups import shard_in_groups, sharded_groups
 from recipes_lib.core.sizes import parts_needed, tensor_bytes

@@ -54,10 +54,12 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.agreement import agree
 from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.rank_step import Batch, LossSum, sum_of_losses, tokens_of_all_ranks
-from recipes_lib.core.ranks import agree, rank, sums_over_ranks, world_size
+from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.sizes import parts_needed, storage_bytes, tensor_bytes
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch" / "deepspeed"

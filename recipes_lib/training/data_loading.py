@@ -50,10 +50,11 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
 from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.machine import machine, synchronize
 from recipes_lib.core.ranks import rank as own_rank
-from recipes_lib.core.ranks import sums_over_ranks, world_size
+from recipes_lib.core.ranks import world_size
 from recipes_lib.core.row_order import rows_of_step
 from recipes_lib.training.data_loading_stream import StreamLoader
 

@@ -29,17 +29,13 @@ from recipes_lib.architecture.mixture_of_experts_parallel import (
     predicted_exchanged_bytes,
 )
 from recipes_lib.core.budget import Shape
+from recipes_lib.core.collectives import sums_over_ranks
+from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.ranks import (
-    clip_gradients,
-    counted_tokens,
-    default_mesh,
-    mesh_of,
-    rank,
-    rank_rows,
-    sums_over_ranks,
-)
+from recipes_lib.core.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks import rank
 from recipes_lib.core.traffic import count_traffic
 from tests.conftest import assert_near, run
 from tests.parallel.parity import (

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step, sum_of_losses, tokens_of_all_ranks
-from recipes_lib.core.ranks import rank, rank_rows
+from recipes_lib.core.ranks import rank
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,

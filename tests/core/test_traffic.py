@@ -8,14 +8,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recipes_lib.core.ranks import (
-    all_gather,
-    default_mesh,
-    mesh_of,
-    rank,
-    reduce_scatter,
-    world_size,
-)
+from recipes_lib.core.collectives import all_gather, reduce_scatter
+from recipes_lib.core.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.traffic import Traffic, count_traffic, ring_bytes
 
 SIZE = 4 * 24  # bytes of 24 numbers in fp32

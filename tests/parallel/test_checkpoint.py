@@ -12,7 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.ranks import counted_tokens, rank_rows, sums_over_ranks, world_size
+from recipes_lib.core.collectives import sums_over_ranks
+from recipes_lib.core.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks import world_size
 from recipes_lib.parallel.checkpoint import (
     latest_checkpoint,
     load_by_hand,

@@ -11,16 +11,13 @@ from torch.nn import functional as F
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.collectives import sums_over_ranks
+from recipes_lib.core.gradient_norm import clip_gradients
 from recipes_lib.core.launch import launch
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.ranks import (
-    clip_gradients,
-    default_mesh,
-    mesh_of,
-    rank_rows,
-    sums_over_ranks,
-)
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.parallel.context_parallel import (
     apply_context_parallel,

@@ -2,9 +2,11 @@ import pytest
 import torch
 
 from recipes_lib.core.budget import Shape
+from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import Batch
-from recipes_lib.core.ranks import default_mesh, mesh_of, rank, rank_rows
+from recipes_lib.core.ranks import rank
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.data_parallel import (
     apply_data_parallel,

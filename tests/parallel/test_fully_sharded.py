@@ -7,11 +7,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from recipes_lib.core.budget import Shape, compose
 from recipes_lib.core.dry_ranks import rank_peak
+from recipes_lib.core.meshes import mesh_of
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rank_bytes import rank_bytes
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step
-from recipes_lib.core.ranks import mesh_of, rank, rank_rows, world_size
+from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing

@@ -8,8 +8,10 @@ from torch import distributed
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.launch import launch
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.meshes import mesh_of
 from recipes_lib.core.pipeline_grid import (
     BACKWARD,
     FORWARD,
@@ -20,7 +22,7 @@ from recipes_lib.core.pipeline_grid import (
 )
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.ranks import mesh_of, rank_rows, sums_over_ranks
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.parallel.pipeline_parallel import (

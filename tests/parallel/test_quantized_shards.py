@@ -9,18 +9,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from recipes_lib.core.budget import Shape, compose
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.default_model import quiet
+from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rank_bytes import rank_bytes
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step
-from recipes_lib.core.ranks import (
-    clip_gradients,
-    default_mesh,
-    mesh_of,
-    rank,
-    rank_rows,
-    world_size,
-)
+from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora, quantized_layers
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
 from recipes_lib.parallel.quantized_shards import (

@@ -9,19 +9,15 @@ from torch.nn import functional as F
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.dry_ranks import rank_peak
+from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.ranks import (
-    clip_gradients,
-    counted_tokens,
-    default_mesh,
-    mesh_of,
-    rank,
-    rank_rows,
-    sums_over_ranks,
-)
+from recipes_lib.core.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks import rank
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,

@@ -8,8 +8,9 @@ import torch
 from torch import distributed
 
 from recipes_lib.core.measure import bytes_alive
+from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import Batch
-from recipes_lib.core.ranks import rank, rank_rows, world_size
+from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.parallel.zero_deepspeed import (
     apply_deepspeed,

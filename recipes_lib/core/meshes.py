@@ -1,0 +1,72 @@
+"""Meshes: places of the ranks along named axes.
+
+    default_mesh()                      ranks     0 1 2 3
+
+    mesh_of(replicate=2, shard=2)       shard   ->
+                                        replicate  0 1      rank 2 has a copy of what rank 0 has;
+                                            |      2 3      ranks 0 and 1 have parts of one copy
+
+Source: PyTorch, "Getting started with DeviceMesh" (tutorials).
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.ranks import group_device, require_group, world_size
+
+
+def default_mesh(device_type: str | None = None) -> DeviceMesh:
+    """All ranks along one axis, which is called "ranks".
+
+    Args:
+        device_type: "cpu" or "cuda"; by default that of the process group.
+
+    Raises ValueError without a process group.
+    """
+    require_group()
+    return mesh_of(device_type=device_type, ranks=world_size())
+
+
+def mesh_of(*, device_type: str | None = None, **dims: int) -> DeviceMesh:
+    """All ranks along named axes: `mesh_of(replicate=2, shard=4)`.
+
+    Neighbours on the last axis have consecutive numbers. So the axis with the most traffic comes
+    last: its ranks are on one machine.
+
+    Args:
+        device_type: "cpu" or "cuda"; by default that of the process group.
+        dims: a name and a number of ranks for each axis.
+
+    Raises ValueError without a process group, without an axis, and for sizes whose product is not
+    the number of ranks.
+    """
+    require_group()
+    if not dims:
+        raise ValueError("a mesh without an axis: give names and sizes, as in mesh_of(shard=2)")
+    check_whole(**dims)
+    if math.prod(dims.values()) != world_size():
+        sizes = " x ".join(f"{name}={size}" for name, size in dims.items())
+        raise ValueError(
+            f"{sizes} is a mesh of {math.prod(dims.values())}, and there are {world_size()} ranks: "
+            f"give sizes whose product is {world_size()}"
+        )
+    if device_type is None:
+        device_type = group_device().type
+    return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+def require_one_dimension(mesh: DeviceMesh, *, such_as: str) -> None:
+    """Raise ValueError for a mesh of several axes, of which the technique could use one only.
+
+    Args:
+        such_as: the name of an axis, as an example in the message.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one of them, "
+            f"such as mesh[{such_as!r}]"
+        )
