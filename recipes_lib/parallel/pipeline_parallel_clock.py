@@ -90,6 +90,14 @@ def timed_stage(pipeline: Any, stage: nn.Module, **options: Any) -> Any:
             with _on(pipeline, self.stage_index, BACKWARD, bwd_chunk_id):
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+        def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            """Stages ask each other whether all of them know their shapes, and here all do.
+
+            Ranks that are only pretended (`core.dry_ranks`) answer nothing, which would mean no.
+            """
+            answer = super()._warmup_backward_result(*args, **kwargs)
+            return torch.ones_like(answer)
+
     return TimedStage(stage, stage.number, **options)
 
 

@@ -4,11 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import distributed
 
 from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD
 from recipes_lib.workflows.on_ranks import by_hand, demonstrations, libraries
 from recipes_lib.workflows.on_ranks.batches import byte_batches
-from recipes_lib.workflows.on_ranks.peaks import sharded_peak
+from recipes_lib.workflows.on_ranks.peaks import peak_of_own_stage, sharded_peak, stage_peak
 from recipes_lib.workflows.on_ranks.plans import plan_of
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 from recipes_lib.workflows.on_ranks.train import bytes_on_one_of, small_llama, train_on_ranks
@@ -73,8 +74,33 @@ def test_a_rank_that_pretends_keeps_what_a_real_one_keeps():
         plan = plan_of(name, model, rows=8, tokens=32, ranks=8).budget
         expected = [plan.weights, plan.gradients, plan.states]
         assert [held.parameters, held.gradients, held.states] == pytest.approx(expected, rel=0.03)
-    with pytest.raises(ValueError, match="pretended"):
-        bytes_on_one_of(strategy="pipeline (1F1B)", ranks=8, sizes=SIZES, tokens=32)
+
+
+STEP_OF_A_PIPELINE = {"sizes": SIZES, "rows": 8, "tokens": 64, "micro_batches": 4}
+
+
+def peaks_of_all_stages():
+    """On ranks: what each of them found of its own stage."""
+    found = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, peak_of_own_stage(**STEP_OF_A_PIPELINE))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stage_that_pretends_keeps_what_a_real_one_keeps(ranks, request):
+    """Catches messages, waiting micro-batches or logits that only real ranks would hold."""
+    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
+    real = pool.run(peaks_of_all_stages)
+    for rank, (predicted, counted, kept) in enumerate(real):
+        alone = stage_peak(ranks=ranks, rank=rank, **STEP_OF_A_PIPELINE)
+        assert alone.kept == kept
+        assert alone.predicted == predicted
+        # A message that was sent may wait a little longer on a real rank.
+        assert alone.counted == pytest.approx(counted, rel=0.02)
+        assert predicted == pytest.approx(counted, rel=0.05)
+    fullest = bytes_on_one_of(strategy="pipeline (1F1B)", ranks=ranks, sizes=SIZES, tokens=32)
+    kept = fullest.parameters + fullest.gradients + fullest.states
+    assert kept == max(peak.kept for peak in real)
 
 
 def test_the_peak_of_a_rank_of_many():

@@ -111,25 +111,37 @@ def bytes_on_one_of(*, strategy: str, ranks: int, sizes: dict[str, int], tokens:
     """What one of so many ranks would keep, measured on a rank that is alone.
 
     The other ranks do not exist, and collectives move nothing, so the losses would be wrong. The
-    bytes are those of real tensors. Raises ValueError as `train_on_ranks`, in a process that is a
-    rank already, and for a pipeline, whose stages tell each other first what they will send.
+    bytes are those of real tensors. Of a pipeline it is the first or the last rank, whichever keeps
+    more: those between them have blocks only.
+
+    Raises ValueError as `train_on_ranks`, and in a process that is a rank already.
     """
     check_choice(STRATEGIES, strategy=strategy)
+    places = [0]
     if strategy.startswith("pipeline"):
-        raise ValueError(
-            f"strategy={strategy!r}: the stages of a pipeline have to hear of each other, so they "
-            f"cannot be pretended; run it on real ranks"
-        )
-    with pretended_ranks(ranks):
-        options = Options(micro_batches=ranks)
-        training = STRATEGIES[strategy](small_llama(sizes=sizes, tokens=tokens), options)
-        if isinstance(training.model, DistributedDataParallel):
-            # DDP asks its collectives for a result, and pretended ones have none.
-            training.model.register_comm_hook(None, noop_hook)
-        held = _measured_in_step(training)
-        (batch,) = byte_batches(steps=1, rows=ranks, tokens=tokens)
-        training.step(batch)
+        places = [0, ranks - 1]
+    found = []
+    for place in places:
+        with pretended_ranks(ranks, rank=place):
+            found.append(_bytes_of_a_step(strategy, sizes, tokens))
+    return max(found, key=_kept)
+
+
+def _bytes_of_a_step(strategy: str, sizes: dict[str, int], tokens: int) -> RankBytes:
+    """One step of a pretended rank, with a row for each of the ranks."""
+    options = Options(micro_batches=world_size())
+    training = STRATEGIES[strategy](small_llama(sizes=sizes, tokens=tokens), options)
+    if isinstance(training.model, DistributedDataParallel):
+        # DDP asks its collectives for a result, and pretended ones have none.
+        training.model.register_comm_hook(None, noop_hook)
+    held = _measured_in_step(training)
+    (batch,) = byte_batches(steps=1, rows=world_size(), tokens=tokens)
+    training.step(batch)
     return held[-1]
+
+
+def _kept(held: RankBytes) -> int:
+    return held.parameters + held.gradients + held.states
 
 
 def _measured_in_step(training: Training) -> list[RankBytes]:
@@ -147,9 +159,8 @@ def _of_the_fullest_rank(
     held: RankBytes, traffic: Traffic, losses: list[float], seconds: list[float]
 ) -> RankRun:
     """The bytes of the rank that holds most; losses and times are those of every rank."""
-    kept = held.parameters + held.gradients + held.states
     of_all: list[Any] = [None] * world_size()
-    distributed.all_gather_object(of_all, (kept, -rank(), held, traffic))
+    distributed.all_gather_object(of_all, (_kept(held), -rank(), held, traffic))
     _, _, fullest, its_traffic = max(of_all, key=_by_bytes)
     return RankRun(
         ranks=world_size(),
