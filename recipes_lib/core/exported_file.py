@@ -1,0 +1,168 @@
+"""What an export leaves behind: a file, and which operators of the model a backend has taken.
+
+A backend is a library of fast kernels for one kind of device, such as XNNPACK for CPUs. An export
+looks for parts of the model that the backend knows, and hands them over: they are delegated. What
+it does not know stays outside and runs on portable kernels. These are plain loops, and a single
+one of them can take longer than all the rest of a model.
+
+    with XNNPACK      [convolution, clamp, convolution, add, linear]         1 subgraph
+    with a stranger   [convolution, clamp] avg_pool2d [convolution, linear]  2 subgraphs, 1 outside
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.core.checks import check_several
+
+# Outside of a backend, one of these is what takes the time.
+HEAVY_OPERATORS = (
+    "convolution",
+    "conv2d",
+    "linear",
+    "addmm",
+    "mm",
+    "bmm",
+    "avg_pool2d",
+    "max_pool2d",
+    "max_pool2d_with_indices",
+)
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """How often one operator stands inside of the delegated subgraphs, and how often outside."""
+
+    name: str
+    inside: int
+    outside: int
+
+
+@dataclass(frozen=True)
+class Delegation:
+    """Which operators of a model a backend has taken, as rows for a table or a chart.
+
+    Each change between a subgraph and what is outside costs a call, and often a copy: few subgraphs
+    are better than many.
+    """
+
+    rows: tuple[OperatorRow, ...]
+    subgraphs: int
+
+    @property
+    def inside_count(self) -> int:
+        """Operators in all subgraphs together."""
+        return sum(row.inside for row in self.rows)
+
+    @property
+    def outside_count(self) -> int:
+        """Operators that run on portable kernels."""
+        return sum(row.outside for row in self.rows)
+
+    @property
+    def share(self) -> float:
+        """The part of all operators that is delegated, from 0 to 1; 0 where there are none."""
+        everything = self.inside_count + self.outside_count
+        if everything == 0:
+            return 0.0
+        return self.inside_count / everything
+
+    def outside(self) -> tuple[OperatorRow, ...]:
+        """The rows of which something stayed outside, the most frequent first."""
+        rows = [row for row in self.rows if row.outside]
+        return tuple(sorted(rows, key=lambda row: (-row.outside, row.name)))
+
+    def row(self, name: str) -> OperatorRow:
+        """The row of one operator, with zeros where the model has none of it."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        return OperatorRow(name, inside=0, outside=0)
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A model as one file.
+
+    `bytes` are those of the file, `seconds` those of the export, on a clock on the wall. Formats
+    without delegation, such as ONNX and GGUF, have none.
+    """
+
+    path: Path
+    bytes: int
+    seconds: float
+    delegation: Delegation | None = None
+
+    @property
+    def mebibytes(self) -> float:
+        """Size in units of 1,048,576 bytes."""
+        return self.bytes / 2**20
+
+
+def read_delegation(graph_module: Any) -> Delegation:
+    """Count the operators of a lowered graph, inside and outside of its delegated subgraphs.
+
+    Args:
+        graph_module: `edge_manager.exported_program().graph_module`, after lowering to a backend.
+    Raises ValueError for what has no graph.
+    """
+    if not hasattr(graph_module, "graph"):
+        raise ValueError(
+            f"graph_module is of type {type(graph_module).__name__}: give the graph module of a "
+            f"lowered program, `edge_manager.exported_program().graph_module`"
+        )
+    inside = Counter()
+    outside = Counter()
+    subgraphs = 0
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and node.name.startswith("lowered_module_"):
+            subgraphs += 1
+            part = getattr(graph_module, node.name)
+            inside.update(_operator_names(part.original_module.graph.nodes))
+    outside.update(_operator_names(graph_module.graph.nodes))
+    names = sorted(inside | outside)
+    rows = [OperatorRow(name, inside[name], outside[name]) for name in names]
+    return Delegation(rows=tuple(rows), subgraphs=subgraphs)
+
+
+def require_delegated(
+    delegation: Delegation, *, operators: Iterable[str] = HEAVY_OPERATORS
+) -> None:
+    """Every one of `operators` that the model has is delegated, and there is at least one.
+
+    Nothing else tells: a model whose slowest operator stayed outside gives the right answers, late.
+
+    Args:
+        operators: names as in the rows of `delegation`, such as "convolution" and "linear".
+    Raises ValueError with the names and numbers of what stayed outside.
+    """
+    check_several(operators=operators)
+    rows = [delegation.row(name) for name in operators]
+    left = [f"{row.outside} × {row.name}" for row in rows if row.outside]
+    if left:
+        raise ValueError(
+            f"these operators stayed outside of the backend: {', '.join(left)}. They run on slow "
+            f"portable kernels. Replace them in the model by ones that the backend knows, such as "
+            f"nn.AdaptiveAvgPool2d(1) for a pooling over the whole image"
+        )
+    if not any(row.inside for row in rows):
+        names = ", ".join(row.name for row in rows)
+        raise ValueError(f"nothing is delegated: the model has none of {names} in a subgraph")
+
+
+def _operator_names(nodes: Iterable[Any]) -> list[str]:
+    """Of all calls of operators, without what only takes results apart."""
+    names = []
+    for node in nodes:
+        if node.op == "call_function" and hasattr(node.target, "_schema"):
+            names.append(_short_name(node.target))
+    return names
+
+
+def _short_name(target: Any) -> str:
+    """`aten::convolution` is "convolution"; other families keep their first name."""
+    return target._schema.name.removeprefix("aten::").replace("::", ".")
