@@ -15,7 +15,7 @@ from torch import distributed
 from torch.nn import functional
 
 from recipes_lib.core.rank_step import Batch, averaging, sum_of_losses, tokens_of_all_ranks
-from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.parallel.bandwidth import ring_all_reduce
 from recipes_lib.parallel.data_parallel import apply_data_parallel, averaged_by_hand
 from recipes_lib.parallel.fully_sharded import linear_of_shards
@@ -31,7 +31,7 @@ ROWS_OF_A_RANK = 2
 
 def ring_by_hand(*, numbers: int = 1024) -> float:
     """A ring of sends against the all-reduce of the library."""
-    ours = torch.randn(numbers) + rank()
+    ours = torch.randn(numbers, device=group_device()) + rank()
     theirs = ours.clone()
     ring_all_reduce(ours)
     distributed.all_reduce(theirs)
@@ -40,7 +40,7 @@ def ring_by_hand(*, numbers: int = 1024) -> float:
 
 def data_parallel_by_hand() -> float:
     """Gradients that are averaged after backward against those of DDP's buckets."""
-    plain = small_llama(sizes=SMALL, tokens=TOKENS)
+    plain = small_llama(sizes=SMALL, tokens=TOKENS).to(group_device())
     wrapped = apply_data_parallel(copy.deepcopy(plain))
     batch = _rows_of_this_rank()
     for model in (plain, wrapped):
@@ -51,7 +51,7 @@ def data_parallel_by_hand() -> float:
 
 def zero_by_hand() -> float:
     """A step in which each rank updates the parameters that it owns, against ZeRO-1."""
-    plain = small_llama(sizes=SMALL, tokens=TOKENS)
+    plain = small_llama(sizes=SMALL, tokens=TOKENS).to(group_device())
     trained, theirs = apply_zero(copy.deepcopy(plain), torch.optim.SGD, stage=1, lr=0.1)
     batch = _rows_of_this_rank()
     for model in (plain, trained):
@@ -66,8 +66,9 @@ def zero_by_hand() -> float:
 
 def sharded_layer_by_hand(*, rows: int = 6, inputs: int = 16, outputs: int = 12) -> float:
     """A layer whose weight is gathered when it is used, against the whole layer."""
-    whole = torch.randn(outputs, inputs)  # the same on all ranks: they have the same seed
-    x = torch.randn(world_size(), rows, inputs)
+    device = group_device()
+    whole = torch.randn(outputs, inputs, device=device)  # all ranks have the same seed
+    x = torch.randn(world_size(), rows, inputs, device=device)
     shard = whole.chunk(world_size())[rank()].clone().requires_grad_()
     with warnings.catch_warnings():
         # PyTorch 2.13 has new names for two collectives. The old ones work in earlier ones, too.
@@ -85,7 +86,7 @@ def sharded_layer_by_hand(*, rows: int = 6, inputs: int = 16, outputs: int = 12)
 def _rows_of_this_rank() -> Batch:
     rows = ROWS_OF_A_RANK * world_size()
     (batch,) = byte_batches(steps=1, rows=rows, tokens=TOKENS)
-    return own_rows(batch)
+    return {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
 
 
 def _backward(model: Any, batch: Batch) -> None:
