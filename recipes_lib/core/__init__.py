@@ -52,10 +52,12 @@ row_order       the rows that a step trains on, as a function of the step alone
 run_state       what all checkpoints share: random states, and the facts that name a run
 saved_states    load an optimizer's states in the dtypes in which they were saved
 shard_budget    the budget of one rank of a sharded model
-shard_groups    the groups in which a model is sharded: how they are made, and their bytes
+shard_group_bytes  bytes of these groups: gathered, sent, and at rest on one rank
+shard_groups    the groups in which a model is sharded, made, and what is refused before
 sizes           bytes of tensors, parameters and optimizer states
 timeline        memory over time: live bytes by kind and phase
 traffic         what a step sends to other ranks: calls and bytes by kind of collective
 token_ids       token ids as users give them, checked before a model reads them
 trainable       what an optimizer is given: the parameters of a model that train
+whole_model     what data parallelism and ZeRO begin with: whole, on one device, and it trains
 """

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.ranks import require_group, world_size
 
@@ -28,7 +29,7 @@ def agree(**values: Any) -> None:
 
     Args:
         values: numbers, strings, and what else has a `repr`. A module stands for the names, shapes
-            and dtypes of its parameters, and for which of them train.
+            and dtypes of its parameters, and for which of them train. A mesh stands for its axes.
 
     Raises ValueError without a process group, too.
     """
@@ -53,8 +54,14 @@ def _who(ranks: list[int], text: str) -> str:
 
 
 def _described(value: Any) -> str:
-    if not isinstance(value, nn.Module):
-        return repr(value)
+    if isinstance(value, DeviceMesh):
+        return f"a mesh {value.mesh_dim_names} of {tuple(value.mesh.shape)}"
+    if isinstance(value, nn.Module):
+        return _described_module(value)
+    return repr(value)
+
+
+def _described_module(value: nn.Module) -> str:
     lines = [
         f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
         for name, parameter in value.named_parameters()

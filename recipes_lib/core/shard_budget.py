@@ -29,7 +29,7 @@ from recipes_lib.core.plain_step import (
     block_gradient_bytes,
     budget_of,
 )
-from recipes_lib.core.shard_groups import ShardedGroups
+from recipes_lib.core.shard_group_bytes import ShardedGroups
 
 STATES_OF_ADAMW = 2  # averages for each number that trains
 

@@ -3,15 +3,21 @@
     embedding | block 0 | block 1 | …  | output layer | what is left, with the model itself
 
 An embedding and an output layer that share their weight are in the last group, which PyTorch keeps
-whole from forward to backward. Here the groups are made, and their bytes counted.
+whole from forward to backward. Here the groups are made; shard_group_bytes.py counts them.
+
+Ranks that would shard other models, or in another way, are told so before anything is changed:
+
+    agree_to_shard(model, ...)          options, shapes and dtypes, first of all
+    require_shardable(model, ...)       what no rank can shard
+    require_same_weights(model)         each rank keeps its part of its own weights
+    shard_in_groups(model, ...)
 
 Source: PyTorch, torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,9 +31,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.checks import check_whole
-from recipes_lib.core.sizes import parts_needed
+from recipes_lib.core.agreement import agree
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
+from recipes_lib.core.measure import dry
+from recipes_lib.core.ranks import require_group
+
+DTYPES = (None, torch.bfloat16, torch.float32)  # fp16 would need a scaled loss
 
 # --- sharding -------------------------------------------------------------------------------------
 
@@ -48,7 +59,7 @@ def shard_in_groups(
     Args:
         mesh: of one dimension; or of two, copies along the first and parts along the second.
         parameter_dtype: in which groups are gathered; None leaves the dtype of the parts.
-        reduce_dtype: in which gradients are summed; None is the dtype in which they are made.
+        reduce_dtype: in which gradients are summed; see `summing_dtype`.
         reshard_after_forward: take a block apart again after its forward.
         offload: keep the parts in host memory.
         prefetch: how many blocks are fetched ahead.
@@ -62,7 +73,9 @@ def shard_in_groups(
         )
     options = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(parameter_dtype, reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(
+            parameter_dtype, summing_dtype(parameter_dtype, reduce_dtype)
+        ),
         "offload_policy": _offload_policy(offload, mesh),
     }
     blocks = decoder_blocks(model)
@@ -80,6 +93,18 @@ def shard_in_groups(
     fully_shard(model, ignored_params=set(left_out), **options)
     if prefetch > 1:
         _fetch_ahead(blocks, prefetch)
+
+
+def summing_dtype(
+    parameter_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """In which dtype gradients are summed over ranks: as asked, else fp32 for those in bf16.
+
+    None is the dtype in which they are made.
+    """
+    if reduce_dtype is None and parameter_dtype == torch.bfloat16:
+        return torch.float32
+    return reduce_dtype
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -111,10 +136,39 @@ def _offload_policy(offload: bool, mesh: DeviceMesh) -> OffloadPolicy:
 # --- what has to hold before ----------------------------------------------------------------------
 
 
-def require_shardable(model: Any) -> None:
-    """Raise ValueError if `model` is sharded already, or trains several dtypes in one block."""
+def agree_to_shard(model: Any, **options: Any) -> None:
+    """Raise ValueError on every rank if the ranks give other options, or models of other shapes.
+
+    A technique calls it first of all, so that no rank waits for one that has raised. In a dry run
+    there is nobody to agree with. Raises ValueError without a process group.
+    """
+    require_group()
+    if not dry():
+        agree(model=model, **options)
+
+
+def require_shardable(
+    model: Any,
+    *,
+    parameter_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    prefetch: int = 1,
+) -> None:
+    """Raise ValueError for a model, or for options, with which nobody can shard.
+
+    The model may be no causal LM, be sharded already, train several dtypes in one block, or have an
+    optimizer that steps in backward. A dtype may be none of DTYPES, and `prefetch` be below 1.
+    """
+    require_causal_lm(model)
+    check_choice(DTYPES, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype)
+    check_whole(prefetch=prefetch)
     if is_sharded(model):
         raise ValueError("this model is sharded already: build it again to shard it otherwise")
+    if any_marked(model.parameters(), GRADIENT_TAKER):
+        raise ValueError(
+            "the optimizer steps in backward, and holds parameters of which each rank will only "
+            "keep a part: call its remove() first, and make a plain optimizer after sharding"
+        )
     for number, block in enumerate(decoder_blocks(model)):
         dtypes = {parameter.dtype for parameter in block.parameters() if parameter.requires_grad}
         if len(dtypes) > 1:
@@ -125,148 +179,21 @@ def require_shardable(model: Any) -> None:
             )
 
 
-def fingerprint(model: Any) -> list[float]:
-    """A few numbers of the weights, which differ if the ranks begin with different ones.
+def require_same_weights(model: Any) -> None:
+    """Raise ValueError on every rank if the ranks begin with different weights.
 
     Each rank keeps its part of its *own* weights. From different ones a model would be put together
     that no rank ever had, without an error.
     """
+    if not dry():
+        agree(weights=fingerprint(model))
+
+
+def fingerprint(model: Any) -> list[float]:
+    """A few numbers of the weights, which differ if two models do; none on the meta device."""
     numbers = []
     for parameter in model.parameters():
         if parameter.is_meta:
             return []
         numbers.append(parameter.detach().flatten()[:64].double().sum().item())
     return numbers
-
-
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupBytes:
-    """Bytes of the parameters that are gathered together, as a whole and padded for N ranks.
-
-    `gathered` in the dtype in which they compute, `gradients` in the same, as backward makes them,
-    `sent` in the dtype in which they are summed, and `part` and `part_gradients` of one rank at
-    rest.
-    """
-
-    gathered: int = 0
-    gradients: int = 0
-    sent: int = 0
-    part: int = 0
-    part_gradients: int = 0
-
-    def __add__(self, other: GroupBytes) -> GroupBytes:
-        """Both groups, counted together."""
-        sums = {name: size + getattr(other, name) for name, size in vars(self).items()}
-        return GroupBytes(**sums)
-
-
-@dataclass(frozen=True)
-class ShardedGroups:
-    """The groups of a model: its largest block, all blocks, and those around them."""
-
-    block: GroupBytes
-    all_blocks: GroupBytes
-    embedding: GroupBytes  # nothing, if it shares its weight with the output layer
-    head: GroupBytes
-    rest: GroupBytes  # what no other group has; with it such a shared weight
-    computing: int  # bytes of a number in the dtype in which the blocks compute
-
-    @property
-    def whole(self) -> GroupBytes:
-        """All groups, counted together."""
-        return self.all_blocks + self.embedding + self.head + self.rest
-
-
-def sharded_groups(
-    model: Any,
-    *,
-    shards: int,
-    parameter_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    cut_ends: bool = False,
-) -> ShardedGroups:
-    """Bytes of the groups in which `shard_in_groups` shards `model`, over `shards` ranks.
-
-    `model` is not sharded yet, and may be on the meta device. With `cut_ends` the embedding and the
-    output layer are frozen parts that are never gathered whole. Raises ValueError for shards below
-    1.
-    """
-    check_whole(shards=shards)
-    if parameter_dtype == torch.bfloat16 and reduce_dtype is None:
-        reduce_dtype = torch.float32
-    computing = model.dtype if parameter_dtype is None else parameter_dtype
-    dtypes = (parameter_dtype, reduce_dtype)
-    blocks = decoder_blocks(model)
-    sizes = [_group(block.parameters(), shards, *dtypes) for block in blocks]
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    around = []
-    if not ties_weights(model):
-        around = [embedding, head]
-    inside = {parameter for module in [*blocks, *around] for parameter in module.parameters()}
-    rest = [parameter for parameter in model.parameters() if parameter not in inside]
-    of_around = [GroupBytes(), GroupBytes()]
-    if around:
-        of_around = [_group(module.parameters(), shards, *dtypes) for module in around]
-    of_rest = _group(rest, shards, *dtypes)
-    if cut_ends:
-        of_around = [GroupBytes(part=group.part) for group in of_around]
-        if not around:  # all that is left beside a shared weight is a norm
-            of_rest = GroupBytes(part=of_rest.part)
-    return ShardedGroups(
-        block=max(sizes, key=_gathered),
-        all_blocks=sum(sizes, GroupBytes()),
-        embedding=of_around[0],
-        head=of_around[1],
-        rest=of_rest,
-        computing=computing.itemsize,
-    )
-
-
-def _gathered(group: GroupBytes) -> int:
-    return group.gathered
-
-
-def _group(
-    parameters: Iterable[nn.Parameter],
-    shards: int,
-    parameter_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> GroupBytes:
-    gathered = 0
-    gradients = 0
-    sent = 0
-    part = 0
-    part_gradients = 0
-    for parameter in parameters:
-        part_elements = _part_elements(parameter.shape, shards)
-        elements = shards * part_elements
-        own = parameter.element_size()
-        computing = own
-        # Whole numbers, such as weights in 4 bits, are gathered as they are.
-        if parameter_dtype is not None and parameter.is_floating_point():
-            computing = parameter_dtype.itemsize
-        gathered += elements * computing
-        part += part_elements * own
-        if parameter.requires_grad:
-            summing = computing
-            if reduce_dtype is not None:
-                summing = reduce_dtype.itemsize
-            gradients += parameter.numel() * computing
-            sent += elements * summing
-            part_gradients += part_elements * own
-    return GroupBytes(gathered, gradients, sent, part, part_gradients)
-
-
-def _part_elements(shape: torch.Size, shards: int) -> int:
-    """Elements of a rank's part. It is padded to as many rows as the first rank has."""
-    if not shape:
-        return 1
-    rows, *others = shape
-    elements = parts_needed(rows, shards)
-    for size in others:
-        elements *= size
-    return elements

@@ -45,10 +45,10 @@ from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
-from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.rank_step import Batch, LossSum, rank_step, sum_of_losses
 from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.whole_model import require_whole_model
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -80,17 +80,17 @@ def apply_data_parallel(
         bucket_megabytes: MiB of gradients that are sent at a time. One that holds the whole model
             sends everything after backward.
     Raises ValueError on every rank if there is no process group, if the ranks give models of
-    different shapes or different options, for a model that is no causal LM, is spread over ranks
-    already, has no parameter that trains, or whose optimizer steps in backward.
+    different shapes or different options, for a mesh of several dimensions, and for a model that is
+    no causal LM, or that `require_whole_model` refuses.
     """
     # First of all, so that no rank waits for one that has raised.
-    agree(model=model, bucket_megabytes=bucket_megabytes)
+    agree(model=model, bucket_megabytes=bucket_megabytes, mesh=mesh)
     require_causal_lm(model)
     check_number(bucket_megabytes=bucket_megabytes, above=0)
-    _require_plain(model)
+    require_whole_model(model)
     if mesh is None:
         mesh = default_mesh(next(model.parameters()).device.type)
-    _require_one_dimension(mesh)
+    require_one_dimension(mesh, such_as="replicate")
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     wrapper = DistributedDataParallel(
         model,
@@ -127,36 +127,6 @@ def data_parallel_step(
 
 
 # --- guards ---------------------------------------------------------------------------------------
-
-
-def _require_plain(model: Any) -> None:
-    """Raise ValueError for a model that cannot be replicated as it is."""
-    from torch.distributed.tensor import DTensor
-
-    parameters = list(model.parameters())
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        raise ValueError(
-            "this model is sharded already: replicate a plain one, or shard it over a mesh of two "
-            "dimensions (fully_sharded)"
-        )
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move them to one")
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError("no parameter trains: there is no gradient to average")
-    if any_marked(parameters, GRADIENT_TAKER):
-        raise ValueError(
-            "the optimizer takes gradients in backward, before they are averaged, and every rank "
-            "would train a model of its own: call its remove() first, and use a plain one"
-        )
-
-
-def _require_one_dimension(mesh: Any) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one of them, "
-            f"such as mesh['replicate']"
-        )
 
 
 def _device_ids(model: Any) -> list[int] | None:

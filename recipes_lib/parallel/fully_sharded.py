@@ -42,23 +42,22 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes_lib.core.agreement import agree
+from recipes_lib.core.agreement import same_error_on_all_ranks
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.measure import dry
+from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.collectives import all_gather, reduce_scatter
 from recipes_lib.core.meshes import default_mesh
-from recipes_lib.core.ranks import require_group
+from recipes_lib.core.ranks import group_device, rank, require_group
 from recipes_lib.core.shard_budget import computing_in, sharded_budget
+from recipes_lib.core.shard_group_bytes import sharded_groups
 from recipes_lib.core.shard_groups import (
-    fingerprint,
+    agree_to_shard,
     is_sharded,
+    require_same_weights,
     require_shardable,
     shard_in_groups,
-    sharded_groups,
 )
-
-DTYPES = (None, torch.bfloat16, torch.float32)  # fp16 would need a scaled loss
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -85,7 +84,7 @@ class _GatheredLinear(torch.autograd.Function):
         to_input = gradient @ _gather(shard)
         whole = gradient.T @ x  # [out, in], from the rows of this rank
         part = torch.empty_like(shard)
-        distributed.reduce_scatter_tensor(part, whole)
+        reduce_scatter(part, whole)
         return to_input, part / distributed.get_world_size()
 
 
@@ -93,7 +92,7 @@ def _gather(shard: torch.Tensor) -> torch.Tensor:
     """The whole weight [out, in] of the parts [out/N, in] of all ranks."""
     rows, inputs = shard.shape
     whole = shard.new_empty(rows * distributed.get_world_size(), inputs)
-    distributed.all_gather_into_tensor(whole, shard.detach().contiguous())
+    all_gather(whole, shard.detach().contiguous())
     return whole
 
 
@@ -134,39 +133,30 @@ def apply_fully_sharded(
 
     Raises ValueError on every rank: without a process group; if the ranks disagree about arguments,
     shapes or weights; for a model that is no causal LM, is sharded already, has weights in 4 bits,
-    or trains weights of several dtypes in one block; for fp16, and for numbers out of range.
+    trains weights of several dtypes in one block, or has an optimizer that steps in backward; for
+    fp16, and for numbers out of range.
     """
-    require_causal_lm(model)
-    require_group()
-    check_choice(DTYPES, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype)
-    check_whole(prefetch=prefetch)
-    _require_shardable(model)
-    if not dry():
-        agree(
-            model=model,
-            parameter_dtype=parameter_dtype,
-            reduce_dtype=reduce_dtype,
-            reshard_after_forward=reshard_after_forward,
-            offload=offload,
-            prefetch=prefetch,
-            weights=fingerprint(model),
-        )
+    options = {
+        "mesh": mesh,
+        "parameter_dtype": parameter_dtype,
+        "reduce_dtype": reduce_dtype,
+        "reshard_after_forward": reshard_after_forward,
+        "offload": offload,
+        "prefetch": prefetch,
+    }
+    # First of all, so that no rank waits for one that has raised.
+    agree_to_shard(model, compile_blocks=compile_blocks, **options)
+    require_shardable(
+        model, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
+    )
+    _require_no_four_bits(model)
+    require_same_weights(model)
     if mesh is None:
-        mesh = default_mesh()
-    if parameter_dtype == torch.bfloat16 and reduce_dtype is None:
-        reduce_dtype = torch.float32
+        options["mesh"] = default_mesh()
     if compile_blocks:
         for block in decoder_blocks(model):
             block.compile()
-    shard_in_groups(
-        model,
-        mesh=mesh,
-        parameter_dtype=parameter_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-        offload=offload,
-        prefetch=prefetch,
-    )
+    shard_in_groups(model, **options)
     _watch_for_late_compiling(model)
     return model
 
@@ -181,43 +171,69 @@ def load_from_first_rank(model: Any, whole: Any | None) -> Any:
     `torch.device("meta")`, shard it, and get their parts here. Returns `model`.
 
     Args:
+        model: the sharded one, on every rank; without `offload` if it is on GPUs.
         whole: on rank 0 the model with the weights, and None on all others.
 
-    Raises ValueError on every rank if rank 0 gives no model, and for one that is not sharded.
+    Raises ValueError on every rank if rank 0 gives no model, for one that is not sharded, and if
+    weights or buffers of the two have other names or shapes.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     require_group()
-    if not is_sharded(model):
-        raise ValueError("this model is not sharded: call apply_fully_sharded first")
-    given = [whole is not None]
-    distributed.broadcast_object_list(given, src=0)
-    if not given[0]:
-        raise ValueError("whole=None on rank 0: give it the model whose weights all ranks need")
+    with same_error_on_all_ranks():
+        _require_source_and_target(model, whole)
     state = {}
-    buffers = [None]
-    if distributed.get_rank() == 0:
+    shapes = {}
+    buffers = {}
+    if rank() == 0:
         state = whole.state_dict()
-        buffers = [dict(whole.named_buffers())]
-    # A buffer that is in no state dict, as the frequencies of RoPE, would stay as the memory is.
-    distributed.broadcast_object_list(buffers, src=0)
-    device = "cpu"
-    if distributed.get_backend() == "nccl":
-        device = "cuda"
+        shapes = _shapes(whole)
+        # From the host: a tensor of GPU 0 would arrive on GPU 0 on all ranks.
+        buffers = {name: buffer.cpu() for name, buffer in whole.named_buffers()}
+    told = [shapes, buffers]
+    distributed.broadcast_object_list(told, src=0)
+    shapes, buffers = told
+    with same_error_on_all_ranks():
+        _require_same_shapes(_shapes(model), shapes)
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        model.to_empty(device=group_device())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
+    # A buffer that is in no state dict, as the frequencies of RoPE, would stay as the memory is.
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[0][name])
+        buffer.copy_(buffers[name])
     return model
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of all weights and buffers by name, those that are in no state dict included."""
+    tensors = model.state_dict() | dict(model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _require_shardable(model: Any) -> None:
-    require_shardable(model)
+def _require_source_and_target(model: Any, whole: Any | None) -> None:
+    if not is_sharded(model):
+        raise ValueError("this model is not sharded: call apply_fully_sharded first")
+    if rank() == 0 and whole is None:
+        raise ValueError("whole=None on rank 0: give it the model whose weights all ranks need")
+
+
+def _require_same_shapes(
+    here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]
+) -> None:
+    odd = sorted(name for name in here | there if here.get(name) != there.get(name))
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"{name} is {here.get(name)} in the sharded model and {there.get(name)} in the whole "
+            f"one ({len(odd)} differ): build both from one configuration"
+        )
+
+
+def _require_no_four_bits(model: Any) -> None:
     if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
         raise ValueError(
             "this model has weights in 4 bits, whose scales would stay whole on every rank: use "

@@ -33,24 +33,21 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.measure import dry
+from recipes_lib.core.collectives import all_gather
 from recipes_lib.core.meshes import default_mesh
-from recipes_lib.core.ranks import require_group
 from recipes_lib.core.shard_budget import sharded_budget
+from recipes_lib.core.shard_group_bytes import sharded_groups
 from recipes_lib.core.shard_groups import (
-    fingerprint,
+    DTYPES,
+    agree_to_shard,
+    require_same_weights,
     require_shardable,
     shard_in_groups,
-    sharded_groups,
 )
 from recipes_lib.parallel.quantized_shards_ends import cut_ends, ends_can_be_cut
 from recipes_lib.parallel.quantized_shards_layer import PackedLinear, packed
-
-DTYPES = (None, torch.bfloat16, torch.float32)  # fp16 would need a scaled loss
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -74,7 +71,7 @@ def weight_of_shards(
 def _gather(part: torch.Tensor) -> torch.Tensor:
     rows, columns = part.shape
     whole = part.new_empty(rows * distributed.get_world_size(), columns)
-    distributed.all_gather_into_tensor(whole, part)
+    all_gather(whole, part)
     return whole
 
 
@@ -117,34 +114,31 @@ def apply_quantized_shards(
     dtypes in one block; for layers that `quantized_shards_layer.packed` refuses; and for numbers
     out of range.
     """
-    require_causal_lm(model)
-    require_group()
-    check_choice(DTYPES, adapter_dtype=adapter_dtype, parameter_dtype=parameter_dtype)
-    check_choice(DTYPES, reduce_dtype=reduce_dtype)
-    check_whole(prefetch=prefetch)
-    require_shardable(model)
+    # First of all, so that no rank waits for one that has raised.
+    agree_to_shard(
+        model,
+        mesh=mesh,
+        adapter_dtype=adapter_dtype,
+        parameter_dtype=parameter_dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=reshard_after_forward,
+        offload=offload,
+        prefetch=prefetch,
+        cut_vocabulary=cut_vocabulary,
+    )
+    require_shardable(
+        model, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
+    )
+    check_choice(DTYPES, adapter_dtype=adapter_dtype)
     _require_adapters(model)
+    require_same_weights(model)
     pack_layers(model)
-    if not dry():
-        agree(
-            model=model,
-            adapter_dtype=adapter_dtype,
-            parameter_dtype=parameter_dtype,
-            reduce_dtype=reduce_dtype,
-            reshard_after_forward=reshard_after_forward,
-            offload=offload,
-            prefetch=prefetch,
-            cut_vocabulary=cut_vocabulary,
-            weights=fingerprint(model),
-        )
     if adapter_dtype is not None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(adapter_dtype)
     if mesh is None:
         mesh = default_mesh()
-    if parameter_dtype == torch.bfloat16 and reduce_dtype is None:
-        reduce_dtype = torch.float32
     left_out: set[nn.Parameter] = set()
     if cut_vocabulary and ends_can_be_cut(model):
         left_out = cut_ends(model, mesh, parameter_dtype, offload)

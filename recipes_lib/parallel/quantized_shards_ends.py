@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from recipes_lib.core.collectives import all_gather
 from recipes_lib.core.sizes import parts_needed
 
 CHUNK_BYTES = 64 * 2**20  # of the rows that are whole at a time
@@ -63,7 +64,7 @@ class CutRows(nn.Module):
         for start in range(0, self.rows, size):
             own = self.weight[start : start + size].to(device, self.dtype).contiguous()
             together = own.new_empty(self.parts * len(own), width)
-            distributed.all_gather_into_tensor(together, own, group=self.group)
+            all_gather(together, own, group=self.group)
             yield start, together.view(self.parts, len(own), width)
 
 

@@ -51,12 +51,13 @@ from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
-from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.rank_step import Batch, LossSum, rank_step, sum_of_losses
 from recipes_lib.core.shard_budget import sharded_budget
-from recipes_lib.core.shard_groups import shard_in_groups, sharded_groups
+from recipes_lib.core.shard_group_bytes import sharded_groups
+from recipes_lib.core.shard_groups import shard_in_groups
 from recipes_lib.core.sizes import parts_needed, tensor_bytes
+from recipes_lib.core.whole_model import require_whole_model
 
 STAGES = (1, 2, 3)
 
@@ -102,19 +103,25 @@ def apply_zero(
         mesh: a DeviceMesh of one dimension; by default that of all ranks.
         optimizer_options: of the optimizer, such as lr.
     Raises ValueError on every rank if there is no process group, if the ranks give other models,
-    stages or options than each other, for an unknown stage, an optimizer in place of its class, and
-    for a model that is no causal LM, is spread over ranks already, is on no device or on several,
-    has no parameter that trains, or whose optimizer steps in backward.
+    stages or options than each other, for an unknown stage, an optimizer in place of its class, a
+    mesh of several dimensions, and for a model that is no causal LM, or that `require_whole_model`
+    refuses.
     """
     # First of all, so that no rank waits for one that has raised.
-    agree(model=model, stage=stage, optimizer=optimizer_class, options=optimizer_options)
+    agree(
+        model=model,
+        stage=stage,
+        optimizer=optimizer_class,
+        options=optimizer_options,
+        mesh=mesh,
+    )
     require_causal_lm(model)
     check_choice(STAGES, stage=stage)
     _require_class(optimizer_class)
-    _require_plain(model)
+    require_whole_model(model)
     if mesh is None:
         mesh = default_mesh(next(model.parameters()).device.type)
-    _require_one_dimension(mesh)
+    require_one_dimension(mesh, such_as="shard")
     if stage == 1:
         return _split_states(model, optimizer_class, mesh, optimizer_options)
     _start_alike(model, mesh)
@@ -218,34 +225,6 @@ def _require_class(optimizer_class: Any) -> None:
         raise ValueError(
             f"optimizer_class={optimizer_class!r}: give a class such as torch.optim.AdamW. An "
             f"optimizer that exists holds the parameters as they were before they were split"
-        )
-
-
-def _require_plain(model: Any) -> None:
-    """Raise ValueError for a model that cannot be split as it is."""
-    from torch.distributed.tensor import DTensor
-
-    parameters = list(model.parameters())
-    spread = any(isinstance(parameter, DTensor) for parameter in parameters)
-    if spread or isinstance(model, FSDPModule | DistributedDataParallel):
-        raise ValueError("this model is spread over ranks already: give a plain one")
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: move them to one")
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError("no parameter trains: there are no states to split")
-    if any_marked(parameters, GRADIENT_TAKER):
-        raise ValueError(
-            "the optimizer takes gradients in backward, before they are averaged: call its "
-            "remove() first"
-        )
-
-
-def _require_one_dimension(mesh: Any) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one of them, "
-            f"such as mesh['shard']"
         )
 
 

@@ -7,7 +7,7 @@ from recipes_lib.core.budget import Shape
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.shard_budget import computing_in, sharded_budget
-from recipes_lib.core.shard_groups import sharded_groups
+from recipes_lib.core.shard_group_bytes import sharded_groups
 
 SHAPE = Shape(batch=8, seq=64, ranks=8)
 

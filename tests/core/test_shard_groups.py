@@ -2,58 +2,34 @@ import pytest
 import torch
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.shard_groups import (
-    fingerprint,
-    require_shardable,
-    sharded_groups,
-    ties_weights,
-)
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.shard_groups import fingerprint, require_shardable, summing_dtype
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 
 
-@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-llama", "tiny-gpt2"])
-def test_the_groups_hold_every_parameter_once(name):
-    """With one rank there is no padding. GPT-2 has positions that are in no other group."""
-    model = model_of_shape(name, device="cpu")
-    groups = sharded_groups(model, shards=1)
-    whole = sum(tensor_bytes(parameter) for parameter in model.parameters())
-    assert groups.whole.part == groups.whole.gathered == groups.whole.part_gradients == whole
-    assert (groups.head.part == 0) == ties_weights(model)
-
-
-def test_parts_are_padded_to_the_rows_of_the_first():
-    model = model_of_shape("tiny-mistral", device="cpu")
-    groups = sharded_groups(model, shards=3)
-    vocabulary, width = model.lm_head.weight.shape  # 128 rows on three ranks: 43, 43, 42
-    assert groups.head.part == 4 * 43 * width
-    assert groups.head.gathered == 3 * groups.head.part
-    assert groups.head.gradients == 4 * vocabulary * width
-
-
-def test_dtypes():
-    model = model_of_shape("tiny-mistral", device="meta")
-    model.lm_head.weight.requires_grad_(False)
-    groups = sharded_groups(model, shards=2, parameter_dtype=torch.bfloat16)
-    plain = sharded_groups(model, shards=2)
-    assert 2 * groups.block.gathered == plain.block.gathered
-    assert groups.block.sent == plain.block.sent  # summed in fp32
-    assert groups.head.gradients == groups.head.sent == groups.head.part_gradients == 0
-
-
-@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-llama"])
-def test_ends_that_are_cut_are_never_gathered(name):
-    model = model_of_shape(name, device="meta")
-    groups = sharded_groups(model, shards=4, cut_ends=True)
-    assert groups.whole.part == sharded_groups(model, shards=4).whole.part
-    assert groups.whole.gathered <= groups.all_blocks.gathered + 4 * model.config.hidden_size
+def test_gradients_in_bf16_are_summed_in_fp32():
+    """The mistake: a sum over 64 ranks that has three digits."""
+    assert summing_dtype(torch.bfloat16, None) == torch.float32
+    assert summing_dtype(torch.bfloat16, torch.bfloat16) == torch.bfloat16
+    assert summing_dtype(None, None) is None
 
 
 def test_what_cannot_be_sharded():
     model = model_of_shape("tiny-mistral", device="cpu")
     require_shardable(model)
+    with pytest.raises(ValueError, match=r"parameter_dtype=torch\.float16: choose one of"):
+        require_shardable(model, parameter_dtype=torch.float16)
+    with pytest.raises(ValueError, match="prefetch=0"):
+        require_shardable(model, prefetch=0)
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        require_shardable(torch.nn.Linear(2, 2))
     model.model.layers[1].mlp.up_proj.bfloat16()
     with pytest.raises(ValueError, match="block 1 trains weights in"):
         require_shardable(model)
+    # Its hooks are on the parameters of before: no part would ever be stepped.
+    stepping = model_of_shape("tiny-mistral", device="cpu")
+    apply_optimizer_in_backward(stepping, lr=1e-3)
+    with pytest.raises(ValueError, match="the optimizer steps in backward"):
+        require_shardable(stepping)
 
 
 def test_a_fingerprint_tells_weights_apart():

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +29,7 @@ from recipes_lib.parallel.fully_sharded_compile import ORDERS, seconds_by_order
 from recipes_lib.parallel.fully_sharded_precision import dtypes_of_step
 from recipes_lib.parallel.fully_sharded_strategies import STRATEGIES, measured_strategy
 from tests.parallel.parity import (
+    SIZES,
     TOLERANCE,
     Run,
     adamw,
@@ -143,23 +145,33 @@ def strategies():
 
 def from_the_meta_device():
     """Only rank 0 has weights; the others get their parts. Compared by one forward."""
-    whole = tiny_model() if rank() == 0 else None
+    found = {}
+    for tied in (False, True):
+        whole = tiny_model(tie_word_embeddings=tied) if rank() == 0 else None
+        model = apply_fully_sharded(model_of_no_weights(tie_word_embeddings=tied))
+        load_from_first_rank(model, whole)
+        ids = global_batch(0)["input_ids"]
+        got = model(input_ids=ids, use_cache=False).logits
+        expected = tiny_model(tie_word_embeddings=tied)(input_ids=ids, use_cache=False).logits
+        found[tied] = (got - expected).abs().max().item()
+    return found
+
+
+def loads_that_do_not_fit():
+    """What every rank is told, seen on rank 0."""
+    deeper = apply_fully_sharded(model_of_no_weights(num_hidden_layers=5))
+    told = []
+    for model, whole in [(deeper, tiny_model()), (deeper, None), (tiny_model(), tiny_model())]:
+        with pytest.raises(ValueError) as caught:
+            load_from_first_rank(model, whole if rank() == 0 else None)
+        told.append(str(caught.value))
+    return told
+
+
+def model_of_no_weights(**changes):
+    config = transformers.LlamaConfig(**SIZES | changes)
     with torch.device("meta"):
-        model = tiny_model_of_no_weights()
-    apply_fully_sharded(model)
-    load_from_first_rank(model, whole)
-    ids = global_batch(0)["input_ids"]
-    got = model(input_ids=ids, use_cache=False).logits
-    expected = tiny_model()(input_ids=ids, use_cache=False).logits
-    return (got - expected).abs().max().item()
-
-
-def tiny_model_of_no_weights():
-    import transformers
-
-    from tests.parallel.parity import SIZES
-
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES)).train()
+        return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 def refused(problem):
@@ -170,6 +182,10 @@ def refused(problem):
         options["prefetch"] = 1 + rank()
     if problem == "fp16":
         options["parameter_dtype"] = torch.float16
+    if problem == "fp16 on one rank":
+        options["parameter_dtype"] = torch.float16 if rank() == 1 else None
+    if problem == "no model on one rank" and rank() == 1:
+        model = torch.nn.Linear(2, 2)
     if problem == "mesh":
         options["mesh"] = mesh_of(a=1, b=1, c=world_size())
     if problem == "dtypes":
@@ -388,7 +404,16 @@ def test_what_stays_in_fp32(two_ranks):
 
 def test_weights_from_one_rank(two_ranks):
     """Frequencies of RoPE too, which are in no state dict: after `to_empty` they are garbage."""
-    assert two_ranks.run(from_the_meta_device) < 1e-6
+    for tied, difference in two_ranks.run(from_the_meta_device).items():
+        assert difference < 1e-6, tied
+
+
+def test_weights_that_do_not_fit_are_refused(two_ranks):
+    """The mistake: what has no weight in the whole model keeps what its memory was before."""
+    layers, nothing, not_sharded = two_ranks.run(loads_that_do_not_fit, timeout=60)
+    assert "model.layers.4" in layers and "build both from one configuration" in layers
+    assert "whole=None on rank 0" in nothing
+    assert "this model is not sharded" in not_sharded
 
 
 @pytest.mark.parametrize(
@@ -397,13 +422,15 @@ def test_weights_from_one_rank(two_ranks):
         ("other weights", "give the same on all ranks"),
         ("other options", "prefetch: rank 0 gives 1, rank 1 gives 2"),
         ("fp16", "choose one of"),
+        ("fp16 on one rank", "parameter_dtype: rank 0 gives None, rank 1 gives torch.float16"),
+        ("no model on one rank", "rank 1 gives Linear of 6 parameters"),
         ("mesh", "3 dimensions"),
         ("dtypes", "give all that train one dtype"),
         ("twice", "sharded already"),
     ],
 )
 def test_mistakes_are_refused_on_every_rank(two_ranks, problem, words):
-    assert words in two_ranks.run(refused, problem=problem)
+    assert words in two_ranks.run(refused, problem=problem, timeout=30)
 
 
 def test_compiling_after_sharding_is_refused(two_ranks):
