@@ -9,6 +9,8 @@ speed_ladder_text  the lines that it prints, and the cells of its table
 length_ladder   the same with tokens in place of bytes: how long may the sequence be?
 rank_ladder     the same for many ranks: bytes and messages of each, and whether the losses agree
 rank_ladder_text  the lines that it prints, and the cells of its table
+edge_ladder     the same for devices: quality, size of the file and time, group by group
+edge_ladder_text  the lines that it prints, and the cells of its table
 charts          charts of bars: ladders of bytes and of lengths, budgets, kinds of operators
 timeline_chart  live bytes over a step, one panel per step
 loss_charts     curves and changes of the held-out loss, the loss by position
@@ -21,6 +23,10 @@ throughput_chart   tokens per second of all texts against the wait of each
 speed_charts    one address of the charts about speed, for notebooks
 roofline_chart  what memory and arithmetic allow, and what was reached
 size_quality_chart  bytes per weight against perplexity
+size_error_chart  the size of a file against wrong answers or perplexity
+size_axes       the scales of both, and the points that are worth having
+runtime_chart   time for one image or token in several programs, with the size of the file
+delegation_chart  which operators of an exported model a backend has taken
 rank_bytes_chart  what one rank keeps: bars inside what was predicted, lines over ranks
 rank_charts     losses that have to be equal, what more ranks bring, how fast they talk
 lanes_chart     what computes and what sends at the same time

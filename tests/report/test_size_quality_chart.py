@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes_lib.report.size_quality_chart import Variant, size_quality_chart, worth_having
+from recipes_lib.report.size_quality_chart import Variant, size_quality_chart
 from tests.drawn import assert_apart, boxes_of, texts
 
 VARIANTS = [
@@ -13,11 +13,6 @@ VARIANTS = [
     Variant("int4, rounded", 0.63, 8.60),
     Variant("int4, AWQ", 0.63, 8.26),
 ]
-
-
-def test_what_is_larger_and_worse_is_not_worth_having():
-    names = [point.name for point in worth_having(VARIANTS)]
-    assert names == ["int4, AWQ", "int8", "fp16", "fp32"]
 
 
 def test_size_quality_chart_names_every_point():

@@ -1,0 +1,100 @@
+"""Size against quality of files: which ones are worth having.
+
+    points = [SizeError("fp32", 2_900_000, accuracy=0.98)]
+    points.append(SizeError("int8", 800_000, accuracy=0.97))
+    size_error_chart(points)
+
+Both axes grow with what is bad: bytes to the right, wrong answers or perplexity upwards. Nothing
+that lies to the right of a point and above it is worth having. A thin line joins the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes_lib.core.checks import check_number, check_share
+from recipes_lib.report.figure import WIDTH, blank_figure, muted, page
+from recipes_lib.report.point_labels import name_points
+from recipes_lib.report.size_axes import draw_front, set_scales, worth_having
+from recipes_lib.report.style import RECIPE, REFERENCE
+
+MEGABYTE = 10**6
+
+
+@dataclass(frozen=True)
+class SizeError:
+    """A file of so many bytes, and an accuracy (0 to 1) or a perplexity; a chart has one kind.
+
+    Raises ValueError for both or none of them, and for numbers that cannot be.
+    """
+
+    name: str
+    file_bytes: float
+    accuracy: float | None = None
+    perplexity: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number(file_bytes=self.file_bytes, above=0)
+        if (self.accuracy is None) == (self.perplexity is None):
+            raise ValueError("a point has one quality: give either accuracy= or perplexity=")
+        if self.accuracy is not None:
+            check_share(accuracy=self.accuracy)
+        else:
+            check_number(perplexity=self.perplexity, above=0)
+
+    @property
+    def megabytes(self) -> float:
+        """Of the file."""
+        return self.file_bytes / MEGABYTE
+
+    @property
+    def error(self) -> float:
+        """What should be small: wrong answers in per cent, or the perplexity."""
+        if self.accuracy is not None:
+            return 100 * (1 - self.accuracy)
+        return self.perplexity
+
+
+@page()
+def size_error_chart(
+    points: Sequence[SizeError], *, title: str | None = None, source: str | None = None
+) -> Any:
+    """Draw what is wrong against the size of the file, with a name beside each point.
+
+    Args:
+        points: the first is what the others are compared with: a line goes through its quality.
+        title: the message.
+        source: where the numbers are from; by default this machine and today.
+    Raises ValueError if there are no points, and for points of two kinds.
+    """
+    figure, axes = blank_figure(
+        points, (WIDTH, 3.9), title=title or "What a smaller file costs", source=source
+    )
+    kinds = {point.accuracy is None for point in points}
+    if len(kinds) > 1:
+        raise ValueError("some points have an accuracy and some a perplexity: give one chart each")
+    words = "wrong answers, %"
+    if kinds == {True}:
+        words = "perplexity (lower is better)"
+    axes.set(xlabel="file, MB (millions of bytes)", ylabel=words)
+    places = [_place(point) for point in points]
+    set_scales(axes, places)
+    level = points[0].error
+    axes.axhline(level, color=REFERENCE, linestyle="--", linewidth=1, zorder=1)
+    lines = draw_front(axes, [_place(point) for point in worth_having(points, _place)])
+    colors = []
+    for point in points:
+        color = muted() if point is points[0] else RECIPE
+        axes.plot([point.megabytes], [point.error], "o", color=color, markersize=7, zorder=3)
+        colors.append(color)
+    left, right = axes.get_xlim()
+    lines.append(((left, level), (right, level)))
+    names = [point.name for point in points]
+    name_points(axes, places, names, colors=colors, lines=lines)
+    return figure
+
+
+def _place(point: SizeError) -> tuple[float, float]:
+    return point.megabytes, point.error

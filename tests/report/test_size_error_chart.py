@@ -1,0 +1,40 @@
+"""The size of a file against what is wrong with its answers, read back from the figure."""
+
+import pytest
+
+from recipes_lib.report.size_axes import worth_having
+from recipes_lib.report.size_error_chart import SizeError, size_error_chart
+from tests.drawn import assert_apart, boxes_of, texts
+
+POINTS = [
+    SizeError("fp32", 2_900_000, accuracy=0.981),
+    SizeError("pruned", 1_400_000, accuracy=0.975),
+    SizeError("int8", 890_000, accuracy=0.979),
+    SizeError("pruned, int8", 480_000, accuracy=0.97),
+]
+
+
+def test_what_is_larger_and_worse_is_not_worth_having():
+    """Catches a front that takes the smaller of two files without a look at its quality."""
+    front = worth_having(POINTS, lambda point: (point.megabytes, point.error))
+    assert [point.name for point in front] == ["pruned, int8", "int8", "fp32"]
+
+
+def test_the_chart_draws_wrong_answers_and_names_every_point():
+    (axes,) = size_error_chart(POINTS).axes
+    names = {point.name for point in POINTS}
+    assert names <= set(texts(axes))
+    assert_apart(boxes_of(axes, names))
+    dots = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"]
+    assert dots == pytest.approx([1.9, 2.5, 2.1, 3.0])
+
+
+def test_one_quality_for_all_points():
+    with pytest.raises(ValueError, match="either accuracy= or perplexity="):
+        SizeError("both", 1, accuracy=0.9, perplexity=3.0)
+    with pytest.raises(ValueError, match="one chart each"):
+        size_error_chart([*POINTS, SizeError("text", 1, perplexity=3.0)])
+    with pytest.raises(ValueError, match="accuracy=98: give a number from 0 to 1"):
+        SizeError("per cent", 1, accuracy=98)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        size_error_chart([])
