@@ -1,0 +1,181 @@
+"""A size budget: which links of the chain are needed for so many megabytes and milliseconds.
+
+Problem    A device gives so many megabytes and so many milliseconds. Each link of the chain costs
+           training time and quality, so none should be taken without need. To try all of them
+           takes days.
+Idea       File and time follow from numbers that are known before anything is trained:
+
+               file bytes = weights × bits / 8 + 4 × scales
+               seconds    = overhead + work / speed
+
+           Work is multiply-adds for an image, and bytes that are read for a token. Overhead and
+           speed belong to a runtime and a format: two or three files tell them, and these may have
+           random weights. Of all chains, in the order of their price, take the first that fits.
+Saves      The trainings and exports of all chains that cannot fit.
+Costs      A prediction: activations, the graph in the file (some hundred kilobytes of a small
+           model) and caches that are too small are not in it. Quality is not predicted at all.
+Use when   Before the first training, and whenever the device changes.
+Not when   A file is there: measure it. Speeds of another device: each has its own.
+In production   MLPerf Mobile and Tiny give limits in the same two numbers; ExecuTorch's
+           `executor_runner` and `benchmark_app` of OpenVINO measure a file with random weights.
+Source     Cai et al., "Once-for-All" (arXiv 1908.09791), who search with predicted latencies;
+           Williams et al., "Roofline" (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from recipes_lib.core.checks import check_number, check_several, check_whole
+
+MEGABYTE = 10**6
+MILLISECONDS = 1000.0  # of a second
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_file_bytes(weights: int, *, bits: float, group: int) -> float:
+    """What `weights` numbers of few bits take, with a scale of 4 bytes for each group of them."""
+    return weights * bits / 8 + 4 * weights / group
+
+
+def plain_first_that_fits(
+    chains: Sequence[tuple[str, float, float]], megabytes: float, milliseconds: float
+) -> str:
+    """The name of the first of (name, megabytes, milliseconds) that is within both limits."""
+    for name, size, time in chains:
+        if size <= megabytes and time <= milliseconds:
+            return name
+    return "none fits"
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    """What a runtime needs for some work: `Speed`, or `core.overhead_fit.OverheadFit`."""
+
+    def seconds(self, size: float) -> float:
+        """The time for multiply-adds, or for bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A fixed part for each image or token in seconds, and the work that is done in a second."""
+
+    overhead: float
+    work_per_second: float
+
+    def __post_init__(self) -> None:
+        check_number(overhead=self.overhead, least=0)
+        check_number(work_per_second=self.work_per_second, above=0)
+
+    def seconds(self, size: float) -> float:
+        """The time for this work."""
+        return self.overhead + size / self.work_per_second
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Some links and what comes out of them, by arithmetic.
+
+    links        what has to be done, such as ("distil", "8 bits")
+    weights      how many numbers the file holds
+    work         multiply-adds of an image, or bytes that a token reads
+    bits         of a weight
+    scales       how many scales the file holds
+    format       the name of the speed that it runs at, such as "fp32" or "int8"
+
+    Raises ValueError for numbers that cannot be.
+    """
+
+    links: tuple[str, ...]
+    weights: int
+    work: float
+    bits: float = 32
+    scales: int = 0
+    format: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_several(links=self.links)
+        check_whole(weights=self.weights)
+        check_number(work=self.work, bits=self.bits, above=0)
+        check_whole(least=0, scales=self.scales)
+
+    @property
+    def name(self) -> str:
+        """Its links in words."""
+        return " + ".join(self.links) or "as it is"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chain that was chosen, and what is predicted of it."""
+
+    chain: Chain
+    file_bytes: float
+    seconds: float
+
+
+def choose_chain(
+    chains: Sequence[Chain],
+    *,
+    megabytes: float,
+    milliseconds: float,
+    speeds: Mapping[str, Clock],
+) -> Choice:
+    """The first of `chains` whose file and time are within the limits.
+
+    Args:
+        chains: in the order of their price, the one that costs least first.
+        megabytes: limit of the file, in millions of bytes.
+        milliseconds: limit for one image or one token.
+        speeds: for each format the time that work takes on the device.
+    Raises ValueError if none fits, with the one that comes nearest; for no chains; and for a format
+    without a speed.
+    """
+    check_number(above=0, megabytes=megabytes, milliseconds=milliseconds)
+    choices = predicted_choices(chains, speeds=speeds)
+    for choice in choices:
+        if _excess(choice, megabytes, milliseconds) <= 1:
+            return choice
+    nearest = min(choices, key=lambda each: _excess(each, megabytes, milliseconds))
+    raise ValueError(
+        f"no chain fits into {megabytes:g} MB and {milliseconds:g} ms. Nearest comes "
+        f"{nearest.chain.name}, with {nearest.file_bytes / MEGABYTE:.2g} MB and "
+        f"{nearest.seconds * MILLISECONDS:.2g} ms: add a smaller one, or allow more"
+    )
+
+
+def _excess(choice: Choice, megabytes: float, milliseconds: float) -> float:
+    """How many times the limit it takes, of the one that it exceeds most."""
+    of_size = choice.file_bytes / (megabytes * MEGABYTE)
+    of_time = choice.seconds * MILLISECONDS / milliseconds
+    return max(of_size, of_time)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Clock]) -> list[Choice]:
+    """File and time of every chain. Raises ValueError for none, and a format without a speed."""
+    if not chains:
+        raise ValueError("there are no chains: give one or more, the one that costs least first")
+    choices = []
+    for chain in chains:
+        if chain.format not in speeds:
+            raise ValueError(
+                f"format={chain.format!r} of {chain.name} has no speed: there are "
+                f"{sorted(speeds)}. Measure a file of this format, its weights may be random"
+            )
+        seconds = speeds[chain.format].seconds(chain.work)
+        choices.append(Choice(chain, predicted_file_bytes(chain), seconds))
+    return choices
+
+
+def predicted_file_bytes(chain: Chain) -> float:
+    """Bytes of the weights and their scales; the graph itself is not in it."""
+    return chain.weights * chain.bits / 8 + 4 * chain.scales

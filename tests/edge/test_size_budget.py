@@ -1,0 +1,74 @@
+"""Which chain a budget needs, by arithmetic."""
+
+import pytest
+
+from recipes_lib.core.overhead_fit import fit_overhead
+from recipes_lib.edge.size_budget import (
+    Chain,
+    Speed,
+    choose_chain,
+    plain_file_bytes,
+    plain_first_that_fits,
+    predicted_choices,
+    predicted_file_bytes,
+)
+
+SPEEDS = {"fp32": Speed(0.001, 4e9), "int8": Speed(0.001, 8e9)}
+CHAINS = [
+    Chain((), weights=700_000, work=8_000_000),
+    Chain(("8 bits",), 700_000, 8_000_000, bits=8, scales=7_000, format="int8"),
+    Chain(("prune",), weights=350_000, work=4_000_000),
+    Chain(("prune", "8 bits"), 350_000, 4_000_000, bits=8, scales=5_000, format="int8"),
+]
+
+
+def chosen(megabytes, milliseconds):
+    choice = choose_chain(CHAINS, megabytes=megabytes, milliseconds=milliseconds, speeds=SPEEDS)
+    return choice.chain.name
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "milliseconds", "name"),
+    [
+        (3, 10, "as it is"),
+        (1, 10, "8 bits"),  # pruning would be too large
+        (3, 2.5, "8 bits"),  # in the order of the price, though pruning fits as well
+        (0.5, 10, "prune + 8 bits"),
+        (3, 1.6, "prune + 8 bits"),
+    ],
+)
+def test_the_first_chain_that_fits_both_limits(megabytes, milliseconds, name):
+    """Catches a choice by one limit alone, and one of the smallest in place of the cheapest."""
+    assert chosen(megabytes, milliseconds) == name
+    rows = [
+        (each.chain.name, each.file_bytes / 1e6, each.seconds * 1e3)
+        for each in predicted_choices(CHAINS, speeds=SPEEDS)
+    ]
+    assert plain_first_that_fits(rows, megabytes, milliseconds) == name
+
+
+def test_bytes_of_weights_and_scales():
+    chain = Chain(("4 bits",), weights=64_000, work=1, bits=4, scales=1_000, format="int8")
+    assert predicted_file_bytes(chain) == 36_000 == plain_file_bytes(64_000, bits=4, group=64)
+
+
+def test_a_fitted_line_is_a_speed():
+    """Measured points go in as they are: the same line as in the notebook about speed."""
+    fit = fit_overhead([(1e6, 0.0012), (2e6, 0.0014), (4e6, 0.0018)])
+    choice = predicted_choices([Chain((), weights=1, work=3e6)], speeds={"fp32": fit})[0]
+    assert choice.seconds == pytest.approx(0.0016)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"Nearest comes prune \+ 8 bits, with 0.37 MB"):
+        chosen(0.1, 10)
+    with pytest.raises(ValueError, match="there are no chains"):
+        choose_chain([], megabytes=1, milliseconds=1, speeds=SPEEDS)
+    with pytest.raises(ValueError, match="format='int4' of as it is has no speed"):
+        predicted_choices([Chain((), 1, 1.0, format="int4")], speeds=SPEEDS)
+    with pytest.raises(ValueError, match="weights=0: give a whole number of 1 or more"):
+        Chain((), weights=0, work=1)
+    with pytest.raises(ValueError, match="megabytes=0: give a finite number above 0"):
+        chosen(0, 1)
+    with pytest.raises(ValueError, match="work_per_second=0"):
+        Speed(0.0, 0)
