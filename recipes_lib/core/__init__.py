@@ -31,6 +31,7 @@ measure         seconds per step, peak bytes of tensors, dry runs, turns
 meshes          places of the ranks along named axes
 mixing          mix a class into one module of a model, and take it out again
 model           load a model, or random weights of a public shape
+noise           keep away what libraries print: their output goes to a file
 operations      how many operations of matrix products a step needs
 operator_profile  seconds of a step by kind of operator
 output_layer    a causal LM up to its output layer, for losses that make the logits
