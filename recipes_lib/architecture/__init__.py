@@ -5,6 +5,8 @@ grouped_query_attention   fewer heads of keys and values, pooled in a trained mo
 rms_norm                  LayerNorm replaced by RMSNorm: exactly, with centred weights, or to train
 swiglu                    a gate in the feed-forward layers, at the same number of weights
 tied_embeddings           one table for the embedding and the output layer, or two again
+deep_thin                 a small language model of more and narrower blocks, at equal weights
 mixture_of_experts        many feed-forward layers, of which a token meets a few: grouped products
 mixture_of_experts_parallel  experts shared by ranks: tokens travel to them and back
+mobile_net                convolutions in two steps: depthwise filters, inverted residuals
 """

@@ -7,8 +7,10 @@ causal_lm       what a causal language model is here, and where its parts are
 chat            pairs and conversations as tokens and labels, by the model's own template
 checks          checks of arguments, with one form of message
 chunked_loss    losses whose logits exist for a chunk of tokens at a time: plan, gradients
+classify        classifiers of images: logits, accuracy, a short training, multiply-adds
 collectives     gather and scatter one tensor, sum a few numbers over ranks
 converted_weights  products of many rows with weights stored in another dtype
+convolutions    networks of convolutions: first weights, rounded channels, predicted work
 corpus          Python's own standard library as text and as instruction pairs
 data            pairs from the corpus, a file or the hub; rows as padded batches
 decoding        what a decoder is: cache of keys and values, protocol, greedy loop
@@ -20,6 +22,7 @@ four_bit_grid   weights on 16 levels, with a scale and an offset for each group 
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
 gradient_norm   clip by the norm of all gradients, of which each rank holds a part
 integer_grid    weights on few whole numbers, symmetric around zero, as edge runtimes have them
+images          5,000 handwritten digits, to train on and to test with
 launch          a function on several ranks, with no process left behind
 launch_rank     one of these ranks: join the others, take tasks, answer
 linears         the linear layers of a model by name, and others in their places

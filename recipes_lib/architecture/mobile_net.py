@@ -1,0 +1,245 @@
+"""MobileNet: convolutions in two steps, one over places and one over channels.
+
+Problem    A convolution of 3 x 3 multiplies each pixel of each output channel with 9 pixels of
+           every input channel. On a phone, these products are the time of a network for images.
+Idea       One filter per channel looks at places only, and a 1 x 1 convolution mixes channels only:
+
+               usual        K x C x 9 products for a pixel
+               separable    C x 9 + K x C                            about 8 or 9 times fewer
+
+           MobileNetV2 makes a block of it that is wide inside and narrow outside:
+
+               x [C] -> 1 x 1 -> [6C] -> 3 x 3, each alone -> [6C] -> 1 x 1 -> [C] -> + x
+
+           The filters work where there are many channels, and what a later block reads is small.
+Saves      Multiply-adds and parameters by 8 to 9 in each pair of layers, at 3 x 3.
+Costs      Three layers in place of one, and activations of 6C channels. A depthwise filter does
+           little work for each byte that it reads, so time falls less than multiply-adds do.
+Use when   Images on a phone, in a browser, or on a small board; `width` scales all channels, and
+           with it work and parameters, by about its square.
+Not when   A large GPU runs large batches: usual convolutions use its units better. Very small
+           images: a network that halves them five times has one pixel left of 32.
+In production   transformers `MobileNetV2ForImageClassification`, timm `mobilenetv2_050` and
+           `mobilenetv4_conv_small`, torchvision `mobilenet_v2`. All three begin with trained
+           weights (`from_pretrained`, `weights=`), which is better than to train from the start.
+Source     Howard et al., "MobileNets", arXiv 1704.04861; Sandler et al., "MobileNetV2: Inverted
+           Residuals and Linear Bottlenecks", arXiv 1801.04381.
+
+A model that transformers makes from a configuration alone is dead: its first weights are so small
+that all logits are equal. `mobile_net` and `initialise_` set this right.
+
+Shapes: B images, C input channels, K output channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.convolutions import (
+    Work,
+    convolution_work,
+    initialise_convolutions_,
+    linear_work,
+    rounded_channels,
+)
+
+# Channels and strides of the blocks after the first, at width 1 (table 2 of the paper).
+CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
+STRIDES = (2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
+FIRST = 32  # channels of the first convolution
+LAST = 1280  # channels of the last one
+OUTPUT_STRIDES = (8, 16, 32)
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_depthwise_separable(x: Tensor, filters: Tensor, mixing: Tensor) -> Tensor:
+    """x [B, C, H, W], one of filters [C, 3, 3] for each channel, then mixing [K, C]."""
+    height, width = x.shape[-2:]
+    padded = F.pad(x, (1, 1, 1, 1))
+    places = torch.zeros_like(x)
+    for row in range(3):
+        for column in range(3):
+            moved = padded[:, :, row : row + height, column : column + width]
+            places = places + filters[:, row, column, None, None] * moved
+    return torch.einsum("kc,bchw->bkhw", mixing, places)
+
+
+class PlainInvertedResidual(nn.Module):
+    """The block of MobileNetV2: wide inside, narrow outside, and no activation at its end."""
+
+    def __init__(self, inputs: int, outputs: int, *, expansion: int = 6, stride: int = 1) -> None:
+        super().__init__()
+        wide = expansion * inputs
+        self.expand = nn.Conv2d(inputs, wide, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(wide, eps=1e-3)
+        self.places = nn.Conv2d(wide, wide, 3, stride, padding=1, groups=wide, bias=False)
+        self.norm2 = nn.BatchNorm2d(wide, eps=1e-3)
+        self.project = nn.Conv2d(wide, outputs, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(outputs, eps=1e-3)
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, K, H / stride, W / stride]."""
+        y = F.relu6(self.norm1(self.expand(x)))
+        y = F.relu6(self.norm2(self.places(y)))
+        y = self.norm3(self.project(y))
+        if self.residual:
+            y = y + x
+        return y
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def mobile_net(
+    *,
+    width: float = 0.5,
+    classes: int = 10,
+    image_size: int = 32,
+    channels: int = 1,
+    output_stride: int = 32,
+    seed: int | None = None,
+) -> Any:
+    """A `MobileNetV2ForImageClassification` with first weights that can be trained, in eval mode.
+
+    Three settings differ from transformers' own: borders are a part of the convolutions, where
+    TensorFlow's rule takes an operator of its own before each; the last convolution becomes
+    narrower with `width`, which has most of a small model's parameters; and dropout is 0.2, where
+    transformers drops 80 % of the features (in TensorFlow, 0.8 was the part that is kept).
+
+    Args:
+        width: multiplies all channels; they are rounded to multiples of 8, and 8 is the least.
+        image_size: pixels of a side. It changes no weight: it is what the configuration says.
+        channels: of an image, 1 for grey and 3 for colours.
+        output_stride: how many times fewer pixels a side has at the end: 8, 16 or 32.
+        seed: of the first weights. None: the current random state.
+    Raises ValueError for numbers outside their bounds.
+    """
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    check_number(above=0, width=width)
+    check_whole(classes=classes, image_size=image_size, channels=channels)
+    check_choice(OUTPUT_STRIDES, output_stride=output_stride)
+    config = MobileNetV2Config(
+        num_channels=channels,
+        image_size=image_size,
+        depth_multiplier=width,
+        num_labels=classes,
+        output_stride=output_stride,
+        finegrained_output=False,
+        tf_padding=False,
+        classifier_dropout_prob=0.2,
+    )
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return initialise_(MobileNetV2ForImageClassification(config)).eval()
+
+
+def initialise_(model: Any) -> Any:
+    """First weights for a MobileNetV2 of transformers, in place; returns `model`.
+
+    All trained weights are lost. Normalization follows each batch by a tenth of the way: in
+    transformers it is 0.997, TensorFlow's number for what is kept, so that the running statistics
+    are those of the last batch. Raises ValueError for another model.
+    """
+    _require_mobile_net(model)
+    initialise_convolutions_(model)
+    return model
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _require_mobile_net(model: Any) -> None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind != "mobilenet_v2":
+        raise ValueError(
+            f"{type(model).__name__} is no MobileNetV2 of transformers: give one, such as "
+            f"mobile_net() returns"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_parameters(model: Any) -> int:
+    """Parameters of a MobileNetV2 classifier as its configuration describes it, before pruning.
+
+    Raises ValueError for another model.
+    """
+    return _work(model, image_size=32).parameters
+
+
+def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
+    """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels.
+
+    Of the configuration, as in `predicted_parameters`. Raises ValueError for another model.
+    """
+    check_whole(image_size=image_size)
+    return _work(model, image_size=image_size).multiply_adds
+
+
+def _work(model: Any, *, image_size: int) -> Work:
+    _require_mobile_net(model)
+    config = model.config
+    first = _scaled(config, FIRST)
+    last = LAST
+    if not config.finegrained_output or config.depth_multiplier >= 1:
+        last = _scaled(config, LAST)
+    side = _halved(image_size)
+    narrow = _scaled(config, CHANNELS[0])
+    work = convolution_work(inputs=config.num_channels, outputs=first, kernel=3, pixels=side**2)
+    if not config.first_layer_is_expansion:
+        work += convolution_work(inputs=first, outputs=first, kernel=1, pixels=side**2)
+    work += _places_and_project(wide=first, outputs=narrow, side=side)
+    for inputs, outputs, stride in _blocks(config):
+        wide = rounded_channels(
+            round(inputs * config.expand_ratio),
+            divisor=config.depth_divisible_by,
+            least=config.min_depth,
+        )
+        work += convolution_work(inputs=inputs, outputs=wide, kernel=1, pixels=side**2)
+        if stride == 2:
+            side = _halved(side)
+        work += _places_and_project(wide=wide, outputs=outputs, side=side)
+    work += convolution_work(
+        inputs=_scaled(config, CHANNELS[-1]), outputs=last, kernel=1, pixels=side**2
+    )
+    return work + linear_work(inputs=last, outputs=config.num_labels)
+
+
+def _places_and_project(*, wide: int, outputs: int, side: int) -> Work:
+    """A filter of 3 x 3 for each of `wide` channels, and the 1 x 1 convolution after it."""
+    places = convolution_work(inputs=wide, outputs=wide, kernel=3, pixels=side**2, groups=wide)
+    return places + convolution_work(inputs=wide, outputs=outputs, kernel=1, pixels=side**2)
+
+
+def _blocks(config: Any) -> Iterator[tuple[int, int, int]]:
+    """Input channels, output channels and stride of the blocks after the stem."""
+    reached = 2  # the first convolution halves the image
+    for index, stride in enumerate(STRIDES):
+        if reached == config.output_stride:
+            stride = 1  # transformers spreads the filters out instead: equal work
+        reached *= stride
+        yield _scaled(config, CHANNELS[index]), _scaled(config, CHANNELS[index + 1]), stride
+
+
+def _scaled(config: Any, channels: int) -> int:
+    return rounded_channels(
+        round(channels * config.depth_multiplier),
+        divisor=config.depth_divisible_by,
+        least=config.min_depth,
+    )
+
+
+def _halved(side: int) -> int:
+    """Pixels of a side after a stride of 2, whatever the rule for borders."""
+    return (side + 1) // 2
