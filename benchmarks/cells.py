@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arithmetic, render_architecture, render_distillation, render_peers, sentences
+from benchmarks import (
+    arithmetic,
+    render_architecture,
+    render_depths,
+    render_distillation,
+    render_peers,
+    sentences,
+)
 from benchmarks.facts import FACTS
 from benchmarks.record import LADDERS, RESULTS, newest, plain_name
 from recipes_lib.report.style import MIB, percent
@@ -176,6 +183,7 @@ OWN_RUNS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "RMSNorm": ("architecture", render_architecture.rms_norm),
     "SwiGLU": ("architecture", render_architecture.swiglu),
     "untied embeddings": ("architecture", render_architecture.untied),
+    "depths": ("depths", render_depths.deepest),
     "distillation": ("distillation", render_distillation.distillation),
     "servers": ("inference_peers", render_peers.servers),
 }

@@ -55,9 +55,17 @@ def lacking_in_peers(run: Run) -> list[str]:
     return lacking
 
 
+def lacking_in_depths(run: Run) -> list[str]:
+    """`benchmarks.depths` writes once, at the end; only its size can be wrong."""
+    if run["short"]:
+        return ["the run without --short"]
+    return []
+
+
 # By the name of the file, which is that of the program and of the part.
 LACKING: dict[str, Callable[[Run], list[str]]] = {
     "architecture": lacking_in_architecture,
+    "depths": lacking_in_depths,
     "distillation": lacking_in_distillation,
     "inference_peers": lacking_in_peers,
 }

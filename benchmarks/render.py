@@ -26,6 +26,7 @@ from benchmarks import (
     cards,
     page,
     render_architecture,
+    render_depths,
     render_distillation,
     render_peers,
     sentences,
@@ -50,10 +51,11 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
     gpu-01         its ladder, measured on a GPU
     versus-gpu     the recipes beside the libraries, on a CPU or GPU
     finetune-cpu   QLoRA by our loop beside the Trainer, likewise
-    architecture-cpu, healing-cpu, norms-cpu, distillation-cpu, peers-cpu
+    architecture-cpu, healing-cpu, norms-cpu, depths-cpu, distillation-cpu, peers-cpu
                    the runs of their own, likewise
     architecture-03, distillation-03, peers-03
                    the same as notebook 03 shows them (no heading)
+    depths-06      the same as notebook 06 shows it
     source-01      where the weights of the notebook's run came from (no heading)
     doctor-8b      the doctor's remedies for an 8-billion model, by arithmetic (no heading)
 
@@ -136,6 +138,7 @@ TABLES = {
     ),
     "healing": own_run("architecture", "Pooled heads", render_architecture.healing),
     "norms": own_run("architecture", "Norms", render_architecture.norms),
+    "depths": own_run("depths", "Deep and thin", render_depths.depths),
     "distillation": own_run(
         "distillation", "A student with and without its teacher", render_distillation.students
     ),
@@ -144,6 +147,7 @@ TABLES = {
 
 IN_NOTEBOOKS: dict[tuple[str, str], tuple[str, Words]] = {
     ("architecture", "03"): ("architecture", render_architecture.block),
+    ("depths", "06"): ("depths", render_depths.block),
     ("distillation", "03"): ("distillation", render_distillation.block),
     ("peers", "03"): ("inference_peers", render_peers.block),
 }

@@ -58,6 +58,18 @@ def architecture(*, beyond=(0.1, 0.2, 0.3)):
     }
 
 
+def depths(*, beyond=(-0.1, -0.2, -0.3)):
+    """Two depths of three seeds: the deeper one differs by `beyond` from the first line."""
+    rows = []
+    for layers, differences in {2: (0, 0, 0), 8: beyond}.items():
+        losses = [2 + difference for difference in differences]
+        row = {"layers": layers, "hidden": 64, "parameters": 1000, "losses": losses}
+        rows.append(row | {"beyond_first": list(differences), "seconds_per_token": layers / 1000})
+    sizes = {"weights": 1000, "rows": 8, "seq_len": 64}
+    seeds = {"short": False, "steps": 600, "seeds": [0, 1, 2]}
+    return {"threads": 1, "sizes": sizes, "rows": rows} | seeds
+
+
 def time(median, low, high):
     """Milliseconds, or a ratio, of five rounds."""
     rounds = [low, low, median, high, high]

@@ -29,6 +29,9 @@ def test_a_run_that_is_cut_is_not_recorded(tmp_path):
     with pytest.raises(ValueError, match="lacks the run 'teacher' with seed 2"):
         kept("distillation", cut, tmp_path)
 
+    with pytest.raises(ValueError, match="lacks the run without --short"):
+        kept("depths", own_runs.depths() | {"short": True}, tmp_path)
+
     short = own_runs.architecture()
     short["healing"]["short"] = True
     del short["norms"]
@@ -90,6 +93,9 @@ def test_a_range_with_zero_decides_nothing(tmp_path, beyond, verdict):
     results = kept("architecture", own_runs.architecture(beyond=beyond), tmp_path)
     assert f"| {verdict} |" in render.block("architecture-cpu", folder=results)
     assert f"per byte: {verdict};" in render.cell("03", "RMSNorm", folder=results)
+
+    results = kept("depths", own_runs.depths(beyond=beyond), tmp_path)
+    assert f"| {verdict} | 4.0× |" in render.block("depths-06", folder=results)
 
     alone = (2.0, 2.0, 2.0)
     taught = [loss + difference for loss, difference in zip(alone, beyond)]

@@ -8,4 +8,6 @@ curriculum    short rows first beside rows of one length, at equal compute
 clock         the time that this thread has computed, or that of the GPU
 norms         one norm: plain, compiled, PyTorch's and Liger's, in bytes per second
 small_models  a small model trained both ways: norm, gate, heads of keys, tied tables
+depths        small models of equal weights, from wide and shallow to deep and thin
+byte_models   text, steps and held-out loss of small models that train side by side
 """

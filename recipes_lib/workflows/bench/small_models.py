@@ -21,14 +21,12 @@ Llama. A byte is a token, so no tokenizer plays a part.
 from __future__ import annotations
 
 import copy
-import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from recipes_lib.architecture.grouped_query_attention import (
     apply_grouped_query_attention,
@@ -37,13 +35,15 @@ from recipes_lib.architecture.grouped_query_attention import (
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.swiglu import apply_swiglu
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.data import load_text
 from recipes_lib.core.machine import machine
-from recipes_lib.workflows.bench.clock import now
-
-BYTES = 256  # the vocabulary
-HELD_OUT_ROWS = 128
-WARM_UP = 0.1  # the part of the steps in which the learning rate rises
+from recipes_lib.workflows.bench.byte_models import (
+    BYTES,
+    HELD_OUT_ROWS,
+    bytes_of,
+    held_out_loss,
+    rows_of,
+    train_side_by_side,
+)
 
 BASELINE = "as GPT"
 
@@ -96,18 +96,18 @@ def compare_architectures(
     check_whole(steps=steps, hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
     check_whole(seeds=len(seeds))
     chosen = _chosen(names)
-    train = _bytes("train")
-    held_out = _rows(_bytes("validation"), HELD_OUT_ROWS, seq_len, seed=0)
+    train = bytes_of("train")
+    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, seq_len, seed=0)
 
     losses: dict[str, list[float]] = {name: [] for name in chosen}
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     models: dict[str, Any] = {}
     for seed in seeds:
         models = {name: _build(name, hidden, layers, seq_len, seed) for name in chosen}
-        batches = (_rows(train, rows, seq_len, seed=1000 * seed + step) for step in range(steps))
-        for name, took in _train(models, batches, steps, learning_rate).items():
+        batches = (rows_of(train, rows, seq_len, seed=1000 * seed + step) for step in range(steps))
+        for name, took in train_side_by_side(models, batches, steps, learning_rate).items():
             seconds[name] += took
-            losses[name].append(_loss_of(models[name], held_out))
+            losses[name].append(held_out_loss(models[name], held_out))
     return {name: _trained(models[name], seconds[name], losses, name) for name in chosen}
 
 
@@ -169,25 +169,27 @@ def pool_and_heal(
     """
     check_whole(steps=steps, healing_steps=healing_steps, seeds=len(seeds))
     check_whole(hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
-    text = _bytes("train")
-    held_out = _rows(_bytes("validation"), HELD_OUT_ROWS, seq_len, seed=0)
+    text = bytes_of("train")
+    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, seq_len, seed=0)
 
     def train(models: dict[str, Any], first: int, count: int, seed: int) -> None:
         numbers = range(1000 * seed + first, 1000 * seed + first + count)
-        batches = (_rows(text, rows, seq_len, seed=number) for number in numbers)
-        _train(models, batches, count, learning_rate)
+        batches = (rows_of(text, rows, seq_len, seed=number) for number in numbers)
+        train_side_by_side(models, batches, count, learning_rate)
 
     found = []
     for seed in seeds:
         model = _build(BASELINE, hidden, layers, seq_len, seed)
         train({"trained": model}, 0, steps, seed)
         whole = copy.deepcopy(model)
-        trained = _loss_of(model, held_out)
+        trained = held_out_loss(model, held_out)
         apply_grouped_query_attention(model, kv_heads=kv_heads)
-        pooled = _loss_of(model, held_out)
+        pooled = held_out_loss(model, held_out)
         both = {"pooled": model.train(), "whole": whole.train()}
         train(both, steps, healing_steps, seed)
-        found.append(Healing(trained, pooled, _loss_of(model, held_out), _loss_of(whole, held_out)))
+        found.append(
+            Healing(trained, pooled, held_out_loss(model, held_out), held_out_loss(whole, held_out))
+        )
     return found
 
 
@@ -240,65 +242,3 @@ def _build(name: str, hidden: int, layers: int, seq_len: int, seed: int) -> Any:
     )
     torch.manual_seed(seed)
     return change(AutoModelForCausalLM.from_config(config)).to(machine().device).train()
-
-
-# --- the text -------------------------------------------------------------------------------------
-
-TEXT_BYTES = 4_000_000  # more than any run here reads
-
-
-def _bytes(split: str) -> Tensor:
-    """The beginning of the standard library as bytes [N], each a token."""
-    text = load_text(split=split).encode()[:TEXT_BYTES]
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _rows(text: Tensor, rows: int, seq_len: int, *, seed: int) -> Tensor:
-    """Rows [B, S] from places that the seed draws."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - seq_len, (rows, 1), generator=generator)
-    places = starts + torch.arange(seq_len)  # [B, S]
-    return text[places].long().to(machine().device)
-
-
-# --- the training ---------------------------------------------------------------------------------
-
-
-def _train(
-    models: dict[str, Any], batches: Iterator[Tensor], steps: int, learning_rate: float
-) -> dict[str, list[float]]:
-    """Train all models side by side on the same batches; the seconds of each of their steps."""
-    optimizers = {}
-    for name, model in models.items():
-        optimizers[name] = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for step, ids in enumerate(batches):
-        rate = learning_rate * _share_of_rate(step, steps)
-        for name, model in models.items():
-            start = now()
-            _step(model, optimizers[name], ids, rate)
-            seconds[name].append(now() - start)
-    return seconds
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _share_of_rate(step: int, steps: int) -> float:
-    """It rises in the first tenth of the steps, and falls along a cosine to zero."""
-    rising = max(round(WARM_UP * steps), 1)
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
-
-
-@torch.no_grad()
-def _loss_of(model: Any, rows: Tensor) -> float:
-    model.eval()
-    return model(input_ids=rows, labels=rows, use_cache=False).loss.item()
