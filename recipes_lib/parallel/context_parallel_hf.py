@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.causal_lm import projection_widths, without_adapters
-from recipes_lib.parallel.context_parallel_kernels import FLASH_DTYPES
+from recipes_lib.parallel.context_parallel_kernels import AMPERE
 from recipes_lib.parallel.context_parallel_ring import ring_attention, tokens_of
 from recipes_lib.parallel.context_parallel_ulysses import ulysses_attention
 
@@ -93,6 +93,10 @@ def _attention(
     context = CONTEXTS[module.config._attn_implementation]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    if torch.is_autocast_enabled(query.device.type):
+        # Positions turn queries and keys in fp32. PyTorch's attention casts them, and so do we.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if context.kind == "ring":
         out = ring_attention(query, key, value, group=context.group, scale=scaling)
     else:
@@ -182,15 +186,20 @@ def _obstacle(config: Any) -> str | None:
 
 
 def _require_kernel(causal: Any) -> None:
-    """On a GPU the operator that returns the log-sum-exp takes 16 bits and heads of 8 n."""
+    """On a GPU the operators that return the log-sum-exp take heads of 8 n, and no bf16 before
+    Ampere.
+    """
     if causal.device.type != "cuda":
         return
     query, _, _ = projection_widths(causal.config)
     head = query // causal.config.num_attention_heads
-    if causal.dtype not in FLASH_DTYPES and not torch.is_autocast_enabled("cuda"):
+    dtype = causal.dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(causal.device) < AMPERE:
         raise ValueError(
-            f"on a GPU the ring computes in 16 bits, and this model is in {causal.dtype}: load it "
-            f"in torch.bfloat16, or call this inside of torch.autocast('cuda', torch.bfloat16)"
+            f"{torch.cuda.get_device_name(causal.device)} has no attention in bf16: load the model "
+            f"in torch.float32 or torch.float16"
         )
     if head % 8 or head > 256:
         raise ValueError(

@@ -1,7 +1,13 @@
-"""Attention of some queries to some keys with its log-sum-exp, by PyTorch's own flash kernels.
+"""Attention of some queries to some keys with its log-sum-exp, by PyTorch's own kernels.
 
 `scaled_dot_product_attention` keeps the log-sum-exp for itself. The operators below it return it,
 and their backward takes that of *all* keys. So each block of a ring gets its exact gradients.
+
+    device and dtype                          operator
+    CPU                                       flash attention for CPUs
+    GPU from Ampere on, in 16 bits            flash attention
+    any other GPU, and fp32                   memory-efficient attention: it wants all heads of
+                                              keys, so shared ones are repeated for the call
 
 Shapes: B batch, H heads, KV key and value heads, Q queries, K keys, E head dimension.
 """
@@ -12,8 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-FLASH_DTYPES = (torch.float16, torch.bfloat16)  # what the kernel for GPUs takes
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+AMPERE = (8, 0)  # the first capability with flash attention and with products in bf16
+# The memory-efficient kernels read the log-sum-exp of so many queries at a time.
+QUERIES_TOGETHER = 32
 
 
 def attend(
@@ -24,15 +34,21 @@ def attend(
     q [B, H, Q, E], k and v [B, KV, K, E]; heads of keys are shared, not repeated.
     """
     operators = torch.ops.aten
-    if q.device.type == "cuda":
+    if q.device.type != "cuda":
+        out, sums = operators._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+        return out, sums, ()
+    if _flash_runs(q):
         out, sums, cum_q, cum_k, _, _, seed, offset, _ = (
             operators._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         )
         return out, sums, (cum_q, cum_k, seed, offset)
-    out, sums = operators._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, scale=scale
+    group = q.shape[1] // k.shape[1]
+    out, sums, seed, offset = operators._scaled_dot_product_efficient_attention(
+        q, _repeated(k, group), _repeated(v, group), None, True, 0.0, causal, scale=scale
     )
-    return out, sums, ()
+    return out, sums[:, :, : q.shape[2]], (seed, offset)
 
 
 def attend_backward(
@@ -53,26 +69,83 @@ def attend_backward(
     the block.
     """
     operators = torch.ops.aten
-    sums = sums.contiguous()
-    if q.device.type == "cuda":
-        cum_q, cum_k, seed, offset = rest
-        return operators._scaled_dot_product_flash_attention_backward(
-            gradient,
-            q,
-            k,
-            v,
-            out,
-            sums,
-            cum_q,
-            cum_k,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            seed,
-            offset,
-            scale=scale,
+    if q.device.type != "cuda":
+        return operators._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, sums.contiguous(), 0.0, causal, scale=scale
         )
-    return operators._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, sums, 0.0, causal, scale=scale
+    if not _flash_runs(q):
+        return _efficient_backward(gradient, q, k, v, out, sums, rest, causal=causal, scale=scale)
+    cum_q, cum_k, seed, offset = rest
+    return operators._scaled_dot_product_flash_attention_backward(
+        gradient,
+        q,
+        k,
+        v,
+        out,
+        sums.contiguous(),
+        cum_q,
+        cum_k,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        seed,
+        offset,
+        scale=scale,
     )
+
+
+def _flash_runs(q: Tensor) -> bool:
+    """Whether flash attention takes these queries, which are on a GPU."""
+    if q.dtype not in FLASH_DTYPES:
+        return False
+    # In a dry run tensors without data are on a GPU that need not be there.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= AMPERE
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    rest: tuple[Any, ...],
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attend_backward`, by the memory-efficient kernels."""
+    seed, offset = rest
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
+    # Of a query that is not there the exponential has to be zero.
+    missing = -q.shape[2] % QUERIES_TOGETHER
+    sums = functional.pad(sums, (0, missing), value=torch.inf)
+    which = [True, True, True, False]  # gradients of q, k, v, and none of a bias
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        gradient,
+        q,
+        _repeated(k, group),
+        _repeated(v, group),
+        None,
+        out,
+        sums.contiguous(),
+        seed,
+        offset,
+        0.0,
+        which,
+        causal,
+        scale=scale,
+    )
+    # Each head of keys gets the sum over the heads of queries that share it.
+    dk = dk.unflatten(1, (kv_heads, group)).sum(2)
+    dv = dv.unflatten(1, (kv_heads, group)).sum(2)
+    return dq, dk, dv
+
+
+def _repeated(heads: Tensor, group: int) -> Tensor:
+    """[B, KV, K, E] -> [B, H, K, E]."""
+    if group == 1:
+        return heads
+    return heads.repeat_interleave(group, dim=1)

@@ -29,7 +29,7 @@ from recipes_lib.parallel.context_parallel import (
     shard_sequence,
     sum_gradients,
 )
-from recipes_lib.parallel.context_parallel_kernels import attend, attend_backward
+from recipes_lib.parallel.context_parallel_kernels import AMPERE, attend, attend_backward
 from recipes_lib.parallel.context_parallel_ring import (
     _merge_into,
     ring_attention,
@@ -130,17 +130,33 @@ def train(kind, steps=3):
     return Run(losses, whole_parameters(model))
 
 
-def step_on_a_gpu(device="cuda"):
-    """The loss of a bf16 model on one rank, in a ring and alone."""
-    batch = {name: ids.to(device) for name, ids in global_batch(0).items()}
-    model = tiny_model().to(device, torch.bfloat16)
-    alone = model(**batch, use_cache=False).loss.item()
-    model = apply_context_parallel(model)
-    loss = model(**shard_sequence(model, batch["input_ids"], batch["labels"])).loss
+def step_on_a_gpu(dtype, autocast=None):
+    """The loss of a model on one rank, in a ring and alone."""
+    batch = {name: ids.cuda() for name, ids in global_batch(0).items()}
+    model = tiny_model().to("cuda", dtype)
+    with torch.autocast("cuda", autocast, enabled=autocast is not None):
+        alone = model(**batch, use_cache=False).loss.item()
+        model = apply_context_parallel(model)
+        loss = model(**shard_sequence(model, batch["input_ids"], batch["labels"])).loss
     loss.backward()
     sum_gradients(model)
     assert all(value.grad.isfinite().all() for value in model.parameters())
     return loss_of_all(model, loss), alone
+
+
+def dtypes_under_autocast():
+    """Of what attention gives to the layer after it, in a ring and with Ulysses."""
+    batch = global_batch(0)
+    found = {}
+    for kind in ("ring", "ulysses"):
+        model = apply_context_parallel(tiny_model(), kind=kind)
+        layer = model.model.layers[0].self_attn.o_proj
+        layer.register_forward_pre_hook(
+            lambda _, given, kind=kind: found.update({kind: given[0].dtype})
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**shard_sequence(model, batch["input_ids"], batch["labels"]))
+    return found
 
 
 def train_both():
@@ -348,23 +364,34 @@ def test_attention_over_four_ranks_is_full_attention(four_ranks):
         assert difference < EXACT[case[-1]], case
 
 
+def skip_bf16_before_ampere(dtype):
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < AMPERE:
+        pytest.skip("this GPU has no attention in bf16")
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype"),
+    ("device", "dtype", "tolerance"),
     [
-        ("cpu", torch.float32),
-        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        ("cpu", torch.float32, EXACT[torch.float32]),
+        # A GPU computes products in fp32 from three products of fewer bits.
+        pytest.param("cuda", torch.float32, 2e-5, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float16, 2e-3, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 1.5e-2, marks=pytest.mark.gpu),
     ],
 )
-def test_the_kernels_of_a_ring_in_one_process(device, dtype):
+def test_the_kernels_of_a_ring_in_one_process(device, dtype, tolerance):
     """What the ranks of a ring of two compute, in one piece each, without sending anything.
 
     Catches a kernel whose log-sum-exp has another form, and a backward that does not take that of
-    all keys: on a GPU they are other ones than on a CPU.
+    all keys: on a GPU they are other ones than on a CPU, and others in fp32 than in 16 bits.
     """
-    tensors = [tensor.to(device) for tensor in inputs(4, 2, 64, dtype)]
+    if device == "cuda":
+        skip_bf16_before_ampere(dtype)
+    half = 40  # no multiple of the 32 queries that some kernels take together
+    tensors = [tensor.to(device) for tensor in inputs(4, 2, 2 * half, dtype)]
     expected = with_gradients(full_attention, [tensor.double() for tensor in tensors])
     q, k, v, gradient = tensors
-    early, late = slice(0, 32), slice(32, 64)
+    early, late = slice(0, half), slice(half, 2 * half)
     out, sums, rest = attend(q[:, :, late], k[:, :, late], v[:, :, late], causal=True, scale=SCALE)
     out = out.float()
     more, more_sums, _ = attend(
@@ -372,7 +399,7 @@ def test_the_kernels_of_a_ring_in_one_process(device, dtype):
     )
     _merge_into(out, sums, more, more_sums)
     out = out.to(dtype)
-    assert_near({"out": out}, {"out": expected[0][:, :, late]}, EXACT[dtype])
+    assert_near({"out": out}, {"out": expected[0][:, :, late]}, tolerance)
     dq = torch.zeros_like(out, dtype=torch.float32)
     found = {}
     for keys, causal in ((late, True), (early, False)):
@@ -389,16 +416,36 @@ def test_the_kernels_of_a_ring_in_one_process(device, dtype):
         )
         dq += parts[0]
         found[keys.start] = parts[1]
-    assert_near({"dq": dq}, {"dq": expected[1][:, :, late]}, EXACT[dtype])
+    assert_near({"dq": dq}, {"dq": expected[1][:, :, late]}, tolerance)
     # No earlier query sees the late keys, so their gradient is that of the late queries alone.
-    assert_near({"dk": found[32]}, {"dk": expected[2][:, :, late]}, EXACT[dtype])
+    assert_near({"dk": found[half]}, {"dk": expected[2][:, :, late]}, tolerance)
 
 
 @pytest.mark.gpu
-def test_one_rank_on_a_gpu_trains():
-    """NCCL, and PyTorch's operators for GPUs in a whole model."""
-    loss, alone = launch(step_on_a_gpu, ranks=1, device="cuda")
-    assert loss == pytest.approx(alone, rel=0.01)
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "tolerance"),
+    [
+        (torch.float32, None, 1e-4),
+        (torch.bfloat16, None, 0.01),
+        (torch.float32, torch.bfloat16, 0.01),
+        (torch.float32, torch.float16, 0.01),
+    ],
+)
+def test_one_rank_on_a_gpu_trains(dtype, autocast, tolerance):
+    """NCCL, and PyTorch's operators for GPUs in a whole model.
+
+    Catches queries that positions have made fp32 again under autocast.
+    """
+    skip_bf16_before_ampere(dtype)
+    skip_bf16_before_ampere(autocast)
+    loss, alone = launch(step_on_a_gpu, ranks=1, device="cuda", dtype=dtype, autocast=autocast)
+    assert loss == pytest.approx(alone, rel=tolerance)
+
+
+def test_under_autocast_attention_is_in_sixteen_bits(two_ranks):
+    """As PyTorch's own attention. Positions turn queries and keys in fp32, and values are bf16."""
+    found = two_ranks.run(dtypes_under_autocast)
+    assert found == {"ring": torch.bfloat16, "ulysses": torch.bfloat16}
 
 
 def test_whole_models_train_like_one_process(two_ranks):
