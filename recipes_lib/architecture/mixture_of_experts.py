@@ -23,7 +23,8 @@ In production   transformers does the grouped product by itself (`experts_implem
 Source     Shazeer et al., "Outrageously Large Neural Networks" (arXiv 1701.06538); Fedus et al.,
            "Switch Transformers" (arXiv 2101.03961); "Qwen3 Technical Report" (arXiv 2505.09388).
 
-Experts that are shared by ranks are in mixture_of_experts_parallel.py.
+Experts that are shared by ranks are in mixture_of_experts_parallel.py, and the memory of a step is
+in mixture_of_experts_budget.py.
 
 Shapes: T tokens, D hidden, E experts, k experts per token, F width of an expert, N ranks.
 """
@@ -261,7 +262,7 @@ def small_mixture(
         # The loss of the model stays that of the tokens when it is asked for router logits.
         router_aux_loss_coef=0.0,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn on the CPU
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).train()
 

@@ -55,7 +55,7 @@ def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn on the CPU
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
