@@ -120,10 +120,11 @@ def average_gradients(model: nn.Module, *, mesh: DeviceMesh | None = None) -> No
     """
     if mesh is None:
         mesh = default_mesh()
-    plain = [each for each in model.parameters() if not isinstance(each, DTensor)]
-    missing = [each.requires_grad and each.grad is None for each in plain]
-    agree(parameters_without_gradient=missing.count(True))
-    for parameter in plain:
+    plain = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    missing = [name for name, each in plain.items() if each.requires_grad and each.grad is None]
+    # Their names, not their number: two ranks can lack a gradient of different parameters.
+    agree(parameters_without_gradient=missing)
+    for parameter in plain.values():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=mesh.get_group())
             parameter.grad.div_(mesh.size())

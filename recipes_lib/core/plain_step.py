@@ -153,11 +153,18 @@ def block_bytes(model: Any, *, seq: int) -> int:
     Attention saves Q, K, V and its output. A gated MLP saves both projections, the activated gate
     and the product. Raises ValueError for a block that is built otherwise.
     """
+    _require_formula(model, decoder_blocks(model)[0])
+    _, _, feed_forward = projection_widths(model.config)
+    in_mlp = model.dtype.itemsize * feed_forward * saved_mlp_tensors(model)
+    return bytes_beside_mlp(model, seq=seq) + in_mlp
+
+
+def bytes_beside_mlp(model: Any, *, seq: int) -> int:
+    """Bytes that the norms and the attention of one block save per token."""
     block = decoder_blocks(model)[0]
-    _require_formula(model, block)
     config = model.config
     size = model.dtype.itemsize
-    q, kv, feed_forward = projection_widths(config)
+    q, kv, _ = projection_widths(config)
 
     norms = norms_of(block)
     normalising = normalising_bytes(norms[0], config, size)
@@ -170,9 +177,7 @@ def block_bytes(model: Any, *, seq: int) -> int:
         in_attention = size * 4 * q + per_score * config.num_attention_heads * seq
     if "q_norm" in leaf_names(block):
         in_attention += normalising * (q + kv)
-
-    in_mlp = size * feed_forward * saved_mlp_tensors(model)
-    return in_norms + in_attention + in_mlp
+    return in_norms + in_attention
 
 
 def block_gradient_bytes(model: Any, *, seq: int) -> int:

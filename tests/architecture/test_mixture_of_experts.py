@@ -1,4 +1,5 @@
 import copy
+import gc
 
 import pytest
 import torch
@@ -23,6 +24,11 @@ from recipes_lib.architecture.mixture_of_experts import (
     small_mixture,
     switch_loss,
 )
+from recipes_lib.architecture.mixture_of_experts_budget import (
+    budget_of_mixture,
+    estimate_expert_parallel,
+    estimate_grouped_experts,
+)
 from recipes_lib.architecture.mixture_of_experts_parallel import (
     apply_expert_parallel,
     average_gradients,
@@ -31,6 +37,7 @@ from recipes_lib.architecture.mixture_of_experts_parallel import (
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.rank_bytes import rank_bytes
@@ -393,6 +400,88 @@ def test_operations_of_a_step():
     attention = 2 * 3 * 4 * 3 * (11 * 12 // 2) * width  # blocks, passes, products, rows, pairs
     got = counter.get_total_flops() + attention
     assert predicted_step_operations(model, shape) == got
+
+
+class OfThisRank(LiveBytes):
+    """Of a DTensor its part: what wraps the part says the size of the whole."""
+
+    def see(self, tensor):
+        if isinstance(tensor, DTensor):
+            return None
+        return super().see(tensor)
+
+
+def peak_of_a_step(model, ids):
+    """Bytes of live tensors in a step after the first, those of others included."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with OfThisRank("cpu") as alive:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return alive.peak
+
+
+def bytes_of_others():
+    gc.collect()
+    with OfThisRank("cpu") as alive:
+        return alive.current
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ({"experts": 16, "active": 4, "expert_width": 128}, 8),  # inside of a block
+        ({"experts": 4, "active": 2, "expert_width": 32}, 16),  # the loss
+        ({"experts": 16, "expert_width": 128}, 1),  # gradients of all experts
+    ],
+)
+def test_peaks_are_as_estimated(sizes, batch):
+    """Within 2 %, and within 5 % for the loop, where the busiest expert decides."""
+    shape = Shape(batch=batch, seq=64)
+    ids = torch.randint(0, 128, (batch, 64))
+    before = bytes_of_others()
+    model = small_mixture(**sizes)
+    loop = budget_of_mixture(model, shape)
+    plan = estimate_grouped_experts(loop, model, shape)
+    model.set_experts_implementation("eager")
+    assert loop.peak == pytest.approx(peak_of_a_step(model, ids) - before, rel=0.05)
+    apply_grouped_experts(model)
+    assert plan.peak == pytest.approx(peak_of_a_step(model, ids) - before, rel=0.02)
+
+
+def peak_of_shared_experts(sizes):
+    """On ranks: the mean of their peaks, and what is predicted of each."""
+    before = bytes_of_others()
+    model = small_mixture(**sizes)
+    shape = Shape(batch=16, seq=64, ranks=dist.get_world_size())
+    plan = estimate_grouped_experts(budget_of_mixture(model, shape), model, shape)
+    plan = estimate_expert_parallel(plan, model, shape)
+    apply_expert_parallel(model)
+    ids = torch.randint(0, 128, (16, 64))[rank_rows(16)]
+    (peaks,) = sums_over_ranks(peak_of_a_step(model, ids) - before)
+    kept = rank_bytes(model).parameters
+    return peaks / dist.get_world_size(), plan.peak, kept, plan.weights
+
+
+def test_a_rank_of_shared_experts_takes_what_is_estimated(two_ranks):
+    """On average: how many rows come to a rank is for the routers to say."""
+    sizes = {"experts": 16, "active": 4, "expert_width": 128}
+    peak, predicted, kept, weights = two_ranks.run(peak_of_shared_experts, sizes=sizes)
+    assert predicted == pytest.approx(peak, rel=0.02)
+    assert weights == pytest.approx(kept, rel=0.001)  # frequencies of RoPE are no parameters
+
+
+def test_what_has_no_formula():
+    shape = Shape(batch=6, seq=8, ranks=3)
+    model = small_mixture()
+    with pytest.raises(ValueError, match="3 ranks do not divide 8 experts"):
+        estimate_expert_parallel(budget_of_mixture(model, shape), model, shape)
+    with pytest.raises(ValueError, match="has no experts"):
+        budget_of_mixture(model_of_shape("tiny-llama", device="meta"), shape)
+    model.model.layers[0].mlp = nn.Identity()
+    with pytest.raises(ValueError, match="1 of 2 blocks have experts"):
+        budget_of_mixture(model, shape)
 
 
 @pytest.mark.gpu
