@@ -21,6 +21,7 @@ exported_file   what an export leaves behind: a file, and which operators a back
 four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
 gradient_norm   clip by the norm of all gradients, of which each rank holds a part
+graph_capture   a model as a graph of operators: what every exporter starts from
 integer_grid    weights on few whole numbers, symmetric around zero, as edge runtimes have them
 images          5,000 handwritten digits, to train on and to test with
 launch          a function on several ranks, with no process left behind
