@@ -433,7 +433,7 @@ def bytes_of_others():
     [
         ({"experts": 16, "active": 4, "expert_width": 128}, 8),  # inside of a block
         ({"experts": 4, "active": 2, "expert_width": 32}, 16),  # the loss
-        ({"experts": 16, "expert_width": 128}, 1),  # gradients of all experts
+        ({"experts": 16, "expert_width": 256}, 1),  # gradients of all experts
     ],
 )
 def test_peaks_are_as_estimated(sizes, batch):
