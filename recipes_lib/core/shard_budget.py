@@ -3,14 +3,20 @@
 At rest a rank has its parts: 16 P / N bytes of weights, gradients and AdamW states in fp32. Beside
 them, with n blocks fetched ahead, these are alive at most:
 
+    a forward that keeps   beside all blocks, the buffers in which the last two have arrived
     the loss               the output layer twice: as it arrived, and put together
     its gradients          the output layer, the last block arriving, gradients of the output layer
     inside the last block  gradients of the output layer on their way, the block, n blocks arriving,
                            gradients of the block
-    inside another block   gradients of the block behind on their way, the block, n blocks arriving,
-                           gradients of the block
+    inside the one before  gradients of the last block on their way, and this rank's part of them;
+                           the block, n blocks arriving, gradients of the block
+    inside block n         gradients of the block behind on their way, the block, n blocks arriving,
+                           gradients of the block. Below it fewer arrive
     the embedding          gradients of the first block on their way, then those of the embedding
                            twice: as they were made, and as they are sent
+
+Blocks that are kept whole from forward to backward do not arrive, and go one by one as backward
+leaves them. In the first block, no other is whole.
 
 The list is what PyTorch 2.13 does; a dry run of one rank (`core.dry_ranks`) sees the same.
 """
@@ -53,23 +59,32 @@ def sharded_budget(
     Args:
         beside_a_block: bytes that backward needs in a block beside its weights and gradients.
     """
-    kept = _kept_whole(groups, reshard_after_forward)
+    kept = groups.rest.gathered
+    kept_in_block_n = groups.rest.gathered
+    if not reshard_after_forward:
+        kept += groups.all_blocks.gathered + groups.embedding.gathered
+        kept_in_block_n += groups.block.gathered + groups.embedding.gathered
     on_device = 1
     if offload:
         on_device = 0
     own_gradients = on_device * groups.whole.part_gradients
+    blocks_arriving = 0
+    if reshard_after_forward:
+        blocks_arriving = prefetch
     sharded = budget.change(
         weights=on_device * groups.whole.part,
         states=on_device * STATES_OF_ADAMW * groups.whole.part_gradients,
         gradients=own_gradients,
         carried=own_gradients if shape.micro_batches > 1 else 0,
-        last_gradients=0,
+        last_gradients=on_device * _still_to_come(groups, shape, arriving=blocks_arriving),
         embedding_gradient=0,
     )
     last_block = 0  # which the output layer's backward fetches, whatever `prefetch` is
     if reshard_after_forward:
         last_block = groups.block.gathered
-    in_block = beside_a_block + _inside_a_block(budget, groups, arriving=prefetch * last_block)
+    in_block = beside_a_block + _inside_a_block(
+        budget, groups, arriving=blocks_arriving * groups.block.gathered
+    )
     begins = kept + _as_backward_begins(
         budget,
         groups,
@@ -77,7 +92,7 @@ def sharded_budget(
         in_block=in_block,
         logits=_logits(model, shape, groups),
     )
-    behind = kept + groups.block.sent + in_block
+    behind = kept_in_block_n + groups.block.sent + in_block
     return sharded.change(
         activations=begins - sharded.after_activations,
         one_block=behind - sharded.block_gradients,
@@ -104,12 +119,16 @@ def _logits(model: Any, shape: Shape, groups: ShardedGroups) -> _Logits:
     return _Logits(in_fp32=4 * elements, computed=size * elements)
 
 
-def _kept_whole(groups: ShardedGroups, reshard_after_forward: bool) -> int:
-    """Bytes that stay gathered from forward to backward."""
-    kept = groups.rest.gathered
-    if not reshard_after_forward:
-        kept += groups.all_blocks.gathered + groups.embedding.gathered
-    return kept
+def _still_to_come(groups: ShardedGroups, shape: Shape, *, arriving: int) -> int:
+    """Bytes of this rank's gradients that are not there yet when backward is in block `arriving`.
+
+    They are those of the embedding, of this block and of the blocks below it. With micro-batches
+    all have been there since the first one.
+    """
+    if shape.micro_batches > 1:
+        return 0
+    of_blocks = (arriving + 1) * groups.block.part_gradients
+    return groups.embedding.part_gradients + min(of_blocks, groups.all_blocks.part_gradients)
 
 
 def _as_backward_begins(
@@ -145,6 +164,26 @@ def _as_backward_begins(
         + shared
         + in_block,
     }
+    if not arriving:
+        # In forward. The blocks are kept whole, and count elsewhere; a buffer for each comes and
+        # goes beside them.
+        moments["the last block arrives, and the buffer of the one before goes"] = (
+            activations - budget.one_block + 2 * groups.block.gathered
+        )
+    if groups.all_blocks.gathered > groups.block.gathered:
+        freed = 0
+        if not arriving:  # the last block, which was kept whole
+            freed = groups.block.gathered
+        moments["the block before"] = (
+            activations
+            - 2 * budget.one_block
+            - freed
+            + head.part_gradients
+            + groups.block.sent
+            + groups.block.part_gradients
+            + shared
+            + in_block
+        )
     return max(moments.values())
 
 

@@ -329,15 +329,20 @@ def peak_of(stage, ranks, shape, make):
 
 
 def wider_model():
-    return tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    return tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=5)
 
 
-def test_peak_of_stage_2_as_estimated():
-    """That of stage 3 is a test of fully_sharded."""
-    shape = Shape(batch=8, seq=16, ranks=8)
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (2, 8), (3, 2)])
+def test_peaks_as_estimated(stage, ranks):
+    """Few tokens, so that weights and gradients decide, and not the loss.
+
+    The mistakes: blocks that backward has left count as whole; gradients that are still to come
+    count as there.
+    """
+    shape = Shape(batch=ranks, seq=16, ranks=ranks)
     model = wider_model()
-    plan = estimate_zero(budget_of(model, shape), model, shape, stage=2)
-    assert plan.peak == pytest.approx(peak_of(2, 8, shape, wider_model), rel=0.05)
+    plan = estimate_zero(budget_of(model, shape), model, shape, stage=stage)
+    assert plan.peak == pytest.approx(peak_of(stage, ranks, shape, wider_model), rel=0.03)
 
 
 def test_estimates_of_micro_batches_and_of_stage_1():
