@@ -6,13 +6,13 @@
 The number of levels is even, and zero is one of them. So there is one more below zero than above.
 The scale lets both ends miss the largest weight by half a step at most:
 
-    max |w| = 7.5 scale     a largest weight below zero becomes -8, half a step too far
-                            a largest weight above zero becomes  7, half a step too short
+    max |w| = 7.5 scale     a largest weight above zero becomes  7, half a step too short
+                            a largest weight below zero becomes -8 or -7: it is half-way between
+                            them, and the last bit of the product decides
 
-This is the grid of ExecuTorch's and of torchao's integer weights, to the last bit. Two things
-follow. A weight that was rounded and is rounded again lands on *another* grid, for its largest
-level is 8 or 7 and no longer 7.5 steps away: what is to be quantized by another program goes there
-unrounded. And a row of a matrix may have one group or many; a filter of a convolution has one.
+This is the grid of torchao's integer weights, which ExecuTorch takes, to the last bit. A weight
+that was rounded and is rounded again lands on *another* grid, for its largest level is 8 or 7 and
+no longer 7.5 steps away: what is to be quantized by another program goes there unrounded.
 
 O outputs, I inputs, G = I / group groups of a row.
 """
@@ -68,8 +68,10 @@ def on_grid(weight: Tensor, *, bits: int, group: int | None = None) -> Tensor:
 def inside_grid(weight: Tensor, *, bits: int, group: int | None = None) -> Tensor:
     """Where rounding finds a level for `weight`, and does not have to cut it off: bool."""
     low, high = levels_of(bits)
-    wide, _ = _steps(weight.detach(), bits, group)
-    return ((wide >= low) & (wide <= high)).view(weight.shape)
+    steps, _ = _steps(weight.detach(), bits, group)
+    # -8 … 7 is a distance of up to 7.5 from -0.5. One comparison makes one table of bool.
+    middle = (low + high) / 2
+    return (steps.sub_(middle).abs_() <= high - middle).view(weight.shape)
 
 
 def levels_of(bits: int) -> tuple[int, int]:
@@ -97,7 +99,7 @@ def _steps(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor
     groups = _in_groups(weight, width // group).float()  # [O, G, group]
     largest = torch.maximum(groups.amax(dim=-1), -groups.amin(dim=-1))  # [O, G]
     scales = (largest / ((high - low) / 2)).clamp_(min=SMALLEST_SCALE)
-    # By a product, as torchao does it: a division finds another level in rare cases.
+    # By a product, as torchao does it: a division finds other levels for the largest weights.
     return (groups * (1.0 / scales)[..., None]).round_(), scales
 
 

@@ -11,6 +11,10 @@ int8_packed          its products on a CPU's instructions for whole numbers, wit
 int8_sensitivity     which layers suffer from 8 bits, by measurement
 mixed_precision      compute in 16 bits, keep fp32 master weights
 pure_bf16            16-bit weights and states: nearest or stochastic rounding, or fp32 masters
+quantization_aware   train with the rounding that the file of an edge device will have
+quantization_aware_layers    its linear layers, embeddings and convolutions, in training and after
+quantization_aware_plan      which layers get which grid, and what is refused
+quantization_aware_rounding  rounding that trains: forward on the grid, gradients straight through
 sixteen_bit_adam     AdamW with bf16 states on fp32 weights
 sixteen_bit_weights  bf16 or fp16 weights for inference, on the path that is fast for one token
 """

@@ -1,0 +1,446 @@
+"""Training on a grid: torchao's numbers, forward and backward, and the weights of its file."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchao.quantization import (
+    Int8DynamicActivationIntxWeightConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.granularity import PerAxis, PerGroup
+from torchao.quantization.qat import QATConfig
+
+from recipes_lib.compression.distillation import apply_distillation
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.integer_grid import to_grid
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.precision.int8 import apply_int8
+from recipes_lib.precision.quantization_aware import (
+    apply_quantization_aware,
+    apply_rounding,
+    convert_quantization_aware,
+    estimate_quantization_aware,
+    plain_fake_quantize,
+    plain_fake_quantize_tokens,
+    remove_quantization_aware,
+)
+from tests.conftest import assert_same_gradients, gradients
+
+logging.getLogger("torchao").setLevel(logging.ERROR)
+GROUP = 16
+IDS = torch.arange(1, 25).view(2, 12)  # two rows of tokens [B, S]
+
+
+def causal_lm(name="tiny-llama", **options):
+    """With an output layer whose rounding shows: weights of different sizes in each row."""
+    torch.manual_seed(0)
+    model = model_of_shape(name, device="cpu", **options)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(torch.linspace(0.2, 5, 128)[:, None])
+    return model
+
+
+def loss_of(model):
+    return model(input_ids=IDS, labels=IDS, use_cache=False).loss
+
+
+def conv_net(channels=6):
+    """A depthwise-separable convolution with BatchNorm, and a classifier."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, stride=2, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU6(),
+        nn.Conv2d(channels, channels, 3, padding=1, groups=channels),
+        nn.Conv2d(channels, 8, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 10),
+    )
+
+
+# --- the grid of torchao --------------------------------------------------------------------------
+
+
+def torchao_configs():
+    """Of the linear layers, the output layer and the embedding, in torchao's words."""
+    four = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP)
+    )
+    eight = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int8, weight_granularity=PerAxis(0)
+    )
+    table = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    return {"blocks": four, "output": eight, "embedding": table}
+
+
+def quantize_by_torchao(model, step):
+    """Prepare a model for training with torchao, or quantize it where `step` is None."""
+
+    def is_output(module, name):
+        return name == "lm_head"
+
+    def in_block(module, name):
+        return isinstance(module, nn.Linear) and not is_output(module, name)
+
+    def is_embedding(module, name):
+        return isinstance(module, nn.Embedding)
+
+    filters = {"blocks": in_block, "output": is_output, "embedding": is_embedding}
+    for part, config in torchao_configs().items():
+        if step is not None:
+            config = QATConfig(config, step=step)
+        quantize_(model, config, filter_fn=filters[part])
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def test_a_step_is_that_of_torchao(name):
+    """Loss and all gradients, with the table that embedding and output layer share."""
+    ours = causal_lm(name)
+    theirs = copy.deepcopy(ours)
+    apply_quantization_aware(ours, group=GROUP)
+    quantize_by_torchao(theirs, "prepare")
+    # torchao makes a new output layer, and with it the tie goes.
+    theirs.lm_head.weight = theirs.get_input_embeddings().weight
+    plain = loss_of(causal_lm(name))
+    losses = [loss_of(model) for model in (ours, theirs)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)
+    assert abs(losses[0] - plain) > 1e-3  # something was rounded
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(gradients(ours), gradients(theirs))
+
+
+def test_what_is_exported_is_what_was_trained():
+    """The mistake: weights that are rounded twice, so that the file is another model."""
+    model = causal_lm()
+    trained = apply_quantization_aware(copy.deepcopy(model), group=GROUP)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    for _ in range(2):
+        loss_of(trained).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    converted = convert_quantization_aware(copy.deepcopy(trained))
+    with torch.no_grad():
+        expected = trained.eval()(input_ids=IDS).logits
+        assert torch.equal(converted(input_ids=IDS).logits, expected)
+
+    masters = remove_quantization_aware(trained)
+    assert type(masters.lm_head) is nn.Linear
+    rounded = apply_rounding(copy.deepcopy(masters), group=GROUP)
+    masters.lm_head.weight = nn.Parameter(masters.lm_head.weight.detach().clone())
+    quantize_by_torchao(masters, None)
+    for name, layer in masters.named_modules():
+        if isinstance(layer, nn.Linear | nn.Embedding):
+            exported = layer.weight.dequantize()
+            assert torch.equal(converted.get_submodule(name).weight, exported)
+            assert torch.equal(rounded.get_submodule(name).weight, exported)
+    with torch.no_grad():
+        assert torch.allclose(masters(input_ids=IDS).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation_bits", [8, 4, None])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (1, 64)])
+def test_the_layer_is_its_plain_formula(shape, activation_bits):
+    """Forward, the gradient of the input and that of the weight, with what was cut off."""
+    linear = nn.Linear(64, 24)
+    model = wrapped(linear, activation_bits=activation_bits)
+    x = (3 * torch.randn(shape)).requires_grad_()
+    given = torch.randn(*shape[:-1], 24)
+    (model(x) * given).sum().backward()
+    found = [x.grad.clone(), linear.weight.grad.clone(), linear.bias.grad.clone()]
+    for tensor in (x, linear.weight, linear.bias):
+        tensor.grad = None
+
+    tokens = x
+    if activation_bits is not None:
+        tokens = plain_fake_quantize_tokens(x, bits=activation_bits)
+    weight = plain_fake_quantize(linear.weight, bits=4, group=GROUP)
+    expected = F.linear(tokens, weight, linear.bias)
+    torch.testing.assert_close(model(x), expected)
+    (expected * given).sum().backward()
+    for ours, plain in zip(found, (x.grad, linear.weight.grad, linear.bias.grad)):
+        torch.testing.assert_close(ours, plain)
+    # The largest weight of a group may be cut off, and gets no gradient then.
+    assert (linear.weight.grad == 0).any()
+
+
+def wrapped(linear, *, activation_bits):
+    """A linear layer as `apply_quantization_aware` makes it of one in a block."""
+    from recipes_lib.core.mixing import mix_in
+    from recipes_lib.precision.quantization_aware_layers import AwareLinear
+
+    mix_in(linear, AwareLinear, weight_bits=4, group=GROUP, activation_bits=activation_bits)
+    return linear
+
+
+def test_under_autocast_masters_and_grids_stay_in_fp32():
+    """In bf16, a scale has 3 digits, and the largest weights would land on other levels."""
+    model = apply_quantization_aware(causal_lm(), group=GROUP)
+    expected = loss_of(model)
+    expected.backward()
+    in_fp32 = gradients(model)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=0.01)
+    for parameter in model.parameters():
+        assert parameter.dtype is torch.float32 and parameter.grad.dtype is torch.float32
+    for name, gradient in gradients(model).items():
+        assert F.cosine_similarity(gradient.flatten(), in_fp32[name].flatten(), dim=0) > 0.95
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_training_wins_back_what_rounding_costs():
+    """Two bits cost a trained network much, and a few steps on the grid bring most of it back."""
+    net = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10))
+    other = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    x = torch.randn(256, 1, 8, 8)
+    y = other(x).argmax(dim=1)
+    train(net, x, y, steps=40)
+    bits = {"weight_bits": 2, "activation_bits": 2, "output_bits": 2}
+    full = F.cross_entropy(net(x), y).item()
+    rounded = apply_rounding(copy.deepcopy(net), calibration=x, **bits)
+    lost = F.cross_entropy(rounded(x), y).item()
+    aware = apply_quantization_aware(copy.deepcopy(net), calibration=x, **bits)
+    train(aware, x, y, steps=20)
+    won = F.cross_entropy(aware.eval()(x), y).item()
+    assert lost > full + 0.3
+    assert won < full + 0.4 * (lost - full)
+
+
+def train(net, x, y, *, steps):
+    optimizer = torch.optim.AdamW(net.train().parameters(), lr=3e-3)
+    for _ in range(steps):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+
+
+def test_a_saved_model_has_its_weights_in_full_precision(tmp_path):
+    model = causal_lm()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    apply_quantization_aware(model, group=GROUP)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    twin = type(model).from_pretrained(tmp_path)
+    assert torch.equal(twin.lm_head.weight, before["lm_head.weight"])
+    copied = copy.deepcopy(model)
+    remove_quantization_aware(model)
+    assert loss_of(copied) != loss_of(model)
+
+
+@pytest.mark.parametrize("output_bits", [4, None])
+def test_tables_with_two_grids(output_bits):
+    """One table trains with two kinds of rounding, and becomes two when training is over."""
+    model = apply_quantization_aware(causal_lm(), group=GROUP, output_bits=output_bits)
+    table = model.get_input_embeddings().weight
+    assert model.lm_head.weight is table
+    masters = table.detach().clone()
+    expected = model.eval()(input_ids=IDS).logits
+    convert_quantization_aware(model)
+    assert torch.equal(model(input_ids=IDS).logits, expected)
+    assert torch.equal(model.get_input_embeddings().weight, to_grid(masters, bits=8).weight())
+    of_output = masters
+    if output_bits is not None:
+        of_output = to_grid(masters, bits=output_bits).weight()
+    assert torch.equal(model.lm_head.weight, of_output)
+    assert not model.config.tie_word_embeddings
+
+
+def test_tables_with_one_grid_stay_one():
+    model = apply_rounding(causal_lm(), group=GROUP)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_checkpoints_and_other_families(tiny):
+    """Backward rounds again, of the same numbers; GPT-2 holds its weights in other modules."""
+    if tiny.config.model_type == "gpt2":
+        with pytest.raises(ValueError, match=r"c_attn.weight .* is a weight of Conv1D"):
+            apply_quantization_aware(tiny, group=GROUP)
+        return
+    apply_quantization_aware(tiny, group=GROUP)
+    loss_of(tiny.train()).backward()
+    expected = gradients(tiny)
+    tiny.zero_grad()
+    apply_activation_checkpointing(tiny)
+    loss_of(tiny).backward()
+    assert_same_gradients(gradients(tiny), expected)
+
+
+def test_losses_that_go_past_the_output_layer():
+    """They would train a model whose output layer is not rounded, and say nothing."""
+    teacher = causal_lm()
+    for prepare in (apply_chunked_cross_entropy, lambda model: apply_distillation(model, teacher)):
+        student = prepare(causal_lm())
+        with pytest.raises(ValueError, match="output_bits=8: this LlamaForCausalLM has another"):
+            apply_quantization_aware(student, group=GROUP)
+        apply_quantization_aware(student, group=GROUP, output_bits=None)
+        loss_of(student.train()).backward()
+    with pytest.raises(ValueError, match="scales its logits or changes them"):
+        loss_of(apply_chunked_cross_entropy(apply_quantization_aware(teacher, group=GROUP)).train())
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_a_convolution_is_what_pytorch_rounds(bits):
+    """Its own operators for fake quantization, with our scales: forward and gradients."""
+    net = conv_net().eval()
+    images = torch.randn(4, 3, 9, 9)
+    apply_quantization_aware(net, weight_bits=bits, calibration=images)
+    first = net[0]
+    x = (1.2 * images).requires_grad_()  # a part lies outside the range
+    given = torch.randn(4, 6, 5, 5)
+    (first(x) * given).sum().backward()
+    found = [first(x), x.grad.clone(), first.weight.grad.clone()]
+    x.grad = first.weight.grad = None
+
+    scales = to_grid(first.weight, bits=bits).scales[:, 0]
+    half = 2 ** (bits - 1)
+    zeros = torch.zeros(6, dtype=torch.int32)
+    weight = torch.fake_quantize_per_channel_affine(first.weight, scales, zeros, 0, -half, half - 1)
+    low, high = images.min(), images.max()
+    scale = (high - low) / 255
+    zero = int(-128 - (low / scale).round())
+    rounded = torch.fake_quantize_per_tensor_affine(x, scale.item(), zero, -128, 127)
+    expected = F.conv2d(rounded, weight, first.bias, stride=2, padding=1)
+    (expected * given).sum().backward()
+    assert (x.grad == 0).any()
+    for ours, theirs in zip(found, (expected, x.grad, first.weight.grad)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_ranges_of_training_and_of_images():
+    """Training moves the range, eval mode does not, and a converted net keeps it."""
+    images = torch.randn(8, 3, 9, 9)
+    net = apply_quantization_aware(conv_net())
+    with pytest.raises(ValueError, match="no range of its input yet: train a step first"):
+        net.eval()(images)
+    net.train()(images)
+    limits = net[0].activation_limits.clone()
+    assert limits.tolist() == [images.min().item(), images.max().item()]
+    net(2 * images)
+    assert 1.0 < net[0].activation_limits[1] / limits[1] < 1.2
+    limits = net[0].activation_limits.clone()
+    expected = net.eval()(3 * images)
+    assert torch.equal(net[0].activation_limits, limits)
+    again = apply_quantization_aware(conv_net(), calibration=images)
+    again.load_state_dict(net.state_dict())
+    assert torch.equal(again.eval()(3 * images), expected)
+    convert_quantization_aware(net)
+    assert torch.equal(net(3 * images), expected)
+
+
+def test_batch_norm_can_be_folded_behind_training():
+    """A factor of a channel moves no weight but the largest, which is half-way between levels."""
+    net = apply_quantization_aware(conv_net(), weight_bits=4)
+    for _ in range(3):
+        net.train()(torch.randn(8, 3, 9, 9))
+    remove_quantization_aware(net.eval())
+    weight = net[0].weight.flatten(1)
+    folded = nn.utils.fuse_conv_bn_eval(net[0], net[1]).weight.flatten(1)
+    moved = to_grid(folded, bits=4).levels != to_grid(weight, bits=4).levels
+    largest = weight.abs() == weight.abs().amax(dim=1, keepdim=True)
+    assert not (moved & ~largest).any()
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output_bits", [8, None])
+@pytest.mark.parametrize("seq", [16, 512])
+def test_peak_as_estimated(seq, output_bits):
+    """Nothing is kept that a plain step does not keep."""
+    shape = Shape(batch=2, seq=seq)
+    with dry_run():
+        model = model_of_shape("smollm2-135m", layers=2, device="cpu")
+        plan = budget_of(model, shape).change(states=0)
+        plan = estimate_quantization_aware(plan, model, shape, output_bits=output_bits)
+        apply_quantization_aware(model, output_bits=output_bits)
+        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+        with PeakMemory() as memory:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert plan.peak == pytest.approx(memory.peak, rel=0.03)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": 48}, r"q_proj has 64 inputs, which group=48 does not divide: give group=32"),
+        ({"group": 1}, "group=1: give a whole number of 2 or more"),
+        ({"weight_bits": 16}, "weight_bits=16: give a whole number from 2 to 8"),
+        ({"activation_bits": 1}, "activation_bits=1"),
+        ({"group": 32, "calibration": torch.zeros(1, 3, 8, 8)}, "calibration is for convolutions"),
+    ],
+)
+def test_bad_options(options, message):
+    model = causal_lm()
+    for function in (apply_quantization_aware, apply_rounding):
+        with pytest.raises(ValueError, match=message):
+            function(model, **options)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_bad_models():
+    model = apply_quantization_aware(causal_lm(), group=GROUP)
+    with pytest.raises(ValueError, match="with apply_quantization_aware: give a model in full"):
+        apply_quantization_aware(model, group=GROUP)
+    with pytest.raises(ValueError, match="quantized already, with apply_quantization_aware"):
+        apply_int8(model)
+    convert_quantization_aware(model)
+    for function in (remove_quantization_aware, convert_quantization_aware):
+        for wrong in (model, causal_lm()):
+            with pytest.raises(ValueError, match=r"call apply_quantization_aware\(model\) first"):
+                function(wrong)
+    with pytest.raises(ValueError, match="quantized already, with convert_quantization_aware"):
+        apply_rounding(model, group=GROUP)
+    with pytest.raises(ValueError, match="the model is quantized"):
+        model.save_pretrained("nowhere")
+    broken = causal_lm()
+    broken.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="down_proj has weights that are not finite"):
+        apply_quantization_aware(broken, group=GROUP)
+    adapted = causal_lm()
+    adapted.peft_config = {}
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        apply_quantization_aware(adapted, group=GROUP)
+
+
+def test_images_are_needed_and_are_images():
+    with pytest.raises(ValueError, match="calibration=None: give images"):
+        apply_rounding(conv_net())
+    for wrong in (torch.zeros(0, 3, 8, 8), torch.zeros(3, 8), [1]):
+        with pytest.raises(ValueError, match="give one image or more"):
+            apply_rounding(conv_net(), calibration=wrong)
+    apply_rounding(conv_net(), activation_bits=None)
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    model = apply_quantization_aware(causal_lm(), group=GROUP)
+    expected = loss_of(model).item()
+    model.cuda()
+    ids = IDS.cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=0.02)
