@@ -7,4 +7,6 @@ distillation_hf        ... the glue to two Hugging Face models
 distillation_hidden    ... hidden states brought together block by block
 student                a model with fewer blocks and narrower MLPs, made from a trained one
 student_parts          ... what a smaller model takes from the larger one: settings and tensors
+pruning                small weights become zero and stay zero; two of every four
+channel_pruning        channels of a network for images, taken out of its blocks
 """

@@ -1,0 +1,261 @@
+"""Pruning channels: whole channels of a network for images are taken out, and it is really smaller.
+
+Problem    A network with many zeros among its weights is as large and as slow as before.
+Idea       Take away whole channels. A block of MobileNetV2 is wide inside: a channel there is made
+           by one filter, goes through one filter of its own, and is read by one column:
+
+               x -> expand [6C, C] -> 3 x 3 of each -> reduce [K, 6C] -> y
+                        row c           filter c           column c         all three go
+
+           So it may leave without a trace outside of the block. Which ones? Without channel c the
+           output changes by a[c] W[:, c], where a is what reduce reads:
+
+               importance of channel c = mean(a[c]²) |W[:, c]|²
+
+Saves      Parameters and multiply-adds of the blocks, by the share that goes; time nearly as much,
+           for the kernels stay dense.
+Costs      Accuracy falls far at once, and comes back with training, best by a teacher. The same
+           small network trained from the start may be as good: compare with it.
+Use when   Time or memory is what is small, and a trained model and its data are there.
+Not when   There is no data. Where a narrower model of the same family is trained already. For
+           8 bits that save as much and need no training.
+In production   torch-pruning (`tp.pruner.BasePruner` with `GroupMagnitudeImportance`), which traces
+           any network for what depends on what; NVIDIA Model Optimizer `mtp.prune(mode="fastnas")`.
+Source     Molchanov et al., "Importance Estimation for Neural Network Pruning", arXiv 1906.10771;
+           Fang et al., "DepGraph: Towards Any Structural Pruning", arXiv 2301.12900; Liu et al.,
+           "Rethinking the Value of Network Pruning", arXiv 1810.05270 (the same from the start).
+
+Shapes: B images, C channels inside of a block, K channels of its output, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.checks import check_number, check_whole
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_removal(
+    expand: nn.Conv2d, places: nn.Conv2d, reduce: nn.Conv2d, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of the three convolutions of a block with the channels `kept` [K'] alone."""
+    return expand.weight[kept], places.weight[kept], reduce.weight[:, kept]
+
+
+def plain_importance(inside: Tensor, reduce: Tensor) -> Tensor:
+    """What each channel adds to the output: inside [B, C, H, W], reduce [K, C] -> [C]."""
+    return inside.square().mean(dim=(0, 2, 3)) * reduce.square().sum(dim=0)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
+    """Take all channels but `kept` out of the blocks, in place; returns `model`.
+
+    The model computes what it would compute if the others added nothing. It is an ordinary module
+    with smaller layers: make the optimizer after this. Its configuration does not know of it, so
+    `save_pretrained` refuses: keep the module itself, or its export.
+
+    Args:
+        kept: for each name of `inner_channels(model)` the numbers of the channels that stay, in
+            rising order, as `choose_channels` returns them. A name that is missing stays whole.
+    Raises ValueError, before anything changes, for a model that is no MobileNetV2 of transformers,
+    unknown names, and channels that do not exist or are in no order.
+    """
+    inner = inner_channels(model)
+    _check_kept(inner, kept)
+    for name, channels in kept.items():
+        part = inner[name]
+        channels = channels.to(part.reader.weight.device)
+        for layer in part.makers:
+            _keep_outputs(layer, channels)
+        _keep_inputs(part.reader, channels)
+    model.save_pretrained = _refuse_to_save
+    return model
+
+
+@torch.no_grad()
+def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
+    """What each inner channel adds on average: mean(a²) |W|², fp32 [C] by name.
+
+    Args:
+        images: [B, channels, H, W], some hundred of those that the model is to be good at.
+    Every module keeps its mode. Raises ValueError for another model, and for no images.
+    """
+    if images.dim() != 4 or len(images) == 0:
+        raise ValueError(f"images {list(images.shape)}: give [B, C, H, W] with at least one image")
+    inner = inner_channels(model)
+    importance: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            inside = inputs[0].float()
+            if inside.dim() == 2:  # the classifier reads one number per channel
+                inside = inside[..., None, None]
+            importance[name] = plain_importance(inside, layer.weight.float().flatten(1))
+
+        return look
+
+    hooks = [part.reader.register_forward_pre_hook(watch(name)) for name, part in inner.items()]
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        parameter = next(model.parameters())
+        model(images.to(parameter.device, parameter.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+    return importance
+
+
+def choose_channels(
+    importance: Mapping[str, Tensor], *, share: float, multiple_of: int = 8
+) -> dict[str, Tensor]:
+    """For each name the channels that stay, in rising order: those with the largest importance.
+
+    Args:
+        share: of the channels of each block that go, above 0 and below 1.
+        multiple_of: so many channels, or a multiple of it, stay: kernels compute whole vectors.
+    Raises ValueError for numbers outside their bounds.
+    """
+    check_number(above=0, below=1, share=share)
+    check_whole(multiple_of=multiple_of)
+    kept = {}
+    for name, values in importance.items():
+        count = round((1 - share) * len(values) / multiple_of) * multiple_of
+        count = min(max(count, multiple_of), len(values))
+        kept[name] = values.topk(count).indices.sort().values
+    return kept
+
+
+class Inner(NamedTuple):
+    """The channels inside of a block: the layers that make them, and the one that reads them."""
+
+    makers: tuple[nn.Module, ...]  # a convolution and its normalization each
+    reader: nn.Module  # a 1 x 1 convolution or the classifier
+
+    @property
+    def channels(self) -> int:
+        """How many there are."""
+        return self.reader.weight.shape[1]
+
+
+def inner_channels(model: Any) -> dict[str, Inner]:
+    """The parts of a MobileNetV2 classifier whose channels nobody outside of the part reads.
+
+    Raises ValueError for another model.
+    """
+    _require_mobile_net(model)
+    trunk = model.mobilenet_v2
+    stem = trunk.conv_stem
+    first = stem.expand_1x1
+    if first is None:
+        first = stem.first_conv
+    inner = {"stem": Inner((first, stem.conv_3x3), stem.reduce_1x1.convolution)}
+    for number, block in enumerate(trunk.layer):
+        makers = (block.expand_1x1, block.conv_3x3)
+        inner[f"block {number}"] = Inner(makers, block.reduce_1x1.convolution)
+    inner["features"] = Inner((trunk.conv_1x1,), model.classifier)
+    return inner
+
+
+@torch.no_grad()
+def _keep_outputs(layer: Any, kept: Tensor) -> None:
+    """Let a convolution with its normalization make these channels only."""
+    convolution = layer.convolution
+    depthwise = convolution.groups > 1
+    convolution.weight = _part(convolution.weight, kept, dim=0)
+    convolution.out_channels = len(kept)
+    if depthwise:  # each filter reads the channel that it makes
+        convolution.in_channels = len(kept)
+        convolution.groups = len(kept)
+    norm = layer.normalization
+    norm.weight = _part(norm.weight, kept, dim=0)
+    norm.bias = _part(norm.bias, kept, dim=0)
+    norm.running_mean = norm.running_mean[kept].clone()
+    norm.running_var = norm.running_var[kept].clone()
+    norm.num_features = len(kept)
+
+
+@torch.no_grad()
+def _keep_inputs(reader: nn.Module, kept: Tensor) -> None:
+    """Let a 1 x 1 convolution or a linear layer read these channels only."""
+    reader.weight = _part(reader.weight, kept, dim=1)
+    if isinstance(reader, nn.Linear):
+        reader.in_features = len(kept)
+    else:
+        reader.in_channels = len(kept)
+
+
+def _part(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Parameter:
+    part = parameter.detach().index_select(dim, kept).clone()
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _require_mobile_net(model: Any) -> None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind != "mobilenet_v2" or not hasattr(model, "classifier"):
+        raise ValueError(
+            f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "
+            f"networks take torch-pruning, and for language models compression/student.py"
+        )
+
+
+def _check_kept(inner: Mapping[str, Inner], kept: Mapping[str, Tensor]) -> None:
+    if not isinstance(kept, Mapping) or not kept:
+        raise ValueError("kept names no part: give what choose_channels() returns")
+    for name, channels in kept.items():
+        if name not in inner:
+            raise ValueError(f"the model has no part {name!r}: it has {', '.join(inner)}")
+        numbers = torch.as_tensor(channels)
+        whole = numbers.dim() == 1 and not numbers.is_floating_point() and len(numbers) > 0
+        if not whole or numbers.dtype == torch.bool or not _rising(numbers):
+            raise ValueError(f"kept[{name!r}]: give numbers of channels in rising order, each once")
+        if numbers[0] < 0 or numbers[-1] >= inner[name].channels:
+            raise ValueError(
+                f"kept[{name!r}] names channels from {int(numbers[0])} to {int(numbers[-1])}: "
+                f"there are {inner[name].channels}, from 0 on"
+            )
+
+
+def _rising(numbers: Tensor) -> bool:
+    return bool((numbers[1:] > numbers[:-1]).all())
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "the channels of this model are pruned, and its configuration does not say so: from_"
+        "pretrained could not load it. Use torch.save(model, path), or export it"
+    )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_parameters(model: Any, *, kept: Mapping[str, Tensor]) -> int:
+    """The parameters of `model` after `apply_channel_pruning` with `kept`.
+
+    Raises ValueError as it does.
+    """
+    inner = inner_channels(model)
+    _check_kept(inner, kept)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    for name, channels in kept.items():
+        part = inner[name]
+        of_channel = part.reader.weight[:, 0].numel()  # a column of what reads it
+        for layer in part.makers:
+            of_channel += layer.convolution.weight[0].numel() + 2  # a filter; scale and shift
+        parameters -= (part.channels - len(channels)) * of_channel
+    return parameters

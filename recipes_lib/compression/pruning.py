@@ -1,0 +1,266 @@
+"""Pruning single weights: the smallest ones become zero and stay zero.
+
+Problem    A trained model has many weights that are close to zero.
+Idea       Set the share s of them with the smallest magnitude to zero, and train the others on:
+
+               mask = |W| > the s-quantile of |W|          W * mask in every forward
+
+           One threshold for the whole model takes more from layers with small weights (`scope`).
+           2:4 takes the two smaller ones of every four beside each other in a row: a pattern that
+           the tensor cores of NVIDIA's cards since Ampere can skip.
+Saves      Bytes of a *compressed* file: a run of zeros packs well, and the mask itself needs at
+           most one bit per weight. In an ordinary file a zero takes as much room as any number.
+Costs      Quality, which some epochs of training with the mask bring back in part. The masks are
+           one byte per weight while the model trains.
+Use when   A download or a flash memory is what is small. 2:4 on an NVIDIA GPU, for products that
+           are limited by arithmetic.
+Not when   Time or memory matters: dense kernels multiply zeros as well. Take away whole channels,
+           heads or blocks (`channel_pruning`, `student`), or use fewer bits.
+In production   `torch.nn.utils.prune`; torchao `sparsify_(model, semi_sparse_weight())` for 2:4 on
+           CUDA; SparseGPT and Wanda choose by the activations as well.
+Source     Han et al., "Learning both Weights and Connections", arXiv 1506.02626; Mishra et al.,
+           "Accelerating Sparse Deep Neural Networks" (2:4), arXiv 2104.08378.
+
+Shapes: O outputs and I inputs of a layer; K weights that stay, of N.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from recipes_lib.core.checks import check_choice, check_number, check_several
+
+SCOPES = ("model", "layer")
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
+FOUR = 4  # weights beside each other, of which 2:4 keeps two
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_mask(weight: Tensor, share: float) -> Tensor:
+    """True for the weights that stay: all but the `share` with the smallest magnitude."""
+    removed = round(share * weight.numel())
+    order = weight.abs().flatten().argsort()  # the smallest first
+    mask = torch.ones_like(order, dtype=torch.bool)
+    mask[order[:removed]] = False
+    return mask.view(weight.shape)
+
+
+def plain_two_four_mask(weight: Tensor) -> Tensor:
+    """True for the two larger ones of every four weights beside each other; weight [O, I]."""
+    fours = weight.abs().view(-1, FOUR)  # [O * I / 4, 4]
+    larger = fours.topk(2, dim=1).indices
+    mask = torch.zeros_like(fours, dtype=torch.bool)
+    return mask.scatter(1, larger, True).view(weight.shape)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_pruning(
+    model: Any, *, share: float, scope: str = "model", names: Iterable[str] | None = None
+) -> Any:
+    """Let the smallest weights of `model` be zero from now on, in place; returns `model`.
+
+    The masks stay while the model trains, whatever the optimizer does. Biases and norms are not
+    pruned. Make the optimizer after this: the layers have parameters of other names.
+    `remove_pruning` leaves the zeros in an ordinary model.
+
+    Args:
+        share: of the weights that become zero, above 0 and below 1.
+        scope: "model", one threshold for all layers together, or "layer", the share of each.
+        names: of the layers. None: all linear layers and convolutions whose weight is their own.
+            A table that is shared with the embedding is left alone.
+    Raises ValueError, before anything changes, for a share outside its bounds, unknown names,
+    quantized weights, weights that are shared, and a model that is pruned already.
+    """
+    check_number(above=0, below=1, share=share)
+    check_choice(SCOPES, scope=scope)
+    layers = _layers(model, names)
+    if scope == "layer":
+        masks = {name: plain_mask(layer.weight.detach(), share) for name, layer in layers.items()}
+    else:
+        masks = _masks_of_model(layers, share)
+    return _with_masks(model, layers, masks)
+
+
+def apply_two_four(model: Any, *, names: Iterable[str] | None = None) -> Any:
+    """Let two of every four weights of a row be zero from now on, in place; returns `model`.
+
+    Args:
+        names: of linear layers and 1 x 1 convolutions. None: all of them whose weight is their own.
+    Raises ValueError, before anything changes, for rows whose length is no multiple of four, for
+    other convolutions, and as `apply_pruning` does.
+    """
+    layers = _layers(model, names)
+    if names is None:
+        layers = {name: layer for name, layer in layers.items() if _has_rows(layer)}
+    for name, layer in layers.items():
+        length = layer.weight[0].numel()
+        if not _has_rows(layer) or length % FOUR:
+            raise ValueError(
+                f"{name} has weights {list(layer.weight.shape)}: 2:4 needs a linear layer or a "
+                f"1 x 1 convolution whose rows are a multiple of four. Leave it out of `names`"
+            )
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no layer with rows to prune by 2:4")
+    masks = {name: plain_two_four_mask(layer.weight.detach()) for name, layer in layers.items()}
+    return _with_masks(model, layers, masks)
+
+
+def remove_pruning(model: Any) -> Any:
+    """Make the zeros ordinary weights and forget the masks, in place; returns `model`.
+
+    Raises ValueError for a model that is not pruned.
+    """
+    pruned = _pruned_layers(model)
+    if not pruned:
+        raise ValueError("this model has no masks: apply_pruning() gives it some")
+    for layer in pruned.values():
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    return model
+
+
+def zero_share(model: nn.Module) -> float:
+    """The part of the weights of linear layers and convolutions that are zero, from 0 to 1."""
+    zeros = 0
+    weights = 0
+    for module in model.modules():
+        if isinstance(module, LAYERS):
+            zeros += int((module.weight == 0).sum())
+            weights += module.weight.numel()
+    return zeros / weights
+
+
+def compressed_bytes(model: nn.Module) -> int:
+    """The bytes of the model's state after zlib, which is what zip and gzip do, measured."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return len(zlib.compress(file.getvalue(), level=6))
+
+
+class _Mask(nn.Module):
+    """Multiplies a weight by its mask in every forward, and so its gradient in backward."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Tensor]:
+    """One order of all weights, and each layer's part of the mask."""
+    weights = [layer.weight.detach() for layer in layers.values()]
+    whole = plain_mask(torch.cat([weight.flatten() for weight in weights]), share)
+    parts = whole.split([weight.numel() for weight in weights])
+    masks = {}
+    for name, weight, part in zip(layers, weights, parts):
+        masks[name] = part.view(weight.shape)
+    return masks
+
+
+def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
+    for name, layer in layers.items():
+        parametrize.register_parametrization(layer, "weight", _Mask(masks[name]))
+    return model
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The layers to prune by name. Raises ValueError where one of them cannot be."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{type(model).__name__} is no nn.Module: give a model")
+    if _pruned_layers(model):
+        raise ValueError("this model is pruned already: call remove_pruning(model) first")
+    every = {name: m for name, m in model.named_modules() if isinstance(m, LAYERS)}
+    shared = _shared_weights(model)
+    if names is None:
+        chosen = {name: m for name, m in every.items() if m.weight.data_ptr() not in shared}
+    else:
+        check_several(names=names)
+        chosen = _named(every, names, shared)
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer and no convolution with a weight of its "
+            f"own (GPT-2 stores its weights in other modules)"
+        )
+    for name, layer in chosen.items():
+        if type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
+            raise ValueError(f"{name} is quantized or sharded: prune the model before that")
+    return chosen
+
+
+def _named(
+    every: dict[str, nn.Module], names: Iterable[str], shared: set[int]
+) -> dict[str, nn.Module]:
+    chosen = {}
+    for name in names:
+        if name not in every:
+            raise ValueError(
+                f"the model has no linear layer or convolution {name!r}: it has "
+                f"{', '.join(list(every)[:3])}, …"
+            )
+        if every[name].weight.data_ptr() in shared:
+            raise ValueError(
+                f"the weight of {name} is shared with another module, which would lose its small "
+                f"weights as well: untie them first, or leave it out of `names`"
+            )
+        chosen[name] = every[name]
+    return chosen
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """The addresses of weights that two modules have."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor):
+            address = weight.data_ptr()
+            if address in seen:
+                shared.add(address)
+            seen.add(address)
+    return shared
+
+
+def _pruned_layers(model: nn.Module) -> dict[str, nn.Module]:
+    pruned = {}
+    for name, module in model.named_modules():
+        if not parametrize.is_parametrized(module, "weight"):
+            continue
+        if any(isinstance(each, _Mask) for each in module.parametrizations["weight"]):
+            pruned[name] = module
+    return pruned
+
+
+def _has_rows(layer: nn.Module) -> bool:
+    """Whether an output of the layer is one product of a row with a vector."""
+    return layer.weight[0].numel() == layer.weight.shape[1] and layer.weight.shape[1] > 1
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_compressed_share(*, share: float, bits: int = 32) -> float:
+    """The size of the best compressed file, to the file without zeros.
+
+    What stays needs its bits, and to say which weights stay takes the entropy of the mask,
+    H(share) = -share log2 share - (1 - share) log2 (1 - share), at most one bit per weight. A real
+    program comes near it; random bits of the weights themselves do not become smaller.
+    """
+    check_number(above=0, below=1, share=share)
+    check_number(above=0, bits=bits)
+    of_mask = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+    return (1 - share) + of_mask / bits

@@ -1,0 +1,132 @@
+"""Pruned weights: which ones, that they stay zero, and what that does to a file."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from recipes_lib.compression.pruning import (
+    apply_pruning,
+    apply_two_four,
+    compressed_bytes,
+    plain_mask,
+    plain_two_four_mask,
+    predicted_compressed_share,
+    remove_pruning,
+    zero_share,
+)
+from tests.small_models import small_model
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 1, bias=False),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def layers_of(model):
+    return [module for module in model if hasattr(module, "weight")]
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+def test_the_same_weights_as_pytorchs(scope):
+    """Catches a threshold per row, and one layer's share taken from another."""
+    ours = apply_pruning(network(), share=0.6, scope=scope)
+    theirs = network()
+    parts = [(layer, "weight") for layer in layers_of(theirs)]
+    if scope == "model":
+        prune.global_unstructured(parts, pruning_method=prune.L1Unstructured, amount=0.6)
+    else:
+        for layer, name in parts:
+            prune.l1_unstructured(layer, name, amount=0.6)
+    for our, their in zip(layers_of(ours), layers_of(theirs)):
+        assert torch.equal(our.weight, their.weight)
+    assert zero_share(ours) == pytest.approx(0.6, abs=0.01)
+
+
+def test_two_of_four():
+    """Catches groups along the outputs, which no kernel can skip."""
+    weight = torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.1, 0.2, -0.3, 0.4]])
+    assert plain_two_four_mask(weight).int().tolist() == [[0, 1, 1, 0, 0, 0, 1, 1]]
+    model = apply_two_four(network())
+    for layer in (model[2], model[5]):
+        fours = (layer.weight != 0).view(-1, 4).sum(1)
+        assert fours.unique().tolist() == [2]
+    assert (model[0].weight != 0).all(), "a 3 x 3 convolution has no such rows"
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_zeros_stay_zero_in_training_and_the_others_learn_as_before(optimizer_class):
+    """Catches weight decay, momentum or a copied model that brings removed weights back."""
+    model = copy.deepcopy(apply_pruning(network(), share=0.5))
+    plain = network()
+    kept = [layer.weight != 0 for layer in layers_of(model)]
+    for layer, mask in zip(layers_of(plain), kept):
+        layer.weight.data *= mask
+    for each in (model, plain):
+        torch.manual_seed(1)
+        optimizer = optimizer_class(each.parameters(), lr=0.01, weight_decay=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(torch.randn(4, 1, 6, 6)).square().sum().backward()
+            if each is plain:  # what a mask does, by hand
+                for layer, mask in zip(layers_of(plain), kept):
+                    layer.weight.grad *= mask
+            optimizer.step()
+    remove_pruning(model)
+    for ours, theirs, mask in zip(layers_of(model), layers_of(plain), kept):
+        assert torch.equal(ours.weight != 0, mask)
+        assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
+    assert set(model.state_dict()) == set(network().state_dict())
+
+
+def test_a_language_model_keeps_its_shared_table():
+    """Catches an embedding that loses half of its words' numbers with the output layer."""
+    model = small_model("Llama", tie_word_embeddings=True)
+    table = model.get_input_embeddings().weight.detach().clone()
+    apply_pruning(model, share=0.5)
+    assert torch.equal(model.get_input_embeddings().weight, table)
+    loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+    loss.backward()
+    with pytest.raises(ValueError, match="shared with another module"):
+        apply_pruning(remove_pruning(model), share=0.5, names=["lm_head"])
+
+
+def test_a_file_is_smaller_only_when_it_is_compressed():
+    """The formula, against zlib: the bits of weights are as random as these."""
+    torch.manual_seed(0)
+    dense = nn.Linear(512, 512, bias=False)
+    sparse = remove_pruning(apply_pruning(copy.deepcopy(dense), share=0.8))
+    sizes = [parameter.nbytes for model in (dense, sparse) for parameter in model.parameters()]
+    assert sizes[0] == sizes[1]
+    measured = compressed_bytes(sparse) / compressed_bytes(dense)
+    assert measured == pytest.approx(predicted_compressed_share(share=0.8), rel=0.45)
+    assert measured > predicted_compressed_share(share=0.8), "no program beats the entropy"
+
+
+def test_bad_input():
+    for share in (0, 1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="share="):
+            apply_pruning(network(), share=share)
+    with pytest.raises(ValueError, match="choose one of model, layer"):
+        apply_pruning(network(), share=0.5, scope="rows")
+    with pytest.raises(ValueError, match="no linear layer or convolution '7'"):
+        apply_pruning(network(), share=0.5, names=["7"])
+    with pytest.raises(ValueError, match="pruned already"):
+        apply_pruning(apply_pruning(network(), share=0.5), share=0.5)
+    with pytest.raises(ValueError, match="0 has weights"):
+        apply_two_four(network(), names=["0"])
+    with pytest.raises(ValueError, match="has no masks"):
+        remove_pruning(network())
+    with pytest.raises(ValueError, match="dict is no"):
+        apply_pruning({}, share=0.5)
+    mask = plain_mask(torch.zeros(4, 4), 0.5)
+    assert mask.sum() == 8, "equal magnitudes: still the share that was asked for"
