@@ -1,0 +1,216 @@
+"""Export to ExecuTorch: a model as one file that runs without Python and without PyTorch.
+
+Problem    A phone or a camera has no Python, and no room for PyTorch. The model is Python code.
+Idea       Run the model once, and write down each operator with its inputs and its output. This
+           list is a program: whoever has the operators can run it. Neighbours on the list that a
+           library of fast kernels (a backend) knows are handed over to it as one call:
+
+               conv → batch norm → relu6 → conv → add → avg_pool2d → linear
+               └────────── XNNPACK, one call ───────┘   outside     └ XNNPACK ┘
+
+Saves      Python and PyTorch on the device. The backend folds batch norms into convolutions, fuses
+           activations, and packs the weights in advance.
+Costs      Seconds to minutes for the lowering. The shapes of the example are fixed, and so is each
+           decision that Python took on the way. What the backend does not know runs on portable
+           kernels, which are plain loops: `require_delegated` says so in place of a slow program.
+Use when   The model is to run in an app, on a phone, a Raspberry Pi or a microcontroller.
+Not when   A server with Python is there: `torch.compile`. Other runtimes are given: `onnx_export`.
+In production   `executorch` with its partitioners: XNNPACK (CPUs), Core ML, Qualcomm, Vulkan, Arm
+           Ethos; optimum-executorch for models of the hub.
+Source     ExecuTorch documentation, "Export and Lowering" and "XNNPACK Backend",
+           https://docs.pytorch.org/executorch; Dukhan, XNNPACK, https://github.com/google/XNNPACK.
+
+ExecuTorch is optional: `pip install executorch`. What it prints goes to a file.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from recipes_lib.core.exported_file import ExportedFile, read_delegation, require_delegated
+from recipes_lib.core.graph_capture import capture_graph, check_example, explained
+from recipes_lib.core.linears import require_module
+from recipes_lib.core.machine import require
+from recipes_lib.core.noise import noise_to
+from recipes_lib.core.sizes import storage_bytes
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+class PlainRecorder(TorchDispatchMode):
+    """A list of the operators that run inside of its block: `program`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by PyTorch for each operator, whoever has asked for it."""
+        options = kwargs or {}
+        result = operator(*args, **options)
+        self.program.append((operator, args, options, result))
+        return result
+
+
+def plain_replay(program: list[tuple], recorded: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    """Run `program` on another input, without the model; `recorded` are its input and output."""
+    old_input, old_output = recorded
+    now = {id(old_input): x}  # the tensor that stands where a recorded one stood
+
+    def replaced(value: Any) -> Any:
+        return now.get(id(value), value)  # a weight stays itself
+
+    for operator, args, options, result in program:
+        new = operator(*tree_map(replaced, args), **tree_map(replaced, options))
+        for before, after in zip(tree_leaves(result), tree_leaves(new)):
+            now[id(before)] = after
+    return now[id(old_output)]
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def export_to_executorch(
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    *,
+    path: Path | str,
+    delegate: bool = True,
+    allow_outside: bool = False,
+    log: Path | str | None = None,
+) -> ExportedFile:
+    """Write `model` as a .pte file. The model stays as it is.
+
+    A Hugging Face model becomes a program that returns its logits. The result's `delegation` says
+    which operators the backend has taken; `seconds` are those of the whole export.
+
+    Args:
+        model: in fp32 on a CPU, or a graph that `quantize_pt2e` made.
+        example: the inputs of one call. The program takes inputs of these shapes, and no others.
+        path: of the file, such as "model.pte". Its folder is made where it does not exist.
+        delegate: hand over to XNNPACK what it knows. False: everything runs on portable kernels.
+        allow_outside: with `delegate`, also write a file of which convolutions, matrix products
+            or poolings stay outside of the backend.
+        log: a file for what the libraries print. None: it is not kept.
+    Raises ValueError for a model that cannot be written down as a graph, an example that it does
+    not take, an operator that the runtime does not have, and, with `delegate`, for heavy operators
+    that stay outside. No file is written then. Raises ImportError without ExecuTorch.
+    """
+    require_module(model)
+    example = check_example(example)
+    started = time.perf_counter()
+    with noise_to(log):
+        require("executorch")
+        graph = capture_graph(model, example)
+        edge = _lowered(model, graph, delegate=delegate)
+        delegation = read_delegation(edge.exported_program().graph_module)
+        if delegate and not allow_outside:
+            require_delegated(delegation)
+        program = _program(model, edge)
+        _check_kernels(program)
+        path = _written(program, Path(path))
+    seconds = time.perf_counter() - started
+    return ExportedFile(path, path.stat().st_size, seconds, delegation)
+
+
+def _lowered(model: nn.Module, graph: Any, *, delegate: bool) -> Any:
+    """The graph with the operators of ExecuTorch; subgraphs of the backend in it."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    partitioners = None
+    if delegate:
+        partitioners = [XnnpackPartitioner()]
+    try:
+        return to_edge_transform_and_lower(graph, partitioner=partitioners)
+    except Exception as error:
+        raise ValueError(_not_lowered(model, error)) from error
+
+
+def _program(model: nn.Module, edge: Any) -> Any:
+    """Memory is planned here: each tensor gets its place in one block."""
+    try:
+        return edge.to_executorch()
+    except Exception as error:
+        raise ValueError(_not_lowered(model, error)) from error
+
+
+def _written(program: Any, path: Path) -> Path:
+    """A file that is whole, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with unfinished.open("wb") as file:
+            program.write_to_file(file)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def _check_kernels(program: Any) -> None:
+    """Without this, a missing kernel shows when the device loads the file."""
+    from executorch.extension.pybindings import portable_lib
+
+    known = set(portable_lib._get_operator_names())
+    missing = set()
+    for plan in program.executorch_program.execution_plan:
+        for operator in plan.operators:
+            name = operator.name
+            if operator.overload:
+                name = f"{name}.{operator.overload}"
+            if name not in known:
+                missing.add(name)
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise ValueError(
+            f"the runtime has no kernel for {names}: replace these operators in the model"
+        )
+
+
+def _not_lowered(model: nn.Module, error: Exception) -> str:
+    return (
+        f"{type(model).__name__} uses an operator that ExecuTorch cannot take: replace it by "
+        f"operators of the core set, https://docs.pytorch.org/docs/stable/torch.compiler_ir.html "
+        f"({explained(error)})"
+    )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_pte_bytes(model: nn.Module, *, delegate: bool = True) -> int:
+    """Bytes of the weights in the file that `export_to_executorch` writes for `model` in fp32.
+
+    XNNPACK folds a batch norm into the convolution before it: of its four numbers per channel, one
+    is left, in the bias. The graph itself comes on top, some hundred bytes per operator. Raises
+    ValueError for what is no module.
+    """
+    require_module(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    stored = storage_bytes(tensors)
+    if not delegate:
+        return stored
+    norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    folded = [tensor for norm in norms for tensor in [*norm.parameters(), *norm.buffers()]]
+    biases = 0
+    if norms:
+        biases = sum(4 * part.out_channels for part in model.modules() if _gets_a_bias(part))
+    return stored - storage_bytes(folded) + biases
+
+
+def _gets_a_bias(part: nn.Module) -> bool:
+    """A convolution without one, which takes that of the batch norm behind it."""
+    return isinstance(part, nn.Conv2d) and part.bias is None
