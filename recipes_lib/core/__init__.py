@@ -17,6 +17,7 @@ decoding        what a decoder is: cache of keys and values, protocol, greedy lo
 default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 dry_ranks       the memory of one rank among many, without the others and without GPUs
 evaluation      losses, perplexity and answers on rows that were not trained on
+executorch_threads  one pool of threads for all files that ExecuTorch runs in a process
 exported_file   what an export leaves behind: a file, and which operators a backend has taken
 four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages

@@ -1,0 +1,345 @@
+"""GGUF: one file with weights, settings and tokenizer, for llama.cpp and all that stands on it.
+
+Problem    A laptop or a board is to run the model without Python. Ollama, LM Studio and llama.cpp
+           read one format only. It has names, an order of rows and kinds of numbers of its own.
+Idea       The file is a list of settings and a list of tensors. In the kind "q8_0", 32 weights
+           beside each other are 32 levels of 8 bits and one scale of 16 bits:
+
+               | scale | q0 q1 q2 … q31 |      weight ≈ scale * q        34 bytes for 32 weights
+               scale = max |w| / 127           q = round(w / scale)
+
+           Vectors, such as the weights of norms, stay in fp32.
+Saves      q8_0 stores 8.5 bits per weight, f16 stores 16. The embedding is stored once where the
+           output layer shares it. The file is mapped into memory, so it loads at once.
+Costs      q8_0 rounds each weight by up to 1/254 of the largest of its 32. f16 has no weights above
+           65,504.
+Use when   The model is to run in llama.cpp, Ollama or LM Studio, on a CPU, a Mac or a small GPU.
+Not when   An app calls the model: `edge/language_model.py` makes a file with a plan of its memory.
+           Less than 8 bits: llama.cpp's `llama-quantize` makes "q4_k_m" from the f16 file.
+In production   llama.cpp: `convert_hf_to_gguf.py FOLDER --outtype q8_0`, and then `llama-quantize
+           model.gguf q4_k_m`. transformers reads such a file with `gguf_file=`.
+Source     ggml, "GGUF", github.com/ggml-org/ggml/blob/master/docs/gguf.md; the `gguf` package.
+
+The families: Llama (SmolLM2 is one) and Qwen2.
+
+Shapes: N outputs and K inputs of a layer, D of a head, H heads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.exported_file import ExportedFile
+from recipes_lib.core.linears import quantized_layers
+from recipes_lib.core.machine import require
+from recipes_lib.core.noise import noise_to
+
+KINDS = ("q8_0", "f16", "f32")
+BLOCK = 32  # weights of q8_0 that share a scale
+BYTES_PER_BLOCK = {"q8_0": 34, "f16": 64, "f32": 128}
+FAMILIES = ("llama", "qwen2")
+# How llama.cpp cuts a text into words before it looks for tokens, by family and vocabulary.
+PRE_TOKENIZERS = {
+    ("llama", 49152): "smollm",
+    ("llama", 128256): "llama-bpe",
+    ("qwen2", 151936): "qwen2",
+    ("qwen2", 152064): "qwen2",
+}
+ROTATED = ("q_proj", "k_proj")
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_q8_0(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight` [N, K] as levels [N, K/32, 32] from -127 to 127, and scales [N, K/32] in 16 bits."""
+    blocks = weight.reshape(len(weight), -1, BLOCK)
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    levels = (blocks / scale).round()
+    return levels.to(torch.int8), scale.squeeze(-1).half()
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def export_to_gguf(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    path: str | Path,
+    kind: str = "q8_0",
+    pre_tokenizer: str | None = None,
+) -> ExportedFile:
+    """Write `model` as a `.gguf` file. It appears under its name when it is complete.
+
+    Args:
+        model: a Hugging Face causal LM of one of `FAMILIES`. It stays as it is.
+        tokenizer: of the model, with merges of bytes (BPE). None: the file has no tokenizer, and
+            llama.cpp takes it for tokens only.
+        path: of the file, which ends in `.gguf`.
+        kind: of the matrices: "q8_0", "f16" or "f32".
+        pre_tokenizer: llama.cpp's name for how a text is cut into words, such as "smollm". None:
+            the one that goes with the family and its vocabulary.
+    Raises ValueError, before anything is written, for other models, quantized ones and adapters,
+    widths that 32 does not divide, and a tokenizer of another kind. ImportError without `gguf`.
+    """
+    path = Path(path)
+    if path.suffix != ".gguf":
+        raise ValueError(f"path={str(path)!r}: give the name of a file that ends in .gguf")
+    check_choice(KINDS, kind=kind)
+    _check_model(model, kind)
+    vocabulary = None
+    if tokenizer is not None:
+        vocabulary = _vocabulary(model, tokenizer)
+        pre_tokenizer = _pre_tokenizer(model.config, pre_tokenizer)
+    gguf = require("gguf")
+    start = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="export-", dir=path.parent) as scratch:
+        unfinished = Path(scratch, "model.gguf")
+        with noise_to():
+            writer = gguf.GGUFWriter(unfinished, model.config.model_type)
+            _add_settings(writer, model.config, kind)
+            if vocabulary is not None:
+                _add_tokenizer(writer, vocabulary, tokenizer, pre_tokenizer)
+            _add_tensors(writer, model, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+        os.replace(unfinished, path)
+    seconds = time.perf_counter() - start
+    return ExportedFile(path, bytes=path.stat().st_size, seconds=seconds)
+
+
+def load_gguf(path: str | Path) -> Any:
+    """Load a `.gguf` file back into transformers, in fp32 and in eval mode: a check of the file.
+
+    Raises ValueError if there is no such file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"path={str(path)!r}: there is no such file; export_to_gguf makes one")
+    with noise_to():
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        )
+    return model.eval()
+
+
+def _add_settings(writer: Any, config: Any, kind: str) -> None:
+    """The sizes by GGUF's names. What is missing has a default in llama.cpp, and it is silent."""
+    import gguf
+
+    types = {
+        "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+        "f16": gguf.LlamaFileType.MOSTLY_F16,
+        "f32": gguf.LlamaFileType.ALL_F32,
+    }
+    writer.add_file_type(types[kind])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_name(str(config.model_type))
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(_head_width(config))
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+
+
+def _add_tensors(writer: Any, model: Any, kind: str) -> None:
+    """All weights by GGUF's names, in its order of rows, rounded."""
+    import gguf
+
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(
+        architecture[model.config.model_type], model.config.num_hidden_layers
+    )
+    types = {
+        "q8_0": gguf.GGMLQuantizationType.Q8_0,
+        "f16": gguf.GGMLQuantizationType.F16,
+        "f32": gguf.GGMLQuantizationType.F32,
+    }
+    for name, parameter in model.named_parameters():  # a shared weight comes once
+        weight = parameter.detach().to(device="cpu", dtype=torch.float32)
+        if model.config.model_type == "llama" and name.split(".")[-2] in ROTATED:
+            weight = in_pairs(weight, head_dim=_head_width(model.config))
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if weight.dim() == 1:
+            writer.add_tensor(there, weight.numpy())
+        else:
+            writer.add_tensor(there, rounded(weight, types[kind]), raw_dtype=types[kind])
+
+
+def rounded(weight: Tensor, quantization_type: Any) -> numpy.ndarray:
+    """`weight` [N, K] in one of GGUF's types, as the bytes of the file."""
+    import gguf
+
+    return gguf.quants.quantize(weight.contiguous().numpy(), quantization_type)
+
+
+def in_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
+    """The rows of a query or a key of Llama [N, K] as llama.cpp turns them: neighbours together.
+
+    transformers turns number 0 of a head together with number D/2, and llama.cpp with number 1.
+    Qwen2 is turned by halves in both.
+    """
+    shape = weight.shape
+    halves = weight.reshape(-1, 2, head_dim // 2, *shape[1:])  # [H, 2, D/2, K]
+    return halves.transpose(1, 2).reshape(shape)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _check_model(model: Any, kind: str) -> None:
+    require_causal_lm(model)
+    config = without_adapters(model).config
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{type(model).__name__} is no model of {', '.join(FAMILIES)}: use llama.cpp's "
+            f"convert_hf_to_gguf.py, which knows the names of all families"
+        )
+    if without_adapters(model) is not model:
+        raise ValueError(
+            "the model has adapters: merge them, and give what merge_and_unload returns"
+        )
+    if config.rope_parameters["rope_type"] != "default":
+        raise ValueError(
+            f"rope_type={config.rope_parameters['rope_type']!r}: this export writes plain rotary "
+            f"positions only; use llama.cpp's convert_hf_to_gguf.py"
+        )
+    quantized = quantized_layers(model)
+    if quantized:
+        name, by = next(iter(quantized.items()))
+        raise ValueError(f"{name} is quantized by {by} already: export the model as it was before")
+    if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):
+        raise ValueError("a Llama with biases has no place for them in GGUF: use one without")
+    if kind == "q8_0":
+        _check_widths(model)
+
+
+def _check_widths(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and parameter.shape[1] % BLOCK != 0:
+            raise ValueError(
+                f"{name} has {parameter.shape[1]} inputs, which {BLOCK} does not divide: give "
+                f"kind='f16'"
+            )
+
+
+def _pre_tokenizer(config: Any, given: str | None) -> str:
+    if given is not None:
+        return given
+    known = PRE_TOKENIZERS.get((config.model_type, config.vocab_size))
+    if known is None:
+        raise ValueError(
+            f"a {config.model_type} with {config.vocab_size} tokens is unknown: give "
+            f"pre_tokenizer, llama.cpp's name for how a text is cut into words, such as 'smollm'"
+        )
+    return known
+
+
+def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The tokens in their order, their types and the merges. Raises ValueError for other kinds."""
+    described = {}
+    if hasattr(tokenizer, "backend_tokenizer"):
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+    if described.get("model", {}).get("type") != "BPE":
+        raise ValueError(
+            f"{type(tokenizer).__name__} is no tokenizer with merges of bytes (BPE): use "
+            f"llama.cpp's convert_hf_to_gguf.py"
+        )
+    tokens = {number: text for text, number in described["model"]["vocab"].items()}
+    special = {}
+    for added in described["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        special[added["id"]] = added["special"]
+    size = model.config.vocab_size
+    if max(tokens) >= size:
+        raise ValueError(f"the tokenizer has token {max(tokens)}, and the model {size} tokens")
+    return {
+        "tokens": [tokens.get(number, f"[PAD{number}]") for number in range(size)],
+        "types": [_token_type(number, tokens, special) for number in range(size)],
+        "merges": [_merge(pair) for pair in described["model"]["merges"]],
+    }
+
+
+def _token_type(number: int, tokens: dict[int, str], special: dict[int, bool]) -> int:
+    """GGUF's numbers: 1 is normal, 3 controls the model, 4 is added by the user, 5 is unused."""
+    if number not in tokens:
+        return 5
+    if number not in special:
+        return 1
+    if special[number]:
+        return 3
+    return 4
+
+
+def _merge(pair: Any) -> str:
+    """Two pieces with a space between them; older files of tokenizers have them so already."""
+    if isinstance(pair, str):
+        return pair
+    return " ".join(pair)
+
+
+def _add_tokenizer(
+    writer: Any, vocabulary: dict[str, Any], tokenizer: Any, pre_tokenizer: str
+) -> None:
+    writer.add_tokenizer_model("gpt2")  # GGUF's name for merges of bytes
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(vocabulary["tokens"])
+    writer.add_token_types(vocabulary["types"])
+    writer.add_token_merges(vocabulary["merges"])
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    if tokenizer.eos_token_id is not None:
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+    if tokenizer.pad_token_id is not None:
+        writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_add_bos_token(False)
+    template = getattr(tokenizer, "chat_template", None)
+    if template is not None:
+        writer.add_chat_template(template)
+
+
+def _head_width(config: Any) -> int:
+    given = getattr(config, "head_dim", None)
+    if given is not None:
+        return given
+    return config.hidden_size // config.num_attention_heads
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_bytes(model: Any, *, kind: str = "q8_0") -> int:
+    """Bytes of the tensors of the file; settings and tokenizer come on top.
+
+    Raises ValueError for no causal LM, and for an unknown kind.
+    """
+    require_causal_lm(model)
+    check_choice(KINDS, kind=kind)
+    total = 0
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            total += 4 * parameter.numel()
+        else:
+            total += parameter.numel() * BYTES_PER_BLOCK[kind] // BLOCK
+    return total

@@ -1,0 +1,390 @@
+"""A language model as one file for a phone: quantized, with its cache, for ExecuTorch's runtime.
+
+Problem    A phone has no Python. It has little memory, and no room for 4 bytes per weight.
+           And `generate` of transformers spends more time between the layers than in them.
+Idea       ExecuTorch turns the model into a file of its own, a `.pte`: the graph, the weights,
+           and the plan where each result lies in memory. Its runtime is a small C++ library.
+
+               Hugging Face model
+                 -> weights on their grids     4 bits, 64 inputs share a scale (torchao)
+                 -> torch.export               one graph for 1 … max_length - 1 tokens
+                 -> XNNPACK                    takes the linear layers and what lies between
+                 -> model.pte                  logits of the last token, keys and values inside
+
+           Two operators are made for this: `custom_sdpa` attends only to what the cache holds, and
+           `update_cache` writes a token into it in place. Without them each token is compared
+           with all positions that the cache could hold, and the cache is copied.
+Saves      With 4 bits in the blocks, 8 in the output layer and in the embedding, `predicted_bytes`
+           of a file. No interpreter between the layers of a step.
+Costs      An export takes seconds per layer and gigabytes of memory, on the machine that exports.
+           Four bits cost quality. The output layer has a copy of its own, also where it shared its
+           weights with the embedding; in fp32 that is a large one. The length is fixed.
+Use when   A model of the Llama family is to answer on a phone, a board or a laptop, one user at a
+           time.
+Not when   Many users at once: servers keep the GPU busy with vLLM. Laptops without a build of
+           ExecuTorch: `edge/gguf_export.py` and llama.cpp.
+In production   `python -m executorch.extension.llm.export.export_llm --config …` with
+           `quantization.qmode=8da4w`, `group_size=64`, `use_hqq=False`, which rounds the output
+           layer to 4 bits as well; the same from a checkpoint that torchao has quantized keeps it
+           at 8 bits. On the device: LlmModule (Android), TextLLMRunner (iOS), llama_main.
+Source     ExecuTorch, "Exporting LLMs", docs.pytorch.org/executorch; Liu et al., "MobileLLM",
+           arXiv 2402.14905.
+
+The families: Llama (SmolLM2 is one), Mistral without a window, Qwen2 with its biases.
+
+Shapes: N outputs and K inputs of a layer, D of a head, H heads, S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.exported_file import ExportedFile, require_delegated
+from recipes_lib.core.integer_grid import check_group_divides
+from recipes_lib.core.linears import quantized_layers
+from recipes_lib.edge.language_model_lowering import PRODUCTS, lower
+from recipes_lib.edge.language_model_runtime import PteLanguageModel
+from recipes_lib.edge.language_model_weights import LINEARS, NORMS
+
+FAMILIES = ("llama", "mistral", "qwen2")
+GROUP_UNIT = 32  # XNNPACK's kernels for 4 bits take groups of 32, 64, 96, …
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
+    """The rows of a query's `weight` [N, K] in the order in which ExecuTorch turns them.
+
+    Rotary positions turn two numbers of a head by one angle. Hugging Face takes number 0 and number
+    D/2, ExecuTorch takes neighbours. With the rows in the wrong order nothing fails: the model
+    talks nonsense.
+
+        halves   a0 a1 a2 b0 b1 b2        pairs   a0 b0 a1 b1 a2 b2
+    """
+    rows = []
+    for start in range(0, len(weight), head_dim):
+        first_half, second_half = weight[start : start + head_dim].chunk(2)
+        for a, b in zip(first_half, second_half):
+            rows.append(a)
+            rows.append(b)
+    return torch.stack(rows)
+
+
+def plain_greedy(
+    read: Callable[[Tensor, int], Tensor], prompt: list[int], new_tokens: int
+) -> list[int]:
+    """What an app does with the file. `read(tokens [1, S], position)` returns logits [V]."""
+    logits = read(torch.tensor([prompt]), 0)  # the whole prompt at once
+    answer = [int(logits.argmax())]
+    while len(answer) < new_tokens:
+        position = len(prompt) + len(answer) - 1
+        logits = read(torch.tensor([answer[-1:]]), position)  # then the last token only
+        answer.append(int(logits.argmax()))
+    return answer
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def export_language_model(
+    model: Any,
+    *,
+    path: str | Path,
+    weight_bits: int | None = 4,
+    group: int = 64,
+    output_bits: int | None = 8,
+    embedding_bits: int | None = 8,
+    custom_attention: bool = True,
+    max_length: int = 256,
+    tokenizer: Any = None,
+) -> ExportedFile:
+    """Write `model` as a `.pte` for ExecuTorch's runtime on CPUs. The model stays as it is.
+
+    The file appears under its name when it is complete. What the libraries print goes into a file
+    beside it, with the ending `.log`. Nothing is ever downloaded.
+
+    Args:
+        model: a Hugging Face causal LM of one of `FAMILIES`, also while it trains with
+            `apply_quantization_aware`: its weights are rounded here, on the same grid.
+        path: of the file, which ends in `.pte`.
+        weight_bits: of the linear layers in the blocks: 4, or 8 with one scale per row. None keeps
+            the whole file in fp32, and the next three arguments do not count.
+        group: inputs that share a scale, a multiple of 32 that divides every layer.
+        output_bits: of the output layer: 4 in groups, or 8 with one scale per row.
+        embedding_bits: of the embedding: 8 with one scale per row, or None for fp32.
+        custom_attention: attend with the operators made for it. A C++ program that is built against
+            the wheel has no kernels for them: False makes a file for it, which is slower.
+        max_length: positions of the cache, those of the prompt and of the answer together.
+        tokenizer: of the model; the ids that begin and end a text are written into the file.
+    Raises ValueError, before anything is written, for a model that ExecuTorch's Llama cannot be,
+    for layers that are quantized already, and for a group that does not divide all layers.
+    RuntimeError if a layer was left unquantized or outside of XNNPACK: no file stays.
+    """
+    path = _checked_path(path)
+    _check_widths(weight_bits, output_bits, embedding_bits)
+    check_whole(least=2, max_length=max_length)
+    _check_model(model, max_length)
+    if weight_bits is None:
+        output_bits = None
+        embedding_bits = None
+    else:
+        _check_group(model, weight_bits=weight_bits, output_bits=output_bits, group=group)
+    _require_libraries()
+    start = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In a folder of its own until it is complete and checked: a cut export leaves no half file.
+    with tempfile.TemporaryDirectory(prefix="export-", dir=path.parent) as scratch:
+        unfinished = Path(scratch, "model.pte")
+        delegation, quantized = lower(
+            without_adapters(model),
+            path=unfinished,
+            log=path.with_suffix(".log"),
+            weight_bits=weight_bits,
+            group=group,
+            output_bits=output_bits,
+            embedding_bits=embedding_bits,
+            custom_attention=custom_attention,
+            max_length=max_length,
+            metadata=_special_tokens(model, tokenizer),
+        )
+        _check_lowered(model, delegation, quantized, wanted=weight_bits is not None)
+        os.replace(unfinished, path)
+    seconds = time.perf_counter() - start
+    return ExportedFile(path, bytes=path.stat().st_size, seconds=seconds, delegation=delegation)
+
+
+def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageModel:
+    """Load a `.pte` that `export_language_model` has written into ExecuTorch's runtime.
+
+    Args:
+        threads: of ExecuTorch, for all files of this process.
+    Raises ValueError if there is no such file, ImportError without ExecuTorch.
+    """
+    path = Path(path)
+    check_whole(threads=threads)
+    if not path.exists():
+        raise ValueError(
+            f"path={str(path)!r}: there is no such file; export_language_model makes one"
+        )
+    return PteLanguageModel(path, threads=threads)
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _checked_path(path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix != ".pte":
+        raise ValueError(f"path={str(path)!r}: give the name of a file that ends in .pte")
+    return path
+
+
+def _check_widths(
+    weight_bits: int | None, output_bits: int | None, embedding_bits: int | None
+) -> None:
+    check_choice((4, 8, None), weight_bits=weight_bits)
+    check_choice((4, 8, None), output_bits=output_bits)
+    check_choice((8, None), embedding_bits=embedding_bits)
+
+
+def _check_model(model: Any, max_length: int) -> None:
+    """Raise ValueError unless ExecuTorch's Llama computes what this model does."""
+    require_causal_lm(model)
+    config = without_adapters(model).config
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{type(model).__name__} is no model of {', '.join(FAMILIES)}: ExecuTorch's Llama "
+            f"would be another model; export it with the exporter of its own family"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act={config.hidden_act!r}: ExecuTorch's Llama computes silu")
+    _check_rotation(config)
+    _check_window(config, max_length)
+    quantized = quantized_layers(model)
+    if quantized:
+        name, by = next(iter(quantized.items()))
+        raise ValueError(f"{name} is quantized by {by} already: export the model as it was before")
+    _check_parameters(without_adapters(model))
+
+
+def _check_rotation(config: Any) -> None:
+    """The angles are those of plain rotary positions, or stretched as in Llama 3.1."""
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type={kind!r}: the export knows 'default' and 'llama3'")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("only a part of each head is rotated: the export rotates all of it")
+    if kind == "llama3":
+        # ExecuTorch has these two as constants.
+        fixed = (rope["low_freq_factor"], rope["original_max_position_embeddings"])
+        if fixed != (1.0, 8192):
+            raise ValueError(
+                f"low_freq_factor and original_max_position_embeddings are {fixed}: ExecuTorch's "
+                f"Llama has (1.0, 8192), those of Llama 3.1"
+            )
+
+
+def _check_window(config: Any, max_length: int) -> None:
+    """A window that the cache never outgrows changes nothing."""
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    if used and window is not None and max_length > window:
+        raise ValueError(
+            f"max_length={max_length} is longer than the model's window of {window} tokens, which "
+            f"the export does not know: give max_length={window} or less"
+        )
+
+
+def _check_parameters(model: Any) -> None:
+    """Each parameter has a place in ExecuTorch's Llama, which drops what it does not know."""
+    known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    for number in range(len(decoder_blocks(model))):
+        block = f"model.layers.{number}"
+        known |= {f"{block}.{name}.weight" for name in (*NORMS, *LINEARS)}
+        known |= {f"{block}.self_attn.{name}.bias" for name in ("q_proj", "k_proj", "v_proj")}
+    strange = [name for name, _ in model.named_parameters() if name not in known]
+    if strange:
+        raise ValueError(
+            f"the export has no place for {strange[0]} (and {len(strange) - 1} others): merge "
+            f"adapters into their layers first; other parts ExecuTorch's Llama does not have"
+        )
+    for name in LINEARS:
+        linear = model.model.layers[0].get_submodule(name)
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"{name} is a {type(linear).__name__}: give a model with nn.Linear")
+
+
+def _check_group(model: Any, *, weight_bits: int, output_bits: int | None, group: int) -> None:
+    """The group divides every layer that has groups, and the weights are not on a grid already."""
+    check_whole(group=group)
+    layers = {}
+    if weight_bits == 4:
+        block = without_adapters(model).model.layers[0]
+        layers |= {name: block.get_submodule(name) for name in LINEARS}
+    if output_bits == 4:
+        layers["the output layer"] = model.get_output_embeddings()
+    for name, linear in layers.items():
+        check_group_divides(linear.weight.shape[1], group, name=name)
+    if layers and group % GROUP_UNIT != 0:
+        raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
+    for name, linear in layers.items():
+        _check_not_rounded(linear, name, group)
+        _check_trained_for(linear, name, bits=4, group=group)
+
+
+def _check_trained_for(linear: nn.Linear, name: str, *, bits: int, group: int | None) -> None:
+    """A layer that trains on a grid is exported on that grid."""
+    trained = (getattr(linear, "weight_bits", bits), getattr(linear, "group", group))
+    if trained != (bits, group):
+        raise ValueError(
+            f"{name} trains on a grid of {trained[0]} bits in groups of {trained[1]}: export it "
+            f"so, or train it for {bits} bits in groups of {group}"
+        )
+
+
+def _check_not_rounded(linear: nn.Linear, name: str, group: int) -> None:
+    """Rounded weights that are rounded again land on another grid, and lose a second time."""
+    rows = linear.weight.detach()[:64].float()
+    groups = rows.reshape(len(rows), -1, group)
+    largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
+    steps = torch.stack([groups / largest * 7, groups / largest * 8])  # the end is 7, or -8
+    on_grid = ((steps - steps.round()).abs() < 1e-3).all(dim=-1)
+    if on_grid.any(dim=0).all():
+        raise ValueError(
+            f"the weights of {name} are rounded to 4 bits already, and a second rounding would use "
+            f"another grid: export the model before its weights are converted"
+        )
+
+
+def _check_lowered(model: Any, delegation: Any, quantized: int, *, wanted: bool) -> None:
+    """All linear layers are quantized, and XNNPACK has all of them.
+
+    RMSNorm's mean stays outside with every model, so "nothing is outside" cannot be asked for.
+    """
+    layers = len(LINEARS) * len(decoder_blocks(model)) + 1
+    if wanted and quantized != layers:
+        raise RuntimeError(f"{quantized} of {layers} linear layers are quantized: no file is kept")
+    require_delegated(delegation, operators=PRODUCTS)
+    inside = sum(delegation.row(name).inside for name in PRODUCTS)
+    if inside != layers:
+        raise RuntimeError(f"XNNPACK has {inside} of {layers} linear layers: no file is kept")
+
+
+def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The ids that begin and end a text, for the runner: its own defaults are other tokens."""
+    source = model.generation_config
+    if tokenizer is not None:
+        source = tokenizer
+    found = {}
+    if source.bos_token_id is not None:
+        found["get_bos_id"] = int(source.bos_token_id)
+    ends = source.eos_token_id
+    if isinstance(ends, int):
+        ends = [ends]
+    if ends:
+        found["get_eos_ids"] = [int(token) for token in ends]
+    return found
+
+
+def _require_libraries() -> None:
+    for library in ("executorch", "torchao"):
+        try:
+            importlib.import_module(library)
+        except ImportError as error:
+            raise ImportError(
+                f"the export needs {library}: `pip install executorch==1.5.1`, which brings torchao"
+            ) from error
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_bytes(
+    model: Any,
+    *,
+    weight_bits: int | None = 4,
+    group: int = 64,
+    output_bits: int | None = 8,
+    embedding_bits: int | None = 8,
+) -> int:
+    """The weights and scales of the `.pte`, in bytes; arguments as in `export_language_model`.
+
+    A scale of a group takes two bytes, one of a row four. The plan of the graph comes on top.
+    Raises ValueError for no causal LM.
+    """
+    require_causal_lm(model)
+    _check_widths(weight_bits, output_bits, embedding_bits)
+    if weight_bits is None:
+        output_bits = None
+        embedding_bits = None
+    causal = without_adapters(model)
+    total = _weight_bytes(causal.get_input_embeddings().weight, embedding_bits, None)
+    total += _weight_bytes(causal.get_output_embeddings().weight, output_bits, group)
+    for block in decoder_blocks(causal):
+        for parameter in block.parameters():
+            if parameter.dim() == 2:
+                total += _weight_bytes(parameter, weight_bits, group)
+            else:
+                total += 4 * parameter.numel()
+    return total
+
+
+def _weight_bytes(weight: Tensor, bits: int | None, group: int | None) -> int:
+    if bits is None:
+        return 4 * weight.numel()
+    levels = weight.numel() * bits // 8
+    if bits == 8:
+        return levels + 4 * len(weight)
+    return levels + 2 * weight.numel() // group

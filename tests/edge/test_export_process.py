@@ -1,0 +1,121 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from recipes_lib.core.exported_file import ExportedFile
+from recipes_lib.edge.export_process import in_background, key_of
+from tests.edge.slow_exports import export_badly, export_forever, export_quickly
+
+PATIENCE = 120  # seconds, on a machine that computes something else
+
+
+def wait_for(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def leftovers(folder):
+    return [path.name for path in folder.iterdir() if "work-" in path.name]
+
+
+def pid_of(folder):
+    [file] = folder.glob("*work-*/pid")
+    return int(file.read_text())
+
+
+def test_a_job_works_beside_this_process_and_its_result_is_kept(tmp_path, capfd):
+    """The second job finds the file. Other weights, or a file that was changed, are another job."""
+    model = nn.Linear(2, 2)
+    calls = tmp_path / "calls"
+    arguments = {"model": model, "path": tmp_path / "a.pte", "text": str(calls)}
+    job = in_background(export_quickly, **arguments)
+    exported = job.result(timeout=PATIENCE)
+    assert exported == ExportedFile(tmp_path / "a.pte", bytes=len(str(calls)), seconds=0.0)
+    assert exported.path.read_text() == str(calls)
+    assert "a line of noise" in job.log.read_text()
+    assert capfd.readouterr() == ("", "")
+    again = in_background(export_quickly, **arguments)
+    assert again.done
+    assert again.result() == exported
+    assert calls.read_text() == "called\n"
+    exported.path.write_text("shorter")
+    changed = in_background(export_quickly, **arguments)
+    changed.result(timeout=PATIENCE)
+    assert calls.read_text() == "called\ncalled\n"
+    assert leftovers(tmp_path) == []
+
+
+def test_the_key_sees_weights_settings_and_their_borders():
+    model = nn.Linear(2, 2)
+    key = key_of(export_quickly, {"model": model, "text": "x"})
+    assert key == key_of(export_quickly, {"text": "x", "model": model})
+    assert key != key_of(export_badly, {"text": "x", "model": model})
+    assert key != key_of(export_quickly, {"text": "y", "model": model})
+    with torch.no_grad():
+        model.weight[0, 0] += 1e-6
+    assert key != key_of(export_quickly, {"model": model, "text": "x"})
+    split = key_of(export_quickly, {"model": model, "text": [1, 23]})
+    assert split != key_of(export_quickly, {"model": model, "text": [12, 3]})
+
+
+def test_errors_come_back_and_nothing_else(tmp_path):
+    bad = in_background(export_badly, path=tmp_path / "bad.pte")
+    killed = in_background(export_forever, path=tmp_path / "killed.pte")
+    with pytest.raises(TimeoutError, match="not ready after 0 s"):
+        killed.result(timeout=0)
+    with pytest.raises(ValueError, match="group=7"):
+        bad.result(timeout=PATIENCE)
+    wait_for(lambda: any(tmp_path.glob("killed.pte.work-*/pid")))
+    os.kill(pid_of(tmp_path), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"(?s)code -9.*now it hangs"):
+        killed.result(timeout=PATIENCE)
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "bad.pte").exists()
+    assert not (tmp_path / "killed.pte").exists()
+
+
+def test_a_cancelled_job_leaves_nothing(tmp_path):
+    job = in_background(export_forever, path=tmp_path / "a.pte")
+    job.cancel()
+    assert job.done
+    assert leftovers(tmp_path) == []
+
+
+PARENT = """
+import sys, time
+from recipes_lib.edge.export_process import in_background
+from tests.edge.slow_exports import export_forever
+job = in_background(export_forever, path=sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_a_job_ends_with_its_parent_even_if_that_is_killed(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "a.pte")]
+    with subprocess.Popen(command, cwd=root) as parent:
+        wait_for(lambda: any(tmp_path.glob("*work-*/pid")))
+        child = pid_of(tmp_path)
+        parent.kill()
+    wait_for(lambda: not psutil.pid_exists(child))
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "a.pte").exists()
+
+
+def test_a_function_that_nobody_can_import_is_refused(tmp_path):
+    def local(*, path):
+        pass
+
+    with pytest.raises(ValueError, match="no function of a module"):
+        in_background(local, path=tmp_path / "a.pte")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,119 @@
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from recipes_lib.edge.gguf_export import (
+    export_to_gguf,
+    in_pairs,
+    load_gguf,
+    plain_q8_0,
+    predicted_bytes,
+)
+from recipes_lib.edge.language_model import plain_pairs
+from recipes_lib.precision.int8 import apply_int8
+from tests.small_models import IDS, as_if_trained, small_model
+
+GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
+# A rotation that is not the default one: what is forgotten here would be seen.
+ROPE = {"rope_type": "default", "rope_theta": 3e4}
+FAMILIES = [
+    ("Llama", {"tie_word_embeddings": True}),
+    ("Llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}),
+    ("Qwen2", {"tie_word_embeddings": True}),
+]
+
+
+def model_of(family, **options):
+    torch.manual_seed(0)
+    return as_if_trained(small_model(family, **GROUPED, rope_parameters=ROPE, **options))
+
+
+@torch.no_grad()
+def logits_of(model):
+    return model(IDS, use_cache=False).logits
+
+
+def tokenizer_of(*, size=128):
+    """Bytes, a few merges and a token that ends a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: size - 4]
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    for pair in ("he", "ll", "hell"):
+        vocabulary[pair] = len(vocabulary)
+    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", bos_token="<end>")
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
+def test_the_file_gives_the_same_model(family, options, tmp_path):
+    """transformers reads it: in fp32 the logits are equal, in 16 and 8 bits they are near."""
+    model = model_of(family, **options)
+    expected = logits_of(model)
+    for kind, tolerance in (("f32", 1e-5), ("f16", 3e-3), ("q8_0", 3e-2)):
+        exported = export_to_gguf(model, path=tmp_path / f"{kind}.gguf", kind=kind)
+        error = (logits_of(load_gguf(exported.path)) - expected).norm() / expected.norm()
+        assert error < tolerance, kind
+        settings = exported.bytes - predicted_bytes(model, kind=kind)
+        assert 0 < settings < 4096, "names and settings"
+    assert torch.equal(logits_of(model), expected), "the model stays as it is"
+
+
+def test_rounding_is_the_formula(tmp_path):
+    """The weights that come back are the levels of the plain lines times their scales."""
+    model = model_of("Llama")
+    export_to_gguf(model, path=tmp_path / "model.gguf", kind="q8_0")
+    weight = model.model.layers[1].mlp.up_proj.weight.detach()
+    levels, scales = plain_q8_0(weight)
+    expected = (levels * scales[..., None].float()).view_as(weight)
+    back = load_gguf(tmp_path / "model.gguf").model.layers[1].mlp.up_proj.weight
+    torch.testing.assert_close(back, expected, atol=1e-6, rtol=0)
+
+
+def test_rows_in_pairs_are_those_of_the_plain_lines():
+    weight = torch.randn(24, 5)
+    assert torch.equal(in_pairs(weight, head_dim=8), plain_pairs(weight, head_dim=8))
+
+
+def test_the_tokenizer_travels_with_the_model(tmp_path):
+    """The same text has the same tokens, also those that control the model."""
+    tokenizer = tokenizer_of()
+    model = model_of("Llama")
+    export_to_gguf(
+        model, tokenizer, path=tmp_path / "model.gguf", kind="f16", pre_tokenizer="smollm"
+    )
+    back = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    text = "hello<end>lhel"
+    assert back(text, add_special_tokens=False)["input_ids"] == tokenizer(text)["input_ids"]
+    assert back.eos_token_id == tokenizer.eos_token_id
+
+
+def test_bad_input_is_refused_before_anything_is_written(tmp_path):
+    model = model_of("Llama")
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ValueError, match="give the name of a file"):
+        export_to_gguf(model, path=tmp_path / "model.bin")
+    with pytest.raises(ValueError, match="kind='q3'"):
+        export_to_gguf(model, path=path, kind="q3")
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM is no model of"):
+        export_to_gguf(small_model("Qwen3"), path=path)
+    with pytest.raises(ValueError, match="32 does not divide"):
+        export_to_gguf(small_model("Llama", hidden_size=40), path=path)
+    with pytest.raises(ValueError, match="biases"):
+        export_to_gguf(small_model("Llama", attention_bias=True), path=path)
+    stretched = ROPE | {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_type='linear'"):
+        export_to_gguf(small_model("Llama", rope_parameters=stretched), path=path)
+    with pytest.raises(ValueError, match="give pre_tokenizer"):
+        export_to_gguf(model, tokenizer_of(), path=path)
+    with pytest.raises(ValueError, match="no tokenizer with merges"):
+        export_to_gguf(model, object(), path=path)
+    with pytest.raises(ValueError, match="token 127, and the model 64"):
+        export_to_gguf(small_model("Llama", vocab_size=64), tokenizer_of(), path=path)
+    with pytest.raises(ValueError, match="quantized by apply_int8"):
+        export_to_gguf(apply_int8(model_of("Llama")), path=path)
+    with pytest.raises(ValueError, match="no such file"):
+        load_gguf(path)
+    assert list(tmp_path.iterdir()) == []
