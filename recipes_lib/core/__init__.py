@@ -43,7 +43,6 @@ output_layer    a causal LM up to its output layer, for losses that make the log
 overhead_fit    a token's time as a fixed part, and bytes over bandwidth
 pipeline_grid   which rank computes what from when to when, and what of it is idle
 plain_step      the arithmetic of a plain training step, before any recipe
-process_memory  what something adds to a process, as the operating system counts it
 quality         perplexity and agreement of a model with other weights or kernels
 rank_bytes      what one rank holds: bytes of parameters, gradients and optimizer states
 rank_pool       ranks that stay alive: several functions on the same processes
