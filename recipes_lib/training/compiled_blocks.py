@@ -90,14 +90,15 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
         dynamic: None compiles for the first shape of a batch, and for a second one a graph that
             takes all shapes; True makes that graph at once, False one for each shape.
     Raises ValueError without a compiler for this device, and for a model that is no causal LM, is
-    compiled or checkpointed by a recipe already, or has blocks with a forward of their own, as a
-    device map sets it. The model's forward raises one for a block that is not one graph, and for
-    bf16 on a GPU without it. Where PyTorch allows no further graph, it warns once, and what is new
-    runs uncompiled.
+    sharded, compiled or checkpointed by a recipe already, or has blocks with a forward of their
+    own, as a device map sets it. The model's forward raises one for a block that is not one graph,
+    and for bf16 on a GPU without it. Where PyTorch allows no further graph, it warns once, and what
+    is new runs uncompiled.
     """
     require_causal_lm(model)
     check_choice((None, True, False), dynamic=dynamic)
     blocks = decoder_blocks(model)
+    _require_whole(model)
     _require_first(blocks)
     require_forward_of_class(blocks)
     _require_compiler(blocks[0])
@@ -256,6 +257,16 @@ def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _require_whole(model: Any) -> None:
+    from recipes_lib.core.shard_groups import is_sharded  # imports much that nobody else here needs
+
+    if is_sharded(model):
+        raise ValueError(
+            "this model is sharded already: compile the blocks first, and shard them then, as "
+            "apply_fully_sharded(model, compile_blocks=True) does"
+        )
 
 
 def _require_first(blocks: torch.nn.ModuleList) -> None:

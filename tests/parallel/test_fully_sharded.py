@@ -28,6 +28,7 @@ from recipes_lib.parallel.fully_sharded import (
 from recipes_lib.parallel.fully_sharded_compile import ORDERS, seconds_by_order
 from recipes_lib.parallel.fully_sharded_precision import dtypes_of_step
 from recipes_lib.parallel.fully_sharded_strategies import STRATEGIES, measured_strategy
+from recipes_lib.training.compiled_blocks import apply_compiled_blocks
 from tests.parallel.parity import (
     SIZES,
     TOLERANCE,
@@ -210,16 +211,18 @@ def orders():
 
 
 def compiled_afterwards():
-    """The order that is slower: sharded first, then compiled."""
+    """The order that is slower: sharded first, then compiled. By our recipe, and by hand."""
     model = apply_fully_sharded(tiny_model())
+    with pytest.raises(ValueError) as by_recipe:
+        apply_compiled_blocks(model)
     for block in model.model.layers:
         block.compile(backend="eager")
     [batch] = own_batches(0)
     try:
         model(**batch, use_cache=False)
     except ValueError as error:
-        return str(error)
-    return "not refused"
+        return str(by_recipe.value), str(error)
+    return str(by_recipe.value), "not refused"
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -434,7 +437,9 @@ def test_mistakes_are_refused_on_every_rank(two_ranks, problem, words):
 
 
 def test_compiling_after_sharding_is_refused(two_ranks):
-    assert "compile_blocks=True" in two_ranks.run(compiled_afterwards)
+    by_recipe, by_hand = two_ranks.run(compiled_afterwards)
+    assert "sharded already: compile the blocks first" in by_recipe
+    assert "compile_blocks=True" in by_hand
 
 
 def test_both_orders_of_compiling_come_to_the_same_loss(two_ranks):
