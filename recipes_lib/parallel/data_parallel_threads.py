@@ -16,8 +16,8 @@ nothing. So this file does its steps by hand, and they can be timed on any machi
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -47,22 +47,23 @@ def threaded_step(
     if len(batches) != len(replicas):
         raise ValueError(f"{len(batches)} batches for {len(replicas)} replicas: give one for each")
     _copy_weights(replicas)
-    losses = [0.0] * len(replicas)
-
-    def run(number: int) -> None:
-        loss = sum_of_losses(replicas[number], batches[number]) / tokens
-        loss.backward()
-        losses[number] = loss.item()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(replicas))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(max_workers=len(replicas)) as threads:
+        running = [
+            threads.submit(_forward_and_backward, replica, batch, tokens)
+            for replica, batch in zip(replicas, batches)
+        ]
+        # An error in a thread is raised here. Without its gradient, the step would be another one.
+        losses = [thread.result() for thread in running]
     _add_gradients(replicas)
     optimizer.step()
     optimizer.zero_grad()
     return sum(losses)
+
+
+def _forward_and_backward(replica: Any, batch: Batch, tokens: int) -> float:
+    loss = sum_of_losses(replica, batch) / tokens
+    loss.backward()
+    return loss.item()
 
 
 @torch.no_grad()

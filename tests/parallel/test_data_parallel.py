@@ -159,6 +159,12 @@ def test_threads_equal_one_process():
     assert largest_difference(got, expected) < TOLERANCE
     with pytest.raises(ValueError, match="1 batches for 2 replicas"):
         threaded_step(replicas, optimizer, halves[:1], tokens)
+    # The mistake: a thread dies, and the step is made with the gradients of the others.
+    broken = [halves[0], {**halves[1], "input_ids": halves[1]["input_ids"] + 10**6}]
+    before = whole_parameters(replicas[0])
+    with pytest.raises(IndexError):
+        threaded_step(replicas, optimizer, broken, tokens)
+    assert largest_difference(whole_parameters(replicas[0]), before) == 0
 
 
 def _halves(batch):
