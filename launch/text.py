@@ -7,6 +7,7 @@ taken up again: the number of the step alone says which rows they are.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def make_model(name: str, *, device: str, seed: int = 0) -> Any:
         return load_model(name, device=device)
     torch.manual_seed(seed)
     return model_of_shape(name, device=device)
+
+
+def save_tokenizer(name: str, folder: Path) -> None:
+    """Write the tokenizer of the model into the folder of an export. A shape has none."""
+    if name not in SHAPES:
+        load_tokenizer(name).save_pretrained(folder)
 
 
 @functools.cache  # the text is read once, however many runs a process does

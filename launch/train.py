@@ -40,6 +40,7 @@ from recipes_lib.core.rank_bytes import rank_bytes
 from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step
 from recipes_lib.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from recipes_lib.parallel.checkpoint_export import export_safetensors
 from recipes_lib.parallel.checkpoint_restarts import require_own_store
 from recipes_lib.parallel.data_parallel import apply_data_parallel
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
@@ -67,6 +68,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default=machine().device)
     add("--checkpoints", type=Path, help="a folder that all machines share; a run goes on from it")
     add("--save-every", type=int, default=100, help="steps")
+    add("--export", type=Path, help="a new folder for the trained model, for `from_pretrained`")
     add("--ranks", type=int, help="how many you expect; another number is an error")
     return parser.parse_args(words)
 
@@ -171,6 +173,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
         say(f"step {step + 1:4d}   loss {loss:.6f}   {all_rows.numel() / seconds:,.0f} tokens/s")
         save_if_due(model, optimizer, options, done=step + 1)
     say_bytes(model, optimizer)
+    export_if_asked(model, options)
     return losses
 
 
@@ -196,6 +199,16 @@ def save_if_due(
     if done % options.save_every == 0 or done == options.steps:
         facts = facts_of(options)
         save_checkpoint(options.checkpoints, step=done, model=model, optimizer=optimizer, run=facts)
+
+
+def export_if_asked(model: Any, options: argparse.Namespace) -> None:
+    """Write the model, and its tokenizer if it has one, as programs of one process read them."""
+    if options.export is None:
+        return
+    export_safetensors(options.export, model=model)
+    if dist.get_rank() == 0:
+        text.save_tokenizer(options.model, options.export)
+    say(f"the model is in {options.export}")
 
 
 def facts_of(options: argparse.Namespace) -> dict[str, Any]:

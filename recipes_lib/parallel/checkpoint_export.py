@@ -16,9 +16,10 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from recipes_lib.core.agreement import agree
+from recipes_lib.core.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.ranks import rank
+from recipes_lib.parallel.checkpoint_guards import files_of_all_ranks
 
 PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is joined
 
@@ -42,8 +43,7 @@ def export_safetensors(
     configuration, or if ranks give other arguments.
     """
     folder = Path(folder)
-    alone = not distributed.is_initialized()
-    if not alone:
+    if distributed.is_initialized():
         agree(folder=str(folder), dtype=dtype, file_bytes=file_bytes, there=_models_in(folder))
     check_whole(file_bytes=file_bytes)
     config = getattr(getattr(model, "module", model), "config", None)
@@ -63,14 +63,19 @@ def export_safetensors(
         save_distributed=True,
         enable_consolidation=True,
     )
-    dcp.save(weights, storage_writer=writer)
-    if rank() == 0:
-        shutil.rmtree(folder / PARTS_FOLDER)
-        written = copy.deepcopy(config)
-        written.dtype = dtype or next(model.parameters()).dtype
-        written.save_pretrained(folder)
-    if not alone:
-        distributed.barrier()
+    with files_of_all_ranks():
+        dcp.save(weights, storage_writer=writer)
+    # No rank returns before rank 0 is done, and none waits for it if it fails.
+    with same_error_on_all_ranks():
+        if rank() == 0:
+            shutil.rmtree(folder / PARTS_FOLDER)
+            _write_configuration(folder, config, next(iter(weights.values())).dtype)
+
+
+def _write_configuration(folder: Path, config: Any, dtype: torch.dtype) -> None:
+    written = copy.deepcopy(config)
+    written.dtype = dtype
+    written.save_pretrained(folder)
 
 
 def _each_once(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:

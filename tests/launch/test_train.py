@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from tests.launch.one_process import OPTIONS, losses_alone
 from tests.launch.scripts import load
@@ -46,6 +47,21 @@ def test_a_run_goes_on_with_another_strategy(two_ranks, alone, tmp_path):
     second = [*words, "--strategy", "ddp", "--steps", str(STEPS)]
     begun, rest = two_ranks.run(train_in_turns, runs=[first, second])
     assert [*begun, *rest] == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_export_is_the_same_model_for_every_strategy(two_ranks, tmp_path):
+    """And one that the checks of one process read: the output layer shares its weight here."""
+    words = ["--device", "cpu", "--steps", "1", "--export"]
+    runs = [[*STRATEGIES[name], *words, str(tmp_path / name)] for name in ("ddp", "fsdp", "tp")]
+    two_ranks.run(train_in_turns, runs=runs)
+    load_whole = transformers.AutoModelForCausalLM.from_pretrained
+    expected = load_whole(tmp_path / "ddp").state_dict()
+    for name in ("fsdp", "tp"):
+        got = load_whole(tmp_path / name).state_dict()
+        for weight, value in expected.items():
+            assert (got[weight] - value).abs().max() < 1e-5, f"{weight} of {name}"
+    with pytest.raises(ValueError, match="give another folder"):
+        two_ranks.run(train_in_turns, runs=runs[:1])
 
 
 def test_a_run_with_other_rows_does_not_go_on(two_ranks, tmp_path):
