@@ -108,6 +108,8 @@ class LiveBytes(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> int | None:
         """Enter a storage that is new; returns its number, or None if it does not count."""
+        # Of a DTensor this rank has a part. The tensor around it claims the bytes of the whole.
+        tensor = getattr(tensor, "_local_tensor", tensor)
         # A dry run counts its own fake tensors; those of torch.compile hold no memory.
         of_another_mode = getattr(tensor, "fake_mode", None) is not self._fake_mode
         if tensor.layout != torch.strided or of_another_mode:

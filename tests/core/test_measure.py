@@ -3,10 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from recipes_lib.core.machine import machine
 from recipes_lib.core.marks import COMPILED, mark
 from recipes_lib.core.measure import PeakMemory, _account_of, in_turns, measure
+from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.model import load_model
 
 MIB = 2**20
@@ -40,6 +42,23 @@ def test_counts_what_autograd_keeps():
         loss.backward()
         del loss
         assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)  # only x.grad is left
+
+
+def part_of_eight_mib():
+    """Bytes that a tensor adds of which this rank has a part; and its sum with itself."""
+    with PeakMemory() as memory:
+        before = memory.current
+        part = distribute_tensor(tensor(8), default_mesh(), [Shard(0)])
+        added = memory.current - before
+        both = part + part
+        return added, memory.current - before, len(both)
+
+
+def test_of_a_distributed_tensor_the_part_counts(two_ranks):
+    """The mistake: each rank of a sharded model seems to hold all of it."""
+    added, with_sum, _ = two_ranks.run(part_of_eight_mib)
+    assert added == pytest.approx(4 * MIB, rel=0.01)
+    assert with_sum == pytest.approx(8 * MIB, rel=0.01)
 
 
 def test_resized_storage():
