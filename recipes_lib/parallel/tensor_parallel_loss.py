@@ -1,8 +1,8 @@
 """The loss of logits that are cut by the vocabulary, and never joined.
 
-    rank 0    logits [T, 0 .. V/2)     its largest, its sum of exponents, its logit of the label
+    rank 0    logits [T, 0 .. V/2)     its largest, its sum of exponentials, its logit of the label
     rank 1    logits [T, V/2 .. V)     likewise
-              all-reduce of the largest, then of both sums: three numbers per token
+              all-reduce of the largest, then of the other two: three numbers per token
 
     loss = log(sum of exp(logit - largest)) - (logit of the label - largest)
 
@@ -62,42 +62,58 @@ class _CutCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         group = mesh.get_group()
         logits = part.float()
-        largest = logits.amax(dim=-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        shifted = logits - largest[:, None]
-        # Which label is among the tokens of this rank, and where.
-        place = targets - mesh.get_local_rank() * part.shape[-1]
-        mine = counted & (place >= 0) & (place < part.shape[-1])
-        place = place.where(mine, 0)
-        of_label = shifted.gather(1, place[:, None])[:, 0].where(mine, 0.0)
-        exponents = shifted.exp_()
-        sums = torch.stack([exponents.sum(dim=-1), of_label])  # [2, T]
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-        total, of_label = sums
-        softmax = exponents.div_(total[:, None])
-        context.save_for_backward(softmax, place, mine, counted)
+        largest = logits.amax(dim=-1)  # [T], of this rank's tokens
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # and now of all
+        shifted = logits - largest[:, None]  # 0 at most, so no exponential overflows
+
+        column, is_here = _where_labels_are(targets, counted, part.shape[-1], mesh)
+        label_logit = shifted.gather(1, column[:, None]).squeeze(1)
+        label_logit = label_logit.where(is_here, 0.0)  # one rank has it, the others add 0
+        exponentials = shifted.exp_()  # in the same memory: the shifted logits are done with
+        own_sums = torch.stack([exponentials.sum(dim=-1), label_logit])  # [2, T], one message
+        dist.all_reduce(own_sums, dist.ReduceOp.SUM, group)
+        sum_of_exponentials, label_logit = own_sums
+
+        softmax = exponentials.div_(sum_of_exponentials[:, None])
+        context.save_for_backward(softmax, column, is_here, counted)
         context.dtype = part.dtype
-        return (total.log() - of_label).where(counted, 0.0)
+        return (sum_of_exponentials.log() - label_logit).where(counted, 0.0)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, place, mine, counted = context.saved_tensors
-        gradient = gradient.where(counted, 0.0)
-        of_logits = softmax * gradient[:, None]
-        of_label = gradient.where(mine, 0.0)
-        of_logits.scatter_add_(1, place[:, None], -of_label[:, None])
+        softmax, column, is_here, counted = context.saved_tensors
+        gradient = gradient.where(counted, 0.0)  # [T]
+        of_logits = softmax * gradient[:, None]  # [T, V/N]
+        at_label = gradient.where(is_here, 0.0)
+        of_logits.scatter_add_(1, column[:, None], -at_label[:, None])  # minus 1 at the label
         return of_logits.to(context.dtype), None, None, None
+
+
+def _where_labels_are(
+    targets: Tensor, counted: Tensor, tokens_here: int, mesh: DeviceMesh
+) -> tuple[Tensor, Tensor]:
+    """The column of each label [T] among this rank's tokens, and whether it is there at all.
+
+    Where it is not, the column is 0, which can be read and does not count.
+    """
+    first = mesh.get_local_rank() * tokens_here
+    column = targets - first
+    is_here = counted & (column >= 0) & (column < tokens_here)
+    return column.where(is_here, 0), is_here
 
 
 def require_same_rows(input_ids: Tensor, mesh: DeviceMesh) -> None:
     """Raise ValueError on all ranks of `mesh` unless all have the same input_ids [B, S]."""
-    whole = input_ids.full_tensor() if isinstance(input_ids, DTensor) else input_ids
-    text = f"{tuple(whole.shape)} {whole.tolist()}"
+    if isinstance(input_ids, DTensor):
+        input_ids = input_ids.full_tensor()
+    text = f"{tuple(input_ids.shape)} {input_ids.tolist()}"
+    # Seven bytes: a number that is sure to fit into an int64, its negative as well.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    least = torch.tensor([digest, -digest], device=mesh.device_type)
-    dist.all_reduce(least, dist.ReduceOp.MIN, mesh.get_group())
-    smallest, largest = least[0].item(), -least[1].item()
-    if smallest != largest:
+    # The largest of all is minus the smallest of the negatives, so one message tells both.
+    both = torch.tensor([digest, -digest], device=mesh.device_type)
+    dist.all_reduce(both, dist.ReduceOp.MIN, mesh.get_group())
+    smallest, minus_largest = both.tolist()
+    if smallest != -minus_largest:
         raise ValueError(
             "the ranks of one tensor-parallel group got different rows: all of them compute parts "
             "of the same layers, so give each the same input_ids; a sampler counts groups, not "
