@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from matplotlib.ticker import LogFormatter
+
 from recipes_lib.report.figure import faint
 
 WIDE = 3.0  # qualities further apart than this factor are drawn on a logarithmic axis
@@ -45,6 +47,8 @@ def set_scales(axes: Any, places: Sequence[Place]) -> None:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.2, high * 1.3)
         axes.yaxis.set_major_formatter(_plain)
+        # A range of less than ten has no other numbers beside it: "3", not "3 × 10⁰".
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))
         return
     room = max(0.16 * (high - low), 0.01 * low)
     axes.set_ylim(low - room, high + room)
