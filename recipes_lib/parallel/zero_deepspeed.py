@@ -104,8 +104,9 @@ def apply_deepspeed(
     """
     # First of all, so that no rank waits for one that has raised.
     given = config
+    unreadable = None
     if not isinstance(config, dict):
-        given = _read(config)
+        given, unreadable = _read(config)
     agree(
         model=model,
         config=given,
@@ -114,7 +115,10 @@ def apply_deepspeed(
         numbers=(rows, micro_batches, max_norm),
         # A rank without it would raise, and the others would wait for it.
         deepspeed_is_installed=find_spec("deepspeed") is not None,
+        mistake_in_the_file=unreadable,
     )
+    if unreadable is not None:
+        raise ValueError(unreadable)
     require_causal_lm(model)
     check_whole(rows=rows, micro_batches=micro_batches)
     if max_norm is not None:
@@ -233,8 +237,9 @@ def predicted_deepspeed_bytes(
     Args:
         states_per_weight: tensors that the optimizer keeps for each weight, 2 for AdamW.
         persistence: `stage3_param_persistence_threshold`, up to which a parameter stays whole.
-    Gradients are there from backward to the step. In stage 3 their memory stays. Raises ValueError
-    for an unknown stage.
+    Gradients are there from backward to the step; in stage 1 all of them in backward, and from its
+    end on those of the own part. In stage 3 their memory stays. Raises ValueError for an unknown
+    stage.
     """
     check_choice((1, 2, 3), stage=stage)
     check_whole(ranks=ranks)
@@ -280,11 +285,12 @@ def predicted_deepspeed_sent(
 # --- guards, and what DeepSpeed needs to be told --------------------------------------------------
 
 
-def _read(config: Path | str) -> dict[str, Any]:
+def _read(config: Path | str) -> tuple[dict[str, Any] | None, str | None]:
+    """What is in the file, and what is wrong with it: one of the two is None."""
     try:
-        return json.loads(Path(config).read_text(encoding="utf-8"))
+        return json.loads(Path(config).read_text(encoding="utf-8")), None
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{config} is no configuration in JSON: {error}") from error
+        return None, f"{config} is no configuration in JSON: {error}"
 
 
 def _fill(place: dict[str, Any], numbers: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.core.ranks import rank
 from tests.parallel.parity import (
@@ -13,6 +12,7 @@ from tests.parallel.parity import (
     global_batch,
     largest_difference,
     loss_sum,
+    own_batches,
     sgd,
     tiny_model,
     train_alone,
@@ -22,20 +22,12 @@ from tests.parallel.parity import (
 NO_CLIPPING = 1e9  # a norm that no gradient has
 
 
-def micro_batches_of(step, count):
-    """This rank's rows of a step, in `count` micro-batches of equal size."""
-    batch = global_batch(step)
-    rows = rank_rows(len(batch["labels"]))
-    own = {name: tensor[rows].chunk(count) for name, tensor in batch.items()}
-    return [{name: chunks[number] for name, chunks in own.items()} for number in range(count)]
-
-
 def train_wrapped(steps=4, count=1, reduce_each=False, max_norm=MAX_NORM):
     model = DistributedDataParallel(tiny_model())
     optimizer = sgd(model.parameters())
     losses = []
     for step in range(steps):
-        batches = micro_batches_of(step, count)
+        batches = own_batches(step, count)
         loss = rank_step(model, optimizer, batches, max_norm=max_norm, reduce_each=reduce_each)
         losses.append(loss)
     return Run(losses, whole_parameters(model))
@@ -43,7 +35,7 @@ def train_wrapped(steps=4, count=1, reduce_each=False, max_norm=MAX_NORM):
 
 def refused():
     """What is refused on both ranks, though only one of them is wrong."""
-    batch = micro_batches_of(0, 1)[0]
+    batch = own_batches(0)[0]
     empty = dict(batch, labels=torch.full_like(batch["labels"], -100))
     messages = []
     for batches in ([batch] * (1 + rank()), [], [empty]):

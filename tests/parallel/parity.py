@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+from recipes_lib.core.rank_rows import rank_rows
 from tests.small_models import as_if_trained
 
 VOCABULARY = 256
@@ -73,6 +74,14 @@ def global_batch(step, rows=ROWS, tokens=TOKENS):
         labels[row, :start] = -100
         labels[row, start + counted :] = -100
     return {"input_ids": input_ids, "labels": labels}
+
+
+def own_batches(step, count=1):
+    """On a rank: its rows of the global batch of a step, in `count` micro-batches."""
+    batch = global_batch(step)
+    rows = rank_rows(len(batch["labels"]))
+    parts = {name: tensor[rows].chunk(count) for name, tensor in batch.items()}
+    return [{name: chunks[number] for name, chunks in parts.items()} for number in range(count)]
 
 
 def counted_tokens(labels):

@@ -4,8 +4,6 @@ import torch
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_rows import rank_rows
-from recipes_lib.core.rank_step import Batch
 from recipes_lib.core.ranks import rank
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.data_parallel import (
@@ -25,6 +23,7 @@ from tests.parallel.parity import (
     global_batch,
     largest_difference,
     loss_sum,
+    own_batches,
     sgd,
     tiny_model,
     train_alone,
@@ -33,14 +32,6 @@ from tests.parallel.parity import (
 
 ONE_BUCKET = 1e6  # MiB
 NO_CLIPPING = 1e9  # a norm that no gradient has: a factor in all gradients shows
-
-
-def own_batches(step: int, count: int = 1) -> list[Batch]:
-    """This rank's rows, in `count` micro-batches."""
-    batch = global_batch(step)
-    rows = rank_rows(len(batch["labels"]))
-    parts = {name: tensor[rows].chunk(count) for name, tensor in batch.items()}
-    return [{name: chunks[number] for name, chunks in parts.items()} for number in range(count)]
 
 
 def train(steps=4, count=1, seed_of_rank=False, max_norm=MAX_NORM, **options):

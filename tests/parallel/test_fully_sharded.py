@@ -12,7 +12,6 @@ from recipes_lib.core.meshes import mesh_of
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.sizes import tensor_bytes
@@ -36,6 +35,7 @@ from tests.parallel.parity import (
     adamw,
     global_batch,
     largest_difference,
+    own_batches,
     sgd,
     tiny_model,
     train_alone,
@@ -47,16 +47,6 @@ STEPS = 3
 
 
 # --- functions that run on ranks ------------------------------------------------------------------
-
-
-def own_batches(step, micro_batches=1):
-    """This rank's rows of the global batch, in equal micro-batches."""
-    batch = {name: tensor[rank_rows(len(tensor))] for name, tensor in global_batch(step).items()}
-    rows = len(batch["labels"]) // micro_batches
-    return [
-        {name: tensor[start : start + rows] for name, tensor in batch.items()}
-        for start in range(0, rows * micro_batches, rows)
-    ]
 
 
 def train(make="sgd", micro_batches=1, reduce_each=False, copies=1, tied=False, **options):

@@ -7,7 +7,6 @@ from recipes_lib.core.dry_ranks import rank_peak
 from recipes_lib.core.meshes import mesh_of
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step, sum_of_losses
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.shard_groups import shard_in_groups
@@ -32,6 +31,7 @@ from tests.parallel.parity import (
     global_batch,
     largest_difference,
     loss_sum,
+    own_batches,
     tiny_model,
     train_alone,
     whole_parameters,
@@ -41,14 +41,6 @@ ADAMW = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.01}
 SGD = {"lr": 0.1, "momentum": 0.9}
 NO_CLIPPING = 1e9  # a norm that no gradient has: a factor in all gradients shows
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-
-
-def own_batches(step, count=1):
-    """This rank's rows, in `count` micro-batches."""
-    batch = global_batch(step)
-    rows = rank_rows(len(batch["labels"]))
-    parts = {name: tensor[rows].chunk(count) for name, tensor in batch.items()}
-    return [{name: chunks[number] for name, chunks in parts.items()} for number in range(count)]
 
 
 def train(stage, steps=4, count=1, reduce_each=False, seed_of_rank=False, max_norm=MAX_NORM):

@@ -8,8 +8,6 @@ import torch
 from torch import distributed
 
 from recipes_lib.core.measure import bytes_alive
-from recipes_lib.core.rank_rows import rank_rows
-from recipes_lib.core.rank_step import Batch
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.traffic import count_traffic
 from recipes_lib.parallel.zero_deepspeed import (
@@ -26,8 +24,8 @@ from tests.parallel.parity import (
     TOLERANCE,
     Run,
     adamw,
-    global_batch,
     largest_difference,
+    own_batches,
     tiny_model,
     train_alone,
 )
@@ -44,14 +42,6 @@ needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None,
     reason="needs DeepSpeed: `DS_ACCELERATOR=cpu pip install deepspeed`",
 )
-
-
-def own_batches(step: int, count: int = 1) -> list[Batch]:
-    """This rank's rows, in `count` micro-batches."""
-    batch = global_batch(step)
-    rows = rank_rows(len(batch["labels"]))
-    parts = {name: tensor[rows].chunk(count) for name, tensor in batch.items()}
-    return [{name: chunks[number] for name, chunks in parts.items()} for number in range(count)]
 
 
 def make_engine(model, config, count=1, max_norm=MAX_NORM, **options):
@@ -199,11 +189,31 @@ def bytes_of_ranks(name):
     before = bytes_alive()
     weights = sum(4 * parameter.numel() for parameter in model.parameters())
     engine = make_engine(model, config_file(name))
+    held = {}
+    step = engine.step
+
+    def count_and_step():
+        held["gradients"] = gradient_bytes(engine)
+        step()
+
+    engine.step = count_and_step
     deepspeed_step(engine, own_batches(0))
     after_step = bytes_alive() - before + weights
+    held |= held_bytes(engine)
     of_ranks = [None] * world_size()
-    distributed.all_gather_object(of_ranks, (held_bytes(engine), after_step))
+    distributed.all_gather_object(of_ranks, (held, after_step))
     return of_ranks
+
+
+def gradient_bytes(engine):
+    """Bytes of gradients on this rank between backward and step: DeepSpeed's, and those of PyTorch.
+
+    DeepSpeed takes them out of `.grad`, and keeps its own parts.
+    """
+    kept = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    for parts in engine.optimizer.averaged_gradients.values():
+        kept += parts
+    return sum(gradient.nbytes for gradient in kept)
 
 
 def bytes_of_all(names):
@@ -213,7 +223,7 @@ def bytes_of_all(names):
 @needs_deepspeed
 def test_bytes_of_each_rank_as_predicted(two_ranks):
     names = ["zero1", "zero2", "zero3"]
-    for name, of_ranks in two_ranks.run(bytes_of_all, names=names).items():
+    for name, of_ranks in two_ranks.run(bytes_of_all, names=names, timeout=180).items():
         stage = int(name[-1])
         expected = predicted_deepspeed_bytes(
             tiny_model(), stage=stage, ranks=2, persistence=10 * HIDDEN
@@ -222,6 +232,9 @@ def test_bytes_of_each_rank_as_predicted(two_ranks):
         if stage == 3:
             at_rest += expected["gradients"]  # their memory stays
         for held, alive in of_ranks:
+            # In stage 1 all gradients were there in backward, and those of other ranks are gone.
+            at_step = expected["gradients"] / (2 if stage == 1 else 1)
+            assert held["gradients"] == pytest.approx(at_step, rel=0.001), name
             for kind in ("weights", "masters", "states"):
                 assert held[kind] == pytest.approx(expected[kind], rel=0.001), (name, kind)
             # Nothing else is there: the account of all live tensors sees no more than that.
@@ -290,6 +303,8 @@ def refusals():
     expect("another configuration", make_engine, tiny_model(), config_file(f"zero{1 + rank()}"))
     expect("another option", make_engine, tiny_model(), config_file("zero1"), lr=1.0 + rank())
     expect("no file", make_engine, tiny_model(), Path("nowhere.json"))
+    only_on_rank_0 = config_file("zero1") if rank() == 0 else Path("nowhere.json")
+    expect("no file on one rank", make_engine, tiny_model(), only_on_rank_0)
     expect("no model", make_engine, torch.nn.Linear(2, 2), config_file("zero1"))
     engine = make_engine(tiny_model(), config_file("zero1"), count=2)
     expect("another count", deepspeed_step, engine, own_batches(0, 4))
@@ -302,5 +317,6 @@ def test_refused_on_every_rank_and_without_a_hang(two_ranks):
     assert "give the same on all ranks" in messages["another configuration"]
     assert "give the same on all ranks" in messages["another option"]
     assert "nowhere.json is no configuration" in messages["no file"]
+    assert "rank 1 gives None" in messages["no file on one rank"]
     assert "no Hugging Face model" in messages["no model"]
     assert "4 micro-batches, and the engine steps after 2" in messages["another count"]
