@@ -220,7 +220,8 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch]:
     the others waiting in it for ever. Here it goes on with its last batch, in which no label counts
     any more. Divide the loss by the targets of all ranks: that batch then adds nothing.
 
-    Each batch costs one all-reduce of one number.
+    Each batch costs one all-reduce of one number. Give batches that are on the CPU still, and move
+    them afterwards with `to_device`: a rank without any gets one of another rank.
     """
     source = iter(batches)
     without_targets = None
@@ -240,9 +241,25 @@ def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
-    """Each batch on `device`. From pinned memory the copy runs beside the step before."""
+    """Each batch on `device`. From pinned memory the copy runs beside the step before.
+
+    For that it has a stream of its own: in the stream of the training, it would wait until the
+    step before is done.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        for batch in batches:
+            yield {name: tensor.to(device) for name, tensor in batch.items()}
+        return
+    copying = torch.cuda.Stream(device)
     for batch in batches:
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        with torch.cuda.stream(copying):
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        training = torch.cuda.current_stream(device)
+        training.wait_stream(copying)
+        for tensor in moved.values():
+            tensor.record_stream(training)  # its memory is not used again before the step is done
+        yield moved
 
 
 @dataclass(frozen=True)
