@@ -34,13 +34,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from recipes_lib.core.agreement import agree
+from recipes_lib.core.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.machine import machine
 from recipes_lib.core.rank_bytes import rank_bytes
 from recipes_lib.core.rank_rows import rank_rows
 from recipes_lib.core.rank_step import rank_step
 from recipes_lib.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from recipes_lib.parallel.checkpoint_export import export_safetensors
+from recipes_lib.parallel.checkpoint_export import export_safetensors, require_new_folder
 from recipes_lib.parallel.checkpoint_restarts import require_own_store
 from recipes_lib.parallel.data_parallel import apply_data_parallel
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
@@ -156,6 +156,9 @@ def compute_precision(options: argparse.Namespace) -> contextlib.AbstractContext
 def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     """All steps of the run, on this rank. Returns their losses over the tokens of all ranks."""
     agree(**vars(options))
+    if options.export is not None:
+        with same_error_on_all_ranks():
+            require_new_folder(options.export)  # now, and not after days of training
     tokens = text.make_tokens(options.model)
     model = text.make_model(options.model, device=str(device))
     model, optimizer = split_model(model, options)

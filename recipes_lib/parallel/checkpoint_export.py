@@ -49,8 +49,7 @@ def export_safetensors(
     config = getattr(getattr(model, "module", model), "config", None)
     if not hasattr(config, "save_pretrained"):
         raise ValueError(f"{type(model).__name__} has no configuration: give a Hugging Face model")
-    if _models_in(folder):
-        raise ValueError(f"{folder} holds {_models_in(folder)[0]} already: give another folder")
+    require_new_folder(folder)
 
     weights = _each_once(get_model_state_dict(model), model)
     if dtype is not None:
@@ -70,6 +69,13 @@ def export_safetensors(
         if rank() == 0:
             shutil.rmtree(folder / PARTS_FOLDER)
             _write_configuration(folder, config, next(iter(weights.values())).dtype)
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raise ValueError if `folder` holds a model already. A long run asks before it begins."""
+    found = _models_in(folder)
+    if found:
+        raise ValueError(f"{folder} holds {found[0]} already: give another folder")
 
 
 def _write_configuration(folder: Path, config: Any, dtype: torch.dtype) -> None:
