@@ -25,14 +25,14 @@ class Steps(NamedTuple):
     scale: Tensor
     zero: Tensor  # the level that means zero
 
-    def rounded(self, bits: int) -> Tensor:
-        """What the levels mean, in fp32."""
-        return (self.steps.clamp(*levels_of(bits)) - self.zero) * self.scale
-
     def inside(self, bits: int) -> Tensor:
         """Which numbers have a level of their own: bool."""
         low, high = levels_of(bits)
         return (self.steps >= low) & (self.steps <= high)
+
+    def rounded_(self, bits: int) -> Tensor:
+        """What the levels mean, in fp32, in the place of the steps."""
+        return self.steps.clamp_(*levels_of(bits)).sub_(self.zero).mul_(self.scale)
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def _steps(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Steps:
     high = high.clamp(min=0)
     scale = ((high - low) / (highest - lowest)).clamp(min=SMALLEST_SCALE)
     zero = (lowest - (low / scale).round()).clamp(lowest, highest)
-    return Steps((x * (1.0 / scale)).round() + zero, scale, zero)
+    return Steps((x * (1.0 / scale)).round_().add_(zero), scale, zero)
 
 
 class RoundedInRange(torch.autograd.Function):
@@ -68,7 +68,7 @@ class RoundedInRange(torch.autograd.Function):
         limits = limits.clone()  # that of this step: a later one moves it
         ctx.save_for_backward(x, limits)
         ctx.bits = bits
-        return range_steps(x, limits, bits).rounded(bits).to(x.dtype)
+        return range_steps(x, limits, bits).rounded_(bits).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -129,18 +129,23 @@ class RoundedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x and of the weight, and none for the others."""
         x, weight = ctx.saved_tensors
+        tokens = x
+        inside = None
+        if ctx.activation_bits is not None:
+            steps = token_steps(x, ctx.activation_bits)
+            inside = steps.inside(ctx.activation_bits)
+            tokens = steps.rounded_(ctx.activation_bits).to(x.dtype)
         of_x = None
         of_weight = None
         if ctx.needs_input_grad[0]:
             rounded = on_grid(weight, bits=ctx.bits, group=ctx.group).to(ctx.dtype)
             of_x = (gradient @ rounded).to(x.dtype)
-            if ctx.activation_bits is not None:
-                of_x *= token_steps(x, ctx.activation_bits).inside(ctx.activation_bits)
+            if inside is not None:
+                of_x *= inside
             del rounded  # before there is the gradient of the weight
         if ctx.needs_input_grad[1]:
-            tokens = rounded_tokens(x, ctx.activation_bits).to(ctx.dtype)
-            of_weight = gradient.flatten(0, -2).T @ tokens.flatten(0, -2)
-            of_weight = of_weight.to(weight.dtype)
+            rows = tokens.to(ctx.dtype).flatten(0, -2)
+            of_weight = (gradient.flatten(0, -2).T @ rows).to(weight.dtype)
             of_weight *= inside_grid(weight, bits=ctx.bits, group=ctx.group)
         return of_x, of_weight, None, None, None
 
@@ -149,4 +154,4 @@ def rounded_tokens(x: Tensor, bits: int | None) -> Tensor:
     """x [..., K] with each token on its grid; as it is, where `bits` is None."""
     if bits is None:
         return x
-    return token_steps(x, bits).rounded(bits).to(x.dtype)
+    return token_steps(x, bits).rounded_(bits).to(x.dtype)

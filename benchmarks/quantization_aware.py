@@ -1,0 +1,257 @@
+"""What training on a four-bit grid wins back: SmolLM2, after equal steps on equal text.
+
+python -m benchmarks.quantization_aware --minutes 20
+
+Every way trains the same model on the same rows in the same order, and ends on the same grid: four
+bits in groups of 64, output layer and embedding in 8 bits, activations in 8 bits.
+
+    full precision     trains as ever, and is rounded at the end
+    aware              trains with the rounding
+    aware + teacher    the same, and half of the loss is the distribution of the model in full
+                       precision, as it was before training
+
+The text is Python's own standard library. Training on it makes the model better at it, rounded or
+not, so the first way is the control: of what its rounding costs, how much do the others save?
+
+    share = (perplexity of the control, rounded - that of the way, rounded)
+            / (perplexity of the control, rounded - that of the control, not rounded)
+
+The same share of the untrained model is larger, as it counts what the text has taught. Both are
+printed. The weights that the package carries were stored in another four-bit grid before: groups of
+32, with an offset. On that grid rounding would cost nothing and prove nothing; this one is coarser.
+
+A seed decides which rows come, and in which order. Perplexity is that of held-out modules in fp32.
+On a CPU seconds are those of this thread. `runs/quantization_aware.json` is written after each run
+of a way, so a run that is cut leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.distillation import held_out_loss, step
+from benchmarks.record import write_whole
+from recipes_lib.compression.distillation import apply_distillation, remove_distillation
+from recipes_lib.core.chat import Row
+from recipes_lib.core.data import collate, load_text
+from recipes_lib.core.default_model import model_source
+from recipes_lib.core.evaluation import text_windows
+from recipes_lib.core.machine import machine, provenance, runs_dir, seed_everything, synchronize
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.precision.quantization_aware import (
+    apply_quantization_aware,
+    apply_rounding,
+    remove_quantization_aware,
+)
+
+CONTROL = "full precision"
+WAYS = (CONTROL, "aware", "aware + teacher")
+FILE = "quantization_aware.json"
+PAD = 0  # no row is padded
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained, and for how long. `steps` are those of each run."""
+
+    ways: tuple[str, ...] = WAYS
+    seeds: int = 3
+    steps: int = 12
+    weight_bits: int = 4
+    group: int = 64
+    rows: int = 4  # of a step
+    seq: int = 256
+    held_out: int = 8  # rows
+    lr: float = 1e-4
+    teacher_share: float = 0.5
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The options of the grid that all ways end on."""
+        return {"weight_bits": self.weight_bits, "group": self.group}
+
+
+def compare(settings: Settings, *, minutes: float | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the content whenever there is more of it. `minutes` decide the steps, if given."""
+    tokenizer = load_tokenizer()
+    held_out = _rows(tokenizer, "validation", settings, count=settings.held_out)
+    if minutes is not None:
+        settings = replace(settings, steps=_steps_that_fit(held_out, settings, minutes=minutes))
+    pool = _rows(tokenizer, "train", settings, count=2 * settings.steps * settings.rows)
+    content = {
+        "source": model_source(),
+        "settings": asdict(settings),
+        "untrained": both_perplexities(load_model(), held_out, settings),
+        "runs": [],
+    }
+    yield content
+    for seed in range(settings.seeds):
+        for way in settings.ways:
+            content["runs"].append(train(way, pool, held_out, settings=settings, seed=seed))
+            yield content
+
+
+def train(
+    way: str, pool: Sequence[Row], held_out: Sequence[Row], *, settings: Settings, seed: int
+) -> dict[str, Any]:
+    """One run: its perplexities, and the seconds of its steps."""
+    seed_everything(seed)
+    model = prepared(way, settings)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_and_decay(settings.steps))
+    order = random.Random(seed).sample(range(len(pool)), settings.steps * settings.rows)
+    seconds = []
+    for number in range(settings.steps):
+        chosen = order[number * settings.rows : (number + 1) * settings.rows]
+        start = _clock()
+        step(model, optimizer, _batch([pool[i] for i in chosen]))
+        seconds.append(_clock() - start)
+        schedule.step()
+    del optimizer
+    found = both_perplexities(_in_full_precision(model, way), held_out, settings)
+    return {
+        "way": way,
+        "seed": seed,
+        **found,
+        "seconds": sum(seconds),
+        "seconds_per_step": statistics.median(seconds),
+    }
+
+
+def prepared(way: str, settings: Settings) -> Any:
+    """A fresh model that trains in this way."""
+    model = load_model().train()
+    if way == CONTROL:
+        return model
+    if way == "aware":
+        return apply_quantization_aware(model, **settings.grid)
+    # The loss of distillation multiplies with the output layer's weight itself. Its 8 bits cost
+    # next to nothing, and come at the end.
+    apply_distillation(model, load_model(), teacher_share=settings.teacher_share)
+    return apply_quantization_aware(model, **settings.grid, output_bits=None)
+
+
+def _in_full_precision(model: Any, way: str) -> Any:
+    """The trained model with plain layers: what an exporter would take."""
+    if way == CONTROL:
+        return model
+    remove_quantization_aware(model)
+    if way == "aware + teacher":
+        remove_distillation(model)
+    return model
+
+
+def both_perplexities(model: Any, held_out: Sequence[Row], settings: Settings) -> dict[str, float]:
+    """Of a model as it is, and rounded; it is used up."""
+    model.eval()
+    full = math.exp(held_out_loss(model, held_out))
+    apply_rounding(model, **settings.grid)
+    return {"full": full, "rounded": math.exp(held_out_loss(model, held_out))}
+
+
+def share_won_back(control: dict[str, float], rounded: float) -> float:
+    """Which part of the control's cost of rounding a model with this perplexity saves."""
+    return (control["rounded"] - rounded) / (control["rounded"] - control["full"])
+
+
+def _steps_that_fit(held_out: Sequence[Row], settings: Settings, *, minutes: float) -> int:
+    """Steps of each run, so that all runs together take so many minutes of training."""
+    of_all_ways = 0.0
+    for way in settings.ways:
+        model = prepared(way, settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        batch = _batch(held_out[: settings.rows])
+        step(model, optimizer, batch)  # makes the states
+        start = _clock()
+        step(model, optimizer, batch)
+        of_all_ways += _clock() - start
+    return max(1, int(60 * minutes / (settings.seeds * of_all_ways)))
+
+
+def _warm_up_and_decay(steps: int) -> Any:
+    """Factors of the learning rate: up over a tenth of the steps, and then down to a tenth."""
+    warm_up = max(1, steps // 10)
+
+    def factor(number: int) -> float:
+        rising = (number + 1) / warm_up
+        falling = 1 - 0.9 * number / steps
+        return min(1.0, rising) * falling
+
+    return factor
+
+
+def _rows(tokenizer: Any, split: str, settings: Settings, *, count: int) -> list[Row]:
+    """`count` rows from evenly spaced pieces of the text."""
+    return text_windows(tokenizer, text=load_text(split=split), context=settings.seq, windows=count)
+
+
+def _batch(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    return collate(rows, pad_token_id=PAD, device=machine().device)
+
+
+def _clock() -> float:
+    """Seconds: of this thread on a CPU, of the wall on a GPU."""
+    if machine().device == "cpu":
+        return time.thread_time()
+    synchronize()
+    return time.perf_counter()
+
+
+def summary(content: dict[str, Any]) -> str:
+    """A line per run: both perplexities, and both shares that are won back."""
+    untrained = content["untrained"]
+    lines = [
+        f"{'untrained':<18}{untrained['full']:.2f}, rounded {untrained['rounded']:.2f}; "
+        f"{content['settings']['steps']} steps of each run"
+    ]
+    controls = {run["seed"]: run for run in content["runs"] if run["way"] == CONTROL}
+    for run in content["runs"]:
+        words = [f"{run['way']:<18}{run['full']:.2f}, rounded {run['rounded']:.2f}"]
+        words.append(f"won back {share_won_back(untrained, run['rounded']):.0%} of the untrained")
+        if run["seed"] in controls:
+            share = share_won_back(controls[run["seed"]], run["rounded"])
+            words.append(f"{share:.0%} of the control")
+        words.append(f"{run['seconds_per_step']:.2f} s per step")
+        lines.append(", ".join(words))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the comparison, and write the file after each run of a way."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, help="of training, of all runs together")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(Settings.ways))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--file", default=FILE, help=f"in runs/; by default {FILE}")
+    for name in ("seeds", "steps", "weight_bits", "group", "rows", "seq", "held_out"):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(Settings, name)
+        )
+    for name in ("lr", "teacher_share"):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=float, default=getattr(Settings, name)
+        )
+    given = vars(parser.parse_args())
+    torch.set_num_threads(given.pop("threads"))
+    minutes = given.pop("minutes")
+    path = runs_dir() / given.pop("file")
+    settings = Settings(**given | {"ways": tuple(given["ways"])})
+    for content in compare(settings, minutes=minutes):
+        write_whole(path, provenance() | content)
+        print(summary(content), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
