@@ -25,7 +25,8 @@ from tools import file_map
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 # Everything that is written for readers.
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LAUNCH_PAGE = ROOT / "launch" / "README.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), LAUNCH_PAGE]
 # Made by commands, not part of the repository.
 GENERATED = ("runs/", "lab/", ".venv")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
@@ -100,6 +101,29 @@ def test_the_package_is_a_program():
     )
     assert done.returncode == 0, done.stderr
     assert "fine_tuning/lora.py" in done.stdout
+
+
+def launch_commands() -> list[list[str]]:
+    """The words of every command in the page of `launch/`, which stand in a table and in lines."""
+    spans = re.findall(r"`([^`\n]+)`", text(LAUNCH_PAGE))
+    lines = [shlex.split(span) for span in spans if " " in span]
+    return [words for words in lines if any(word.startswith("launch/") for word in words)]
+
+
+@pytest.mark.parametrize("words", launch_commands(), ids=" ".join)
+def test_launch_examples_name_files_and_options_that_exist(words):
+    """tests/launch runs the scripts. Here: the lines of the page would start them as written."""
+    files = [word for word in words if word.startswith("launch/")]
+    assert all((ROOT / file).is_file() for file in files), files
+    script = files[-1]
+    assert os.access(ROOT / script, os.X_OK) or words[0] != script, f"{script} cannot be started"
+    source = text(ROOT / script)
+    if script.endswith((".sh", ".sbatch")):
+        source += text(ROOT / "launch" / "train.py")  # to which they hand their options
+    options = [word for word in words[words.index(script) :] if word.startswith("--")]
+    assert [option for option in options if f'"{option}"' not in source] == []
+    variables = [word.partition("=")[0] for word in words if re.match(r"[A-Z]+=", word)]
+    assert [name for name in variables if name not in source] == []
 
 
 def python_blocks(path: Path) -> list[str]:
