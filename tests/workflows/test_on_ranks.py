@@ -9,7 +9,12 @@ from torch import distributed
 
 from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD
 from recipes_lib.core.rank_pool import RankPool
-from recipes_lib.workflows.on_ranks import by_hand, demonstrations, libraries
+from recipes_lib.workflows.on_ranks import (
+    by_hand,
+    demonstrations,
+    libraries,
+    transformers_ranks,
+)
 from recipes_lib.workflows.on_ranks.batches import byte_batches
 from recipes_lib.workflows.on_ranks.peaks import peak_of_own_stage, sharded_peak, stage_peak
 from recipes_lib.workflows.on_ranks.plans import plan_of
@@ -176,6 +181,20 @@ def test_the_same_by_libraries(two_ranks, alone):
     ]
     assert quantized[1]["losses"] == pytest.approx(quantized[0]["losses"], abs=1e-4)
     assert quantized[1]["parameters"] < 0.6 * quantized[0]["parameters"]
+
+
+def test_the_same_by_transformers(two_ranks, alone):
+    """Catches a plan that transformers does not apply: then nothing is cut, and nothing is sent."""
+    cut = two_ranks.run(transformers_ranks.compare_tensor_parallel, sizes=SIZES, **BATCH)
+    ours, theirs = cut["ours"], cut["transformers"]
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    assert 0 < ours["sent"] < theirs["sent"]
+    assert ours["parameters"] <= theirs["parameters"]
+    options = {"sizes": SIZES, "steps": 3, **BATCH}
+    came = two_ranks.run(transformers_ranks.train_with_trainer, **options)
+    assert came["losses"] == pytest.approx(alone, abs=1e-4)
+    whole = 4 * small_llama(sizes=SIZES, tokens=32).num_parameters()
+    assert came["parameters"] == pytest.approx(whole / 2, rel=0.01)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")

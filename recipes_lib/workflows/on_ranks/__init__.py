@@ -8,4 +8,5 @@ batches         rows of text as bytes, of which each counts another number of to
 by_hand         the ideas in plain lines, run on real ranks beside the real thing
 demonstrations  small experiments: lanes of a step, the grid of a pipeline, a checkpoint
 libraries       the same training by DeepSpeed, on quantized shards, with experts
+transformers_ranks  the same step and the same training by transformers' own parallelism
 """
