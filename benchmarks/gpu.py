@@ -8,6 +8,8 @@ Other parts, each of these lines a call of its own, under ten minutes:
 
 python -m benchmarks.gpu --parts finetune notebook_05
 python -m benchmarks.gpu --parts attention loss rope notebook_04
+python -m benchmarks.gpu --parts ranks rank_libraries experts
+python -m benchmarks.gpu --parts notebook_02         on four GPUs or more
 python -m benchmarks.gpu --parts ablation            and likewise longest, context
 
 Each part runs in a process of its own under a time limit, and its numbers are kept as soon as it
@@ -35,6 +37,8 @@ CALLS: list[dict[str, int]] = [
     {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110},
     {"finetune": 300, "notebook_05": 280},
     {"attention": 60, "loss": 60, "rope": 60, "notebook_04": 400},
+    {"ranks": 280, "rank_libraries": 240, "experts": 70},
+    {"notebook_02": 590},
     {"ablation": 590},
     {"longest": 590},
     {"context": 590},

@@ -1,7 +1,7 @@
 """The parts of `benchmarks.gpu`: each measures one thing, and keeps what it has by itself.
 
-What is beside a library, or long, is in files of its own: `versus`, `finetune`, `long_sequences`,
-`long_steps`. The arguments of all parts are in `sizes`.
+What is beside a library, or long, is in files of its own: `versus`, `finetune`, `one_rank`,
+`long_sequences`, `long_steps`. The arguments of all parts are in `sizes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import long_sequences, long_steps
+from benchmarks import long_sequences, long_steps, one_rank
 from benchmarks.finetune import Sizes, compare_updates, compare_ways
 from benchmarks.record import LADDERS, RESULTS, keep, keep_ladder
 from benchmarks.sizes import size_of
@@ -66,6 +66,17 @@ def limits() -> None:
 def notebook() -> None:
     """Notebook 01 in the sizes of this tier; its source is a plain script."""
     run_notebook("01")
+
+
+def notebook_02() -> None:
+    """Notebook 02, likewise, on a machine with four GPUs or more.
+
+    With fewer its ranks run on the CPU, and a CPU's times do not belong to a GPU.
+    """
+    if machine().device == "cuda" and torch.cuda.device_count() < 4:
+        print("left out: notebook 02 wants four GPUs; the part `ranks` shows what one can")
+        return
+    run_notebook("02")
 
 
 def notebook_04() -> None:
@@ -183,6 +194,21 @@ def rope() -> None:
     keep_each("rope", long_sequences.stretched(**size_of("rope")))
 
 
+def ranks() -> None:
+    """Notebook 02 on one rank: what each strategy keeps, and what it costs by itself."""
+    keep_each("ranks", one_rank.strategies(**size_of("ranks")))
+
+
+def rank_libraries() -> None:
+    """DeepSpeed, QLoRA on shards and checkpoints on one rank."""
+    keep_each("rank_libraries", one_rank.by_libraries(**size_of("rank_libraries")))
+
+
+def experts() -> None:
+    """A mixture of experts: the loop over experts, and the grouped product."""
+    keep_each("experts", one_rank.experts(**size_of("experts")))
+
+
 def ablation() -> None:
     """Full fine-tuning of an 8B shape on one card: which recipe brings how many tokens."""
     keep_each("ablation", long_steps.ablation(**size_of("ablation")))
@@ -254,6 +280,10 @@ PARTS: dict[str, Callable[[], None]] = {
     "loss": loss,
     "rope": rope,
     "notebook_04": notebook_04,
+    "ranks": ranks,
+    "rank_libraries": rank_libraries,
+    "experts": experts,
+    "notebook_02": notebook_02,
     "ablation": ablation,
     "longest": longest,
     "context": context,

@@ -6,6 +6,8 @@ it proves that the code runs.
     full        full fine-tuning, for `ladder`, `versus` and the updates in `finetune`
     qlora       the largest shape for QLoRA
     finetune    see `benchmarks.finetune.Sizes`
+    ranks, rank_libraries, experts
+                arguments of the functions in `one_rank`
     the others  arguments of the functions in `long_sequences` and `long_steps`
 
 "layers": None takes all layers of the shape.
@@ -19,6 +21,39 @@ from recipes_lib.core.machine import GIB, fast, machine
 
 GB = 10**9  # what is printed on a card
 MIB = 2**20
+
+# Llama-like models over bytes for the parts on one rank.
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+SMALL = NARROW | {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+WIDE = SMALL | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+}
+
+
+def one_rank(model: dict[str, int], *, rows: int, tokens: int, steps: int) -> dict[str, Any]:
+    """What the parts with one rank have in common; `model` is one of those above."""
+    training = {"sizes": model, "rows": rows, "tokens": tokens, "steps": steps}
+    return {"ranks": training, "rank_libraries": training}
+
+
+def wide(layers: int) -> dict[str, int]:
+    """The wide model with so many blocks."""
+    return WIDE | {"num_hidden_layers": layers}
+
 
 FAST: dict[str, dict[str, Any]] = {
     "full": {"shape": "tiny-llama", "layers": 4, "batch_size": 4, "seq_len": 32},
@@ -38,6 +73,16 @@ FAST: dict[str, dict[str, Any]] = {
     "ablation": {"shape": "tiny-llama", "layers": 3, "cap": 5 * MIB},
     "longest": {"shape": "tiny-llama", "layers": 4, "seq_len": 300},
     "context": {"shape": "tiny-llama", "layers": 2, "most": 512, "cap": 3 * MIB},
+    **one_rank(NARROW, rows=4, tokens=32, steps=3),
+    "experts": {
+        "hidden": 64,
+        "width": 32,
+        "experts": 8,
+        "layers": 2,
+        "rows": 2,
+        "tokens": 32,
+        "rounds": 1,
+    },
 }
 
 CPU: dict[str, dict[str, Any]] = {
@@ -62,6 +107,16 @@ CPU: dict[str, dict[str, Any]] = {
     "ablation": {"shape": "smollm2-135m", "layers": 4, "cap": GIB},
     "longest": {"shape": "smollm2-135m", "layers": None, "seq_len": 2048},
     "context": {"shape": "smollm2-135m", "layers": 4, "most": 8192, "cap": 400 * MIB},
+    **one_rank(SMALL, rows=8, tokens=128, steps=5),
+    "experts": {
+        "hidden": 256,
+        "width": 256,
+        "experts": 8,
+        "layers": 4,
+        "rows": 4,
+        "tokens": 128,
+        "rounds": 3,
+    },
 }
 
 GPU_16: dict[str, dict[str, Any]] = {
@@ -82,6 +137,16 @@ GPU_16: dict[str, dict[str, Any]] = {
     "ablation": {"shape": "llama-3.2-1b", "layers": 4, "cap": 13 * GB},
     "longest": {"shape": "llama-3.2-1b", "layers": 4, "seq_len": 65536},
     "context": {"shape": "llama-3.2-1b", "layers": None, "most": 65536, "cap": 14 * GB},
+    **one_rank(wide(4), rows=8, tokens=256, steps=6),
+    "experts": {
+        "hidden": 1024,
+        "width": 1024,
+        "experts": 8,
+        "layers": 4,
+        "rows": 8,
+        "tokens": 256,
+        "rounds": 5,
+    },
 }
 
 GPU_24: dict[str, dict[str, Any]] = {
@@ -106,6 +171,16 @@ GPU_24: dict[str, dict[str, Any]] = {
     "ablation": {"shape": "llama-3.2-1b", "layers": None, "cap": 21 * GB},
     "longest": {"shape": "llama-3.2-1b", "layers": None, "seq_len": 131072},
     "context": {"shape": "llama-3.1-8b", "layers": None, "most": 65536, "cap": 23 * GB},
+    **one_rank(wide(8), rows=8, tokens=256, steps=6),
+    "experts": {
+        "hidden": 2048,
+        "width": 1024,
+        "experts": 8,
+        "layers": 4,
+        "rows": 8,
+        "tokens": 512,
+        "rounds": 5,
+    },
 }
 
 GPU_80: dict[str, dict[str, Any]] = {
@@ -131,6 +206,16 @@ GPU_80: dict[str, dict[str, Any]] = {
     "longest": {"shape": "llama-3.1-8b", "layers": None, "seq_len": 393216},
     # QLoRA of an 8B shape as on a card of 24 GB.
     "context": {"shape": "llama-3.1-8b", "layers": None, "most": 262144, "cap": 24 * GB},
+    **one_rank(wide(16), rows=8, tokens=512, steps=6),
+    "experts": {
+        "hidden": 2048,
+        "width": 1024,
+        "experts": 8,
+        "layers": 8,
+        "rows": 8,
+        "tokens": 1024,
+        "rounds": 5,
+    },
 }
 
 TIER_SIZES = {"cpu": CPU, "gpu16": GPU_16, "gpu24": GPU_24, "gpu80": GPU_80}

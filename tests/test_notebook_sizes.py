@@ -1,12 +1,15 @@
-"""The sizes of notebook 03 fit the cards of their tiers, by arithmetic."""
+"""The sizes of notebooks 02 and 03, and of `make gpu`, fit their cards, by arithmetic."""
 
 import ast
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.machine import GIB
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.on_ranks.train import small_llama
 
 SOURCE = Path(__file__).parents[1] / "notebooks/source/03_optimizing_inference_speed.py"
 # What a program gets of the smallest card of each tier: a T4, an L4, an A100.
@@ -16,10 +19,13 @@ CONTEXT = 0.6 * GIB  # CUDA, cuBLAS and their workspaces
 KEPT_MODELS = 5
 
 
-def sizes_of_tiers():
-    """The arguments of `choose_sizes` in the notebook, without running it."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    found = {}
+def sizes_of_tiers(source=SOURCE, **known):
+    """The arguments of `choose_sizes` in a notebook, without running it.
+
+    `known` are names whose values the notebook asks of the machine.
+    """
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    found = dict(known)
     for statement in tree.body:
         names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
         if isinstance(statement, ast.Assign | ast.AugAssign) and "choose_sizes" in names:
@@ -59,3 +65,44 @@ def test_the_wider_model_fits(tier):
     sizes = sizes_of_tiers()[tier]
     kept = KEPT_MODELS * 4 * model_of_shape("smollm2-135m", device="meta").num_parameters()
     assert most_bytes(sizes["shape"], sizes["wide_layers"]) + kept + CONTEXT < CARDS[tier]
+
+
+# --- training on ranks ----------------------------------------------------------------------------
+
+SCALING = SOURCE.with_name("02_multi_gpu_training.py")
+# Bytes per parameter of the greediest row: DeepSpeed has weights, gradients and their buckets,
+# fp32 masters and states.
+MOST_PER_PARAMETER = 4 + 4 + 4 + 4 + 8
+
+
+def parameters_of(sizes, tokens):
+    with torch.device("meta"):
+        return small_llama(sizes=sizes, tokens=tokens).num_parameters()
+
+
+def activations_of(sizes, rows, tokens):
+    """Generously: 40 numbers per token and hidden channel in each block, and four per logit."""
+    in_blocks = 40 * sizes["hidden_size"] * sizes["num_hidden_layers"]
+    in_blocks += 8 * sizes["intermediate_size"] * sizes["num_hidden_layers"]
+    return 4 * rows * tokens * (in_blocks + 4 * 256)
+
+
+@pytest.mark.parametrize("tier", CARDS)
+def test_one_rank_of_make_gpu_fits(tier):
+    sizes = TIER_SIZES[tier]["ranks"]
+    model, rows, tokens = sizes["sizes"], sizes["rows"], sizes["tokens"]
+    needed = MOST_PER_PARAMETER * parameters_of(model, tokens) + activations_of(model, rows, tokens)
+    assert needed + CONTEXT < CARDS[tier]
+
+
+# Four cards of these tiers: with smaller ones the notebook has no sizes that fit yet.
+@pytest.mark.parametrize("tier", ["gpu80"])
+def test_the_ranks_of_four_gpus_fit(tier):
+    """The mistake: the first GPU serves a rank of all three pools, and none gives memory back."""
+    sizes = sizes_of_tiers(SCALING, on_gpus=True)[tier]
+    model, rows, tokens = sizes["model"], sizes["rows"], sizes["tokens"]
+    parameters = parameters_of(model, tokens)
+    one_process = 16 * parameters + activations_of(model, rows, tokens)
+    of_two = MOST_PER_PARAMETER * parameters + activations_of(model, rows // 2, tokens)
+    of_four = 16 * parameters + activations_of(model, rows // 4, tokens)  # "no shard" is DDP
+    assert one_process + of_two + of_four + 3 * CONTEXT < CARDS[tier]
