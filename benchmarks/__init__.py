@@ -9,6 +9,7 @@ long_sequences  attention, loss and positions at growing length
 long_steps      whole training steps that are as long as memory allows
 architecture    small models trained both ways, and norms
 distillation    a student with its teacher and without
+quantization_aware  training with the rounding that the file will have, and without
 inference_peers other programs that write text with the same model, in turns with ours
 peer_programs   ... those that run on PyTorch
 peer_files      ... and those that read a file of their own
@@ -21,7 +22,7 @@ sentences       ... as headlines
 facts           ... as what a notebook noted beside its ladder
 tables          ... as tables
 differences     ... over seeds: the mean, the range, and what they allow to say
-render_architecture, render_distillation, render_peers
+render_architecture, render_distillation, render_peers, render_quantization_aware
                 ... of the programs of their own
 page            the printed cheatsheet
 """

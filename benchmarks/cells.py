@@ -20,6 +20,7 @@ from benchmarks import (
     render_depths,
     render_distillation,
     render_peers,
+    render_quantization_aware,
     sentences,
 )
 from benchmarks.facts import FACTS
@@ -185,5 +186,6 @@ OWN_RUNS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "untied embeddings": ("architecture", render_architecture.untied),
     "depths": ("depths", render_depths.deepest),
     "distillation": ("distillation", render_distillation.distillation),
+    "quantization aware": ("quantization_aware", render_quantization_aware.won_back),
     "servers": ("inference_peers", render_peers.servers),
 }

@@ -12,8 +12,10 @@ from typing import Any
 Run = dict[str, Any]
 
 ARCHITECTURE = ("norms", "healing", "small_models")
+EDGE = ("export", "quality", "load", "times")
 ROUNDS = 5  # of programs in turns, at least
 COMPARED = ("labels", "teacher")  # ways of distillation; there may be more
+COMPARED_ON_GRID = ("full precision", "aware")  # and of training on a grid
 
 
 def lacking_in_architecture(run: Run) -> list[str]:
@@ -29,9 +31,18 @@ def lacking_in_architecture(run: Run) -> list[str]:
 
 def lacking_in_distillation(run: Run) -> list[str]:
     """The runs of `benchmarks.distillation` that have not ended: one per way and seed."""
+    return _lacking_runs(run, COMPARED)
+
+
+def lacking_in_quantization_aware(run: Run) -> list[str]:
+    """The runs of `benchmarks.quantization_aware` that have not ended: one per way and seed."""
+    return _lacking_runs(run, COMPARED_ON_GRID)
+
+
+def _lacking_runs(run: Run, compared: tuple[str, ...]) -> list[str]:
     settings = run["settings"]
     ended = {(each["way"], each["seed"]) for each in run["runs"]}
-    lacking = [f"the way {way!r}" for way in COMPARED if way not in settings["ways"]]
+    lacking = [f"the way {way!r}" for way in compared if way not in settings["ways"]]
     for seed in range(settings["seeds"]):
         for way in settings["ways"]:
             if (way, seed) not in ended:
@@ -62,10 +73,21 @@ def lacking_in_depths(run: Run) -> list[str]:
     return []
 
 
+def lacking_in_edge(run: Run) -> list[str]:
+    """The parts of `benchmarks.edge` that did not run, and rounds of its times."""
+    lacking = [f"the part {part}" for part in EDGE if part not in run]
+    for way, rows in run.get("times", {}).items():
+        if len(rows) < ROUNDS:
+            lacking.append(f"{ROUNDS - len(rows)} of {ROUNDS} rounds of {way}")
+    return lacking
+
+
 # By the name of the file, which is that of the program and of the part.
 LACKING: dict[str, Callable[[Run], list[str]]] = {
     "architecture": lacking_in_architecture,
     "depths": lacking_in_depths,
     "distillation": lacking_in_distillation,
+    "edge": lacking_in_edge,
     "inference_peers": lacking_in_peers,
+    "quantization_aware": lacking_in_quantization_aware,
 }

@@ -35,6 +35,21 @@ def distillation(*, taught=(2.0, 2.1, 2.2), alone=(2.5, 2.5, 2.5)):
     }
 
 
+def quantization_aware(*, aware=(12.0, 12.2, 12.4), rounded=(14.0, 14.0, 14.0)):
+    """Three seeds, whose perplexity in full precision is 10 after training."""
+    runs = []
+    for way, perplexities in (("full precision", rounded), ("aware", aware)):
+        for seed, perplexity in enumerate(perplexities):
+            found = {"full": 10.0, "rounded": perplexity, "seconds_per_step": 2.0}
+            runs.append({"way": way, "seed": seed} | found)
+    settings = {"ways": ["full precision", "aware"], "seeds": 3, "steps": 40, "rows": 2}
+    return {
+        "settings": settings | {"seq": 256, "held_out": 8, "weight_bits": 4, "group": 64},
+        "untrained": {"full": 11.0, "rounded": 16.0},
+        "runs": runs,
+    }
+
+
 def architecture(*, beyond=(0.1, 0.2, 0.3)):
     """Small models of three seeds: RMSNorm differs by `beyond` from the first line."""
     rows = {}

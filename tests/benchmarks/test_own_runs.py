@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import architecture, complete, record, render
+from benchmarks import architecture, complete, record, render, render_quantization_aware
 from benchmarks.cells import NO_BREAK
 from tests.benchmarks import own_runs
 from tests.benchmarks.test_record import machine_facts
@@ -28,6 +28,11 @@ def test_a_run_that_is_cut_is_not_recorded(tmp_path):
     cut["runs"] = cut["runs"][:-1]
     with pytest.raises(ValueError, match="lacks the run 'teacher' with seed 2"):
         kept("distillation", cut, tmp_path)
+
+    cut = own_runs.quantization_aware()
+    cut["runs"] = cut["runs"][1:]
+    with pytest.raises(ValueError, match="lacks the run 'full precision' with seed 0"):
+        kept("quantization_aware", cut, tmp_path)
 
     with pytest.raises(ValueError, match="lacks the run without --short"):
         kept("depths", own_runs.depths() | {"short": True}, tmp_path)
@@ -125,6 +130,17 @@ def test_the_tables_in_numbers(tmp_path):
         block = render.block(key, folder=results)
         assert "###" not in block, "the notebook has headings of its own"
         assert "Test CPU" in block, "the machine is named"
+
+
+def test_what_is_won_back_is_that_of_the_control(tmp_path):
+    """The mistake: what the text has taught counts as won back from rounding."""
+    run = own_runs.quantization_aware()
+    results = kept("quantization_aware", run, tmp_path)
+    block = render.block("grids-06", folder=results)
+    assert "| with the rounding | 10.00 | 12.20 | 76 % (72 to 80) | 45 % (40 to 50) |" in block
+    assert "from 11.00 to 16.00, 1.45×. After 40 steps with the rounding it is 12.20" in block
+    assert "Test CPU" in block and "###" not in block
+    assert "14.00 → 12.20 after 40 steps each: 45" in render_quantization_aware.won_back(run)
 
 
 # --- other programs -----------------------------------------------------------------------------
