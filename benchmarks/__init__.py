@@ -10,6 +10,7 @@ long_steps      whole training steps that are as long as memory allows
 architecture    small models trained both ways, and norms
 distillation    a student with its teacher and without
 quantization_aware  training with the rounding that the file will have, and without
+edge            SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate
 inference_peers other programs that write text with the same model, in turns with ours
 peer_programs   ... those that run on PyTorch
 peer_files      ... and those that read a file of their own

@@ -154,7 +154,8 @@ def in_background(
         path: of the file; None is one under `runs/edge`, named by the hash.
         arguments: what can be pickled: models, tensors, numbers, texts.
     Returns a Job. If the file is there already, from the same arguments, its result is at hand.
-    Raises ValueError for a function that another process cannot import.
+    Raises ValueError for a function that another process cannot import, and for arguments that
+    cannot be pickled.
     """
     _check_function(function)
     key = key_of(function, arguments)
@@ -167,8 +168,14 @@ def in_background(
     _delete_leftovers(path)
     work = Path(tempfile.mkdtemp(prefix=f"{path.name}.work-{os.getpid()}-", dir=path.parent))
     # Written before the process begins: whatever happens to the model here, the job has its own.
-    with (work / "task").open("wb") as file:
-        torch.save((function, path, key, arguments), file)
+    try:
+        torch.save((function, path, key, arguments), work / "task")
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        shutil.rmtree(work)
+        raise ValueError(
+            f"the arguments cannot be sent to another process ({error}): give plain models, "
+            f"without hooks and without layers that a recipe has changed"
+        ) from error
     with _beside(path, "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "recipes_lib.edge.export_process", str(work)],

@@ -58,7 +58,10 @@ from recipes_lib.edge.language_model_runtime import PteLanguageModel
 from recipes_lib.edge.language_model_weights import LINEARS, NORMS
 
 FAMILIES = ("llama", "mistral", "qwen2")
+# These layers have their weights unrounded, and round them in each forward.
+TRAINS_ON_A_GRID = "apply_quantization_aware"
 GROUP_UNIT = 32  # XNNPACK's kernels for 4 bits take groups of 32, 64, 96, …
+ROWS_LOOKED_AT = 8  # of each layer, to see whether it is on a grid already
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -115,8 +118,8 @@ def export_language_model(
     beside it, with the ending `.log`. Nothing is ever downloaded.
 
     Args:
-        model: a Hugging Face causal LM of one of `FAMILIES`, also while it trains with
-            `apply_quantization_aware`: its weights are rounded here, on the same grid.
+        model: a Hugging Face causal LM of one of `FAMILIES`, also one that trains with
+            `apply_quantization_aware`: its weights are rounded here, on the grid of its training.
         path: of the file, which ends in `.pte`.
         weight_bits: of the linear layers in the blocks: 4, or 8 with one scale per row. None keeps
             the whole file in fp32, and the next three arguments do not count.
@@ -139,7 +142,7 @@ def export_language_model(
         output_bits = None
         embedding_bits = None
     else:
-        _check_group(model, weight_bits=weight_bits, output_bits=output_bits, group=group)
+        _check_grids(model, weight_bits=weight_bits, output_bits=output_bits, group=group)
     _require_libraries()
     start = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,10 +214,12 @@ def _check_model(model: Any, max_length: int) -> None:
         raise ValueError(f"hidden_act={config.hidden_act!r}: ExecuTorch's Llama computes silu")
     _check_rotation(config)
     _check_window(config, max_length)
-    quantized = quantized_layers(model)
-    if quantized:
-        name, by = next(iter(quantized.items()))
-        raise ValueError(f"{name} is quantized by {by} already: export the model as it was before")
+    for name, by in quantized_layers(model).items():
+        if by != TRAINS_ON_A_GRID:
+            raise ValueError(
+                f"{name} is quantized by {by} already, and a second rounding would use another "
+                f"grid: export the model as it was before"
+            )
     _check_parameters(without_adapters(model))
 
 
@@ -266,22 +271,22 @@ def _check_parameters(model: Any) -> None:
             raise ValueError(f"{name} is a {type(linear).__name__}: give a model with nn.Linear")
 
 
-def _check_group(model: Any, *, weight_bits: int, output_bits: int | None, group: int) -> None:
-    """The group divides every layer that has groups, and the weights are not on a grid already."""
+def _check_grids(model: Any, *, weight_bits: int, output_bits: int | None, group: int) -> None:
+    """The group divides every layer that has groups, and no layer is on another grid already."""
     check_whole(group=group)
-    layers = {}
-    if weight_bits == 4:
-        block = without_adapters(model).model.layers[0]
-        layers |= {name: block.get_submodule(name) for name in LINEARS}
-    if output_bits == 4:
-        layers["the output layer"] = model.get_output_embeddings()
-    for name, linear in layers.items():
-        check_group_divides(linear.weight.shape[1], group, name=name)
-    if layers and group % GROUP_UNIT != 0:
+    layers = {"the output layer": (model.get_output_embeddings(), output_bits)}
+    for number, block in enumerate(without_adapters(model).model.layers):
+        for name in LINEARS:
+            layers[f"layers.{number}.{name}"] = (block.get_submodule(name), weight_bits)
+    for name, (linear, bits) in layers.items():
+        if bits == 4:
+            check_group_divides(linear.weight.shape[1], group, name=name)
+            _check_not_rounded(linear, name, group)
+            _check_trained_for(linear, name, bits=4, group=group)
+        elif bits == 8:
+            _check_trained_for(linear, name, bits=8, group=None)
+    if group % GROUP_UNIT != 0 and 4 in (weight_bits, output_bits):
         raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
-    for name, linear in layers.items():
-        _check_not_rounded(linear, name, group)
-        _check_trained_for(linear, name, bits=4, group=group)
 
 
 def _check_trained_for(linear: nn.Linear, name: str, *, bits: int, group: int | None) -> None:
@@ -289,22 +294,23 @@ def _check_trained_for(linear: nn.Linear, name: str, *, bits: int, group: int | 
     trained = (getattr(linear, "weight_bits", bits), getattr(linear, "group", group))
     if trained != (bits, group):
         raise ValueError(
-            f"{name} trains on a grid of {trained[0]} bits in groups of {trained[1]}: export it "
-            f"so, or train it for {bits} bits in groups of {group}"
+            f"{name} trains with weight_bits={trained[0]} and group={trained[1]}, and the file "
+            f"would have {bits} and {group}: give the same to both"
         )
 
 
 def _check_not_rounded(linear: nn.Linear, name: str, group: int) -> None:
     """Rounded weights that are rounded again land on another grid, and lose a second time."""
-    rows = linear.weight.detach()[:64].float()
+    rows = linear.weight.detach()[:ROWS_LOOKED_AT].float()
     groups = rows.reshape(len(rows), -1, group)
     largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
-    steps = torch.stack([groups / largest * 7, groups / largest * 8])  # the end is 7, or -8
+    # The largest level of a group is 7, or -8.
+    steps = torch.stack([groups / largest * 7, groups / largest * 8])
     on_grid = ((steps - steps.round()).abs() < 1e-3).all(dim=-1)
     if on_grid.any(dim=0).all():
         raise ValueError(
             f"the weights of {name} are rounded to 4 bits already, and a second rounding would use "
-            f"another grid: export the model before its weights are converted"
+            f"another grid: export the model as it was before"
         )
 
 

@@ -146,7 +146,8 @@ def answer_in_cpp(
 ) -> None:
     """Let ExecuTorch's own C++ runner read `prompt` and write: what a phone's app calls.
 
-    `on_token` gets each piece of text as it comes.
+    `on_token` gets each piece of text as it comes. Raises UnicodeDecodeError where a token is only
+    a part of a character: the runner's Python binding cannot hand that over.
     """
     with noise_to():
         _runtime()

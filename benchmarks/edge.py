@@ -1,0 +1,395 @@
+"""SmolLM2 in a `.pte`: what the file weighs, loads and writes, beside `generate` of transformers.
+
+python -m benchmarks.edge
+python -m benchmarks.edge --parts times            once more, with the files that are there
+
+Five things are measured, each as a part of the run:
+
+    export    the files are made, each in a process of its own; this takes most of the time
+    quality   perplexity of the whole model: fp32, rounded in eager mode, and from the file; and
+              whether the fp32 file of a short model writes the same tokens as the model
+    load      a fresh process loads a file, or the model, and writes a token: seconds and memory
+    times     seconds for a prompt and for each token behind it, on one thread, in turns
+
+The short model is SmolLM2 without most of its blocks. It talks nonsense, but its files show step by
+step where the speed comes from: fp32, four bits, and the attention that is made for a cache.
+
+The files stay in `runs/edge/smollm2`, and `runs/edge.json` is written after each part, so a run
+that is cut leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import write_whole
+from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.data import load_text
+from recipes_lib.core.default_model import model_source
+from recipes_lib.core.evaluation import GREEDY, row_losses, text_windows
+from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.edge.export_process import in_background
+from recipes_lib.edge.language_model import (
+    export_language_model,
+    load_language_model,
+    predicted_bytes,
+)
+from recipes_lib.precision.quantization_aware import apply_rounding
+
+FILE = "edge.json"
+PARTS = ("export", "quality", "load", "times")
+WHOLE = 30  # blocks of SmolLM2-135M
+SHORT = 6
+PAD = 0  # no row is padded
+
+
+@dataclass(frozen=True)
+class FileOf:
+    """One file: how many blocks of the model, and in what form. Arguments as in the export."""
+
+    layers: int
+    weight_bits: int | None
+    output_bits: int | None = 8
+    custom_attention: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `export_language_model`."""
+        return {
+            "weight_bits": self.weight_bits,
+            "output_bits": self.output_bits,
+            "custom_attention": self.custom_attention,
+        }
+
+
+# The chain of the short model, and then the whole one. `LONG` are made only if asked for.
+FILES = {
+    "short-fp32": FileOf(SHORT, None),
+    "short-4bit-plain-attention": FileOf(SHORT, 4, custom_attention=False),
+    "short-4bit": FileOf(SHORT, 4),
+    "whole-4bit": FileOf(WHOLE, 4),
+    "whole-4bit-everywhere": FileOf(WHOLE, 4, output_bits=4),
+    "whole-fp32": FileOf(WHOLE, None),
+}
+LONG = ("whole-4bit-everywhere", "whole-fp32")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is read and written, and how often."""
+
+    prompt: int = 32  # tokens
+    new_tokens: int = 33
+    rounds: int = 7
+    context: int = 256
+    windows: int = 8
+    threads: int = 1
+
+
+def model_of(layers: int) -> Any:
+    """SmolLM2 with its first blocks only, in eval mode."""
+    model = load_model().eval().requires_grad_(False)
+    del decoder_blocks(model)[layers:]
+    model.config.num_hidden_layers = layers
+    return model
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def export(files: dict[str, FileOf], folder: Path) -> dict[str, Any]:
+    """Make the files that are missing, one after the other. Returns what each of them is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {}
+    for name, file in files.items():
+        described = folder / f"{name}.json"
+        if not described.exists():
+            print(f"exporting {name}", flush=True)
+            job = in_background(export_one, path=folder / f"{name}.pte", file=file)
+            write_whole(described, job.result())
+        model = model_of(file.layers)
+        rows[name] = json.loads(described.read_text()) | {
+            "settings": asdict(file),
+            "predicted_bytes": predicted_bytes(
+                model, weight_bits=file.weight_bits, output_bits=file.output_bits
+            ),
+            "bf16_bytes": weight_bytes(model) // 2,
+        }
+    return rows
+
+
+def export_one(*, path: Path, file: FileOf) -> dict[str, Any]:
+    """In the other process: the file, its seconds, its memory and what XNNPACK has taken."""
+    import resource
+
+    start = time.process_time()
+    exported = export_language_model(model_of(file.layers), path=path, **file.options)
+    return {
+        "seconds": exported.seconds,
+        "cpu_seconds": time.process_time() - start,
+        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "bytes": exported.bytes,
+        "delegation": asdict(exported.delegation),
+    }
+
+
+# --- quality --------------------------------------------------------------------------------------
+
+
+def quality(folder: Path, names: list[str], settings: Settings) -> dict[str, Any]:
+    """Perplexity of the whole model in each form, and equal tokens of the short one in fp32."""
+    tokenizer = load_tokenizer()
+    rows = text_windows(
+        tokenizer,
+        text=load_text(split="validation"),
+        context=settings.context,
+        windows=settings.windows,
+    )
+    found = {
+        "tokens": sum(len(row["input_ids"]) - 1 for row in rows),
+        "perplexity": {"eager fp32": eager_perplexity(model_of(WHOLE), rows)},
+        "equal_tokens": equal_tokens(folder / "short-fp32.pte", settings),
+    }
+    for name in names:
+        if FILES[name].layers != WHOLE:
+            continue
+        pte = load_language_model(folder / f"{name}.pte", threads=settings.threads)
+        found["perplexity"][name] = pte.perplexity(rows)
+        if FILES[name].weight_bits is not None:
+            rounded = apply_rounding(model_of(WHOLE), output_bits=FILES[name].output_bits)
+            found["perplexity"][f"{name}, rounded in eager"] = eager_perplexity(rounded, rows)
+    return found
+
+
+def eager_perplexity(model: Any, rows: list) -> float:
+    losses, targets = row_losses(model, rows, pad_token_id=PAD, batch_size=1)
+    return (losses.sum() / targets.sum()).exp().item()
+
+
+def equal_tokens(path: Path, settings: Settings) -> list[int]:
+    """[how many of the first greedy tokens are those of the eager model, out of how many]."""
+    prompt = a_prompt(settings)
+    expected = generated(model_of(SHORT), prompt, settings.new_tokens)
+    written = load_language_model(path, threads=settings.threads).greedy(
+        prompt, settings.new_tokens
+    )
+    equal = 0
+    while equal < len(expected) and written[equal] == expected[equal]:
+        equal += 1
+    return [equal, len(expected)]
+
+
+def generated(model: Any, prompt: torch.Tensor, new_tokens: int) -> list[int]:
+    """Greedily by transformers, to the last token, whatever ends a text."""
+    options = GREEDY | {"pad_token_id": PAD, "eos_token_id": None}
+    out = model.generate(prompt, **options, min_new_tokens=new_tokens, max_new_tokens=new_tokens)
+    return out[0, prompt.shape[1] :].tolist()
+
+
+def a_prompt(settings: Settings) -> torch.Tensor:
+    """The first tokens of the text, [1, S]."""
+    text = load_text(split="validation")
+    [row] = text_windows(load_tokenizer(), text=text, context=settings.prompt, windows=1)
+    return torch.tensor([row["input_ids"]])
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+LOADED = """
+import sys, time, psutil, torch
+from benchmarks import edge
+
+torch.set_num_threads(1)
+print(edge.measure_load(sys.argv[1], sys.argv[2]))
+"""
+
+
+def load(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Seconds and memory of a fresh process, with the libraries imported before."""
+    found = {}
+    ways = [f"{name}.pte" for name in names if FILES[name].layers == WHOLE]
+    for way in [*ways, "eager fp32", "eager bf16"]:
+        command = [sys.executable, "-c", LOADED, str(folder), way]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[way] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_load(folder: str, way: str) -> str:
+    """In the fresh process: load, write one token, and say what it took. Returns JSON."""
+    import psutil
+
+    settings = Settings()
+    prompt = a_prompt(settings)
+    if way.startswith("eager"):
+        generated(model_of(1), prompt, 1)  # what transformers imports only now
+    else:
+        short = next(Path(folder).glob("short-*.pte"))
+        load_language_model(short).prefill(prompt)  # ExecuTorch's libraries
+    process = psutil.Process()
+    before = process.memory_info().rss
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    if way.startswith("eager"):
+        dtype = {"eager fp32": torch.float32, "eager bf16": torch.bfloat16}[way]
+        loaded = load_model(dtype=dtype).eval()
+    else:
+        loaded = load_language_model(Path(folder, way))
+    seconds = time.perf_counter() - start
+    cpu_seconds = time.process_time() - cpu_start
+    if way.startswith("eager"):
+        generated(loaded, prompt, 1)
+    else:
+        loaded.greedy(prompt, 1)
+    added = process.memory_info().rss - before
+    return json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "rss": added})
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def times(folder: Path, names: list[str], settings: Settings) -> dict[str, Any]:
+    """Seconds of each way for a prompt and for each token behind it, in turns."""
+    torch.set_num_threads(settings.threads)
+    prompt = a_prompt(settings)
+    ways = ways_of(folder, names, prompt, settings)
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for write in ways.values():  # the first call allocates
+        write(2)
+    for _ in range(settings.rounds):
+        for name, write in ways.items():
+            rows[name].append(one_turn(write, settings.new_tokens))
+    return rows
+
+
+def ways_of(
+    folder: Path, names: list[str], prompt: torch.Tensor, settings: Settings
+) -> dict[str, Callable[[int], Any]]:
+    """By name, a function that writes so many tokens behind the prompt."""
+    ways = {}
+
+    def eager(name: str, model: Any) -> None:
+        def write(new_tokens: int) -> None:
+            generated(model, prompt, new_tokens)
+
+        ways[name] = write
+
+    def from_file(name: str) -> None:
+        pte = load_language_model(folder / f"{name}.pte", threads=settings.threads)
+
+        def write(new_tokens: int) -> None:
+            pte.greedy(prompt, new_tokens)
+
+        ways[name] = write
+
+    eager("short eager fp32", model_of(SHORT))
+    eager("whole eager fp32", model_of(WHOLE))
+    eager("whole eager bf16", model_of(WHOLE).bfloat16())
+    for name in names:
+        from_file(name)
+    return ways
+
+
+def one_turn(write: Callable[[int], Any], new_tokens: int) -> dict[str, float]:
+    """Seconds of the prompt with its first token, and of each further one, by two clocks.
+
+    The second clock counts what this process computes, so other programs disturb it little.
+    """
+    found = {}
+    for clock in (time.perf_counter, time.process_time):
+        start = clock()
+        write(1)
+        first = clock() - start
+        start = clock()
+        write(new_tokens)
+        all_of_them = clock() - start
+        found[f"{clock.__name__}_prompt"] = first
+        found[f"{clock.__name__}_token"] = (all_of_them - first) / (new_tokens - 1)
+    return found
+
+
+def tokens_per_second(rows: list[dict[str, float]], clock: str = "perf_counter") -> float:
+    """The median over the turns."""
+    return 1 / statistics.median(row[f"{clock}_token"] for row in rows)
+
+
+def ratios(
+    rows: dict[str, list[dict[str, float]]], name: str, beside: str, clock: str = "perf_counter"
+) -> list[float]:
+    """How many times as many tokens per second as `beside`, turn by turn, in rising order."""
+    key = f"{clock}_token"
+    return sorted(other[key] / own[key] for own, other in zip(rows[name], rows[beside]))
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def summary(content: dict[str, Any]) -> str:
+    """A line per file and per way."""
+    lines = []
+    for name, row in content.get("export", {}).items():
+        share = row["bytes"] / row["bf16_bytes"]
+        lines.append(
+            f"{name:<28}{row['bytes'] / 1e6:8.1f} MB {share:6.1%} of bf16, "
+            f"{row['cpu_seconds']:6.0f} s of CPU, {row['delegation']['subgraphs']} subgraphs"
+        )
+    for name, value in content.get("quality", {}).get("perplexity", {}).items():
+        lines.append(f"{name:<44}perplexity {value:8.3f}")
+    for name, row in content.get("load", {}).items():
+        lines.append(f"{name:<28}load {row['seconds']:.2f} s, {row['rss'] / 1e6:.0f} MB")
+    rows = content.get("times", {})
+    for name in rows:
+        beside = f"{name.partition('-')[0].partition(' ')[0]} eager fp32"
+        found = ratios(rows, name, beside)
+        lines.append(
+            f"{name:<28}{tokens_per_second(rows[name]):8.1f} tokens/s, "
+            f"{statistics.median(found):5.2f} × eager fp32 ({found[0]:.2f} … {found[-1]:.2f})"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure the parts, and write the file after each of them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--long", nargs="*", choices=LONG, default=[], help="further files")
+    parser.add_argument("--folder", type=Path, default=runs_dir() / "edge" / "smollm2")
+    parser.add_argument("--rounds", type=int, default=Settings.rounds)
+    given = parser.parse_args()
+    settings = Settings(rounds=given.rounds)
+    names = [name for name in FILES if name not in LONG or name in given.long]
+    path = runs_dir() / FILE
+    content: dict[str, Any] = {}
+    if path.exists():
+        content = json.loads(path.read_text())
+    content |= {"source": model_source(), "settings": asdict(settings)}
+    functions = {
+        "export": lambda: export({name: FILES[name] for name in names}, given.folder),
+        "quality": lambda: quality(given.folder, names, settings),
+        "load": lambda: load(given.folder, names),
+        "times": lambda: times(given.folder, names, settings),
+    }
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for part in given.parts:
+        content[part] = functions[part]()
+        write_whole(path, content | provenance())
+    print(summary(content))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
