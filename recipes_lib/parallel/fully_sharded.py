@@ -21,7 +21,7 @@ Not when   They fit: DDP sends less. Or micro-batches are so small that a block 
 In production   `fully_shard` itself (torchtitan); `accelerate launch` with `fsdp_version: 2`;
            `TrainingArguments(fsdp=…)`, where accelerate on CPUs silently gives DDP instead.
 Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "ZeRO" (arXiv
-           1910.02054); PyTorch, torch.distributed.fsdp.fully_shard; the order of compiling: issue
+           1910.02054); PyTorch, torch.distributed.fsdp.fully_shard; compiling: pull request
            4022 of Hugging Face accelerate.
 
 With a mesh of two dimensions (HSDP), parts are spread over the second one, such as the GPUs of a
@@ -126,9 +126,8 @@ def apply_fully_sharded(
         reshard_after_forward: take a block apart again after its forward. False keeps all blocks
             whole until backward, as ZeRO-2 does, and sends a third less.
         offload: keep parts, gradients and states in host memory, where the optimizer then works.
-        compile_blocks: compile each block with torch.compile before it is sharded. Compiled
-            afterwards, hooks that gather weights are compiled with it: on GPUs, accelerate reports
-            steps of more than twice the time.
+        compile_blocks: compile each block before it is sharded, as torchtitan does. Compiled
+            afterwards, the hooks that gather weights would break its graph.
         prefetch: how many blocks are fetched ahead. With 1, PyTorch chooses when.
 
     Raises ValueError on every rank: without a process group; if the ranks disagree about arguments,
