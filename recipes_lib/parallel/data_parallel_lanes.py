@@ -73,7 +73,7 @@ class Lanes:
     @property
     def hidden_share(self) -> float:
         """The share of the communication that runs beside backward, from 0 to 1."""
-        if not self.communication:
+        if self.communication_seconds == 0:
             return 0.0
         return 1 - self.exposed_seconds / self.communication_seconds
 

@@ -36,6 +36,8 @@ from recipes_lib.workflows.on_ranks.batches import byte_batches
 from recipes_lib.workflows.on_ranks.strategies import Options, adamw, own_rows
 from recipes_lib.workflows.on_ranks.train import small_llama
 
+RECORDED_STEPS = 5  # of a step whose lanes are drawn
+
 
 def who_is_there() -> list[tuple[int, int, float]]:
     """For each rank: its number, the number of its process, and the sum that all ranks got."""
@@ -50,7 +52,10 @@ def who_is_there() -> list[tuple[int, int, float]]:
 def lanes_of_a_step(
     *, sizes: dict[str, int], rows: int, tokens: int, bucket_megabytes: float
 ) -> Lanes:
-    """One step under DDP, recorded on rank 0, after two that warm up."""
+    """Of five steps under DDP, recorded on rank 0 after two that warm up, the one of median length.
+
+    A single step says little of the time: any of them may have been interrupted.
+    """
     model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
     wrapped = apply_data_parallel(model, bucket_megabytes=bucket_megabytes)
     optimizer = adamw(wrapped.parameters(), Options())
@@ -63,8 +68,16 @@ def lanes_of_a_step(
 
     step()
     step()
-    distributed.barrier()
-    return recorder.record(step)
+    recorded = []
+    for _ in range(RECORDED_STEPS):
+        distributed.barrier()
+        recorded.append(recorder.record(step))
+    return sorted(recorded, key=_length)[RECORDED_STEPS // 2]
+
+
+def _length(lanes: Lanes) -> float:
+    """Seconds from the begin of the step to the end of its last part."""
+    return max(part.end for part in (*lanes.compute, *lanes.communication))
 
 
 def grid_of_a_pipeline(
