@@ -10,4 +10,5 @@ mixture_of_experts        many feed-forward layers, of which a token meets a few
 mixture_of_experts_parallel  experts shared by ranks: tokens travel to them and back
 mixture_of_experts_budget  the memory of a step with experts: in a loop, grouped, shared by ranks
 mobile_net                convolutions in two steps: depthwise filters, inverted residuals
+efficient_net             inverted residuals that weigh their channels, scaled in proportion
 """

@@ -46,6 +46,7 @@ from recipes_lib.core.convolutions import (
     convolution_work,
     initialise_convolutions_,
     linear_work,
+    noise_for,
     rounded_channels,
 )
 
@@ -104,7 +105,7 @@ def mobile_net(
     classes: int = 10,
     image_size: int = 32,
     channels: int = 1,
-    output_stride: int = 32,
+    output_stride: int = 8,
     seed: int | None = None,
 ) -> Any:
     """A `MobileNetV2ForImageClassification` with first weights that can be trained, in eval mode.
@@ -118,7 +119,10 @@ def mobile_net(
         width: multiplies all channels; they are rounded to multiples of 8, and 8 is the least.
         image_size: pixels of a side. It changes no weight: it is what the configuration says.
         channels: of an image, 1 for grey and 3 for colours.
-        output_stride: how many times fewer pixels a side has at the end: 8, 16 or 32.
+        output_stride: how many times fewer pixels a side has at the end: 8, 16 or 32. With 32,
+            an image of 32 pixels ends as a single one, and most layers see 2 x 2 or less. Where a
+            stride is left out, transformers spreads the later filters out, which is for
+            segmentation and slow; here they stay 3 x 3.
         seed: of the first weights. None: the current random state.
     Raises ValueError for numbers outside their bounds.
     """
@@ -140,7 +144,27 @@ def mobile_net(
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        return initialise_(MobileNetV2ForImageClassification(config)).eval()
+        model = MobileNetV2ForImageClassification(config)
+        if output_stride < 32:
+            _gather_filters(model)
+        return initialise_(model).eval()
+
+
+def _gather_filters(model: Any) -> None:
+    """Filters of 3 x 3 neighbours where transformers has spread them out, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.dilation != (1, 1):
+            module.dilation = (1, 1)
+            module.padding = (1, 1)
+    # The configuration cannot say it: a file that from_pretrained loads would be another model.
+    model.save_pretrained = _refuse_to_save
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "from_pretrained would spread the filters of this model out: save model.state_dict(), and "
+        "load it into mobile_net() with the same arguments; output_stride=32 has no such filters"
+    )
 
 
 def initialise_(model: Any) -> Any:
@@ -151,11 +175,20 @@ def initialise_(model: Any) -> Any:
     are those of the last batch. Raises ValueError for another model.
     """
     _require_mobile_net(model)
-    initialise_convolutions_(model)
+    branches = []
+    for block in _base(model).layer:
+        if block.use_residual:
+            branches.append(block.reduce_1x1.normalization)
+    initialise_convolutions_(model, noise=noise_for(model), branches=branches)
     return model
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _base(model: Any) -> Any:
+    """The network without its classifier."""
+    return getattr(model, "mobilenet_v2", model)
 
 
 def _require_mobile_net(model: Any) -> None:

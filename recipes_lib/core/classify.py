@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch.nn import functional as F
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.convolutions import CONVOLUTIONS
 from recipes_lib.core.images import Images
+
+WEIGHT_DECAY = 5e-4
+PART_THAT_RISES = 0.25  # of the steps, for the learning rate
 
 # loss(logits [B, K], images [B, C, H, W], labels [B]) -> scalar
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -114,7 +118,7 @@ def train_classifier(
     loss: Loss | None = None,
     shift: int = 2,
 ) -> list[float]:
-    """Train `model` in place with AdamW; returns the mean loss of each epoch.
+    """Train `model` in place by SGD with momentum; returns the mean loss of each epoch.
 
     The learning rate rises for a quarter of the steps and falls to nothing after that (one cycle).
     Every image moves by a few pixels, to another place in each epoch. The images of an epoch that
@@ -144,10 +148,11 @@ def train_classifier(
         )
     if loss is None:
         loss = _cross_entropy
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=steps + 1, pct_start=0.25, cycle_momentum=False
+    optimizer = torch.optim.SGD(
+        parameters, lr=learning_rate, momentum=0.9, nesterov=True, weight_decay=WEIGHT_DECAY
     )
+    share_of_step = partial(_share_of_learning_rate, steps=steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_step)
     generator = torch.Generator().manual_seed(seed)
     losses = []
     with torch.random.fork_rng():
@@ -173,6 +178,13 @@ def train_classifier(
                 )
     model.eval().to(memory_format=torch.contiguous_format)
     return losses
+
+
+def _share_of_learning_rate(step: int, *, steps: int) -> float:
+    """The part of the largest learning rate at `step` from 0 of `steps`."""
+    rising = (step + 1) / (steps * PART_THAT_RISES)
+    falling = (steps - step) / (steps * (1 - PART_THAT_RISES))
+    return min(1.0, rising, falling)
 
 
 def _cross_entropy(logits: Tensor, _images: Tensor, labels: Tensor) -> Tensor:

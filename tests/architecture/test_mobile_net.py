@@ -1,0 +1,203 @@
+"""Blocks equal the formula and transformers' blocks; arithmetic is what is counted; nets live."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+from transformers.models.mobilenet_v2.modeling_mobilenet_v2 import MobileNetV2InvertedResidual
+
+from recipes_lib.architecture.mobile_net import (
+    PlainInvertedResidual,
+    initialise_,
+    mobile_net,
+    plain_depthwise_separable,
+    predicted_multiply_adds,
+    predicted_parameters,
+)
+from recipes_lib.core.classify import image_logits, multiply_adds
+from recipes_lib.core.convolutions import rounded_channels
+
+
+def parameters_of(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def images(count=4, size=32, channels=1):
+    return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
+
+
+# --- the idea -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5, 8, 8), (1, 3, 7, 4), (2, 1, 1, 1)])
+def test_two_steps_are_two_convolutions(shape, dtype):
+    """Forward and gradients, on odd shapes and on a single pixel."""
+    channels = shape[1]
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    filters = torch.randn(channels, 3, 3).to(dtype).requires_grad_()
+    mixing = torch.randn(6, channels).to(dtype).requires_grad_()
+    inputs = (x, filters, mixing)
+    y = plain_depthwise_separable(*inputs)
+    places = F.conv2d(x, filters[:, None], padding=1, groups=channels)
+    expected = F.conv2d(places, mixing[:, :, None, None])
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
+    if dtype is torch.bfloat16:
+        tolerance = {"rtol": 0.05, "atol": 0.3}
+    torch.testing.assert_close(y, expected, **tolerance)
+    weights = torch.randn_like(y)
+    gradients = torch.autograd.grad((y * weights).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(gradients, expected_gradients, **tolerance)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("outputs", "stride", "size"), [(8, 1, 7), (16, 1, 6), (8, 2, 9)])
+def test_the_plain_block_is_that_of_transformers(outputs, stride, size, training):
+    """With and without a residual and a stride; in training mode, too: the norms are alike."""
+    theirs = MobileNetV2InvertedResidual(MobileNetV2Config(tf_padding=False), 8, outputs, stride)
+    ours = PlainInvertedResidual(8, outputs, stride=stride)
+    tensors = list(theirs.state_dict().values())
+    ours.load_state_dict(dict(zip(ours.state_dict(), tensors, strict=True)))
+    ours.train(training)
+    theirs.train(training)
+    x = torch.randn(3, 8, size, size)
+    y = ours(x)
+    expected = theirs(x)
+    torch.testing.assert_close(y, expected)
+    weights = torch.randn_like(y)
+    gradients = torch.autograd.grad((y * weights).sum(), list(ours.parameters()))
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), list(theirs.parameters()))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-4)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def test_a_fresh_network_tells_images_apart():
+    """That of transformers does not: every comparison of two variants of it succeeds."""
+    config = MobileNetV2Config(num_channels=1, num_labels=10, depth_multiplier=0.5)
+    dead = MobileNetV2ForImageClassification(config).eval()
+    assert image_logits(dead, images()).std(dim=0).max() < 1e-10
+    config.image_size = 32
+    for model in (initialise_(dead), mobile_net(seed=0)):
+        spread = image_logits(model, images()).std(dim=0)
+        assert (spread > 0.01).all() and (spread < 100).all()
+
+
+@pytest.mark.parametrize("output_stride", [8, 32])
+def test_every_parameter_gets_a_gradient(output_stride):
+    model = mobile_net(seed=0, output_stride=output_stride).train()
+    F.cross_entropy(model(images(8)).logits, torch.arange(8)).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def test_running_statistics_follow_slowly_and_few_features_are_dropped():
+    """transformers takes TensorFlow's numbers in the other sense: 99.7 % of the last batch is
+    taken as the statistics, and 80 % of the features are dropped."""
+    theirs = MobileNetV2ForImageClassification(MobileNetV2Config())
+    assert theirs.dropout.p == 0.8
+    assert theirs.mobilenet_v2.conv_1x1.normalization.momentum == 0.997
+    ours = mobile_net(seed=0)
+    assert ours.dropout.p == 0.2
+    norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert {norm.momentum for norm in norms} == {0.1}
+    before = norms[0].running_mean.clone()
+    ours.train()(images(8) + 5)
+    moved = (norms[0].running_mean - before).abs().max()
+    ours(images(8) + 5)
+    assert moved > 0 and (norms[0].running_mean - before).abs().max() > 1.5 * moved
+
+
+def test_a_seed_decides_and_leaves_the_random_state():
+    state = torch.get_rng_state()
+    first, second, other = (mobile_net(width=0.1, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.classifier.weight, second.classifier.weight)
+    assert not torch.equal(first.classifier.weight, other.classifier.weight)
+    assert not first.training
+
+
+def test_filters_stay_together_and_such_a_model_is_not_saved_as_another(tmp_path):
+    """transformers spreads filters out where a stride is left out, and a file cannot tell."""
+    model = mobile_net(width=0.1, seed=0, output_stride=8)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert all(convolution.dilation == (1, 1) for convolution in convolutions)
+    assert model.mobilenet_v2(images()).last_hidden_state.shape[2:] == (4, 4)
+    with pytest.raises(ValueError, match=r"save model.state_dict\(\), and load it into mobile_net"):
+        model.save_pretrained(tmp_path)
+    whole = mobile_net(width=0.1, seed=0, output_stride=32)
+    assert whole.mobilenet_v2(images()).last_hidden_state.shape[2:] == (1, 1)
+    whole.save_pretrained(tmp_path)
+    loaded = MobileNetV2ForImageClassification.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(image_logits(loaded, images()), image_logits(whole, images()))
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"width": 0.35, "image_size": 33, "output_stride": 16, "classes": 7},
+        {"width": 0.1, "image_size": 31, "output_stride": 32, "channels": 3},
+        {"width": 1.4, "image_size": 17, "output_stride": 8, "classes": 1},
+    ],
+)
+def test_predicted_is_what_is_counted(options):
+    model = mobile_net(**options)
+    size = options.get("image_size", 32)
+    example = images(1, size, options.get("channels", 1))
+    assert predicted_multiply_adds(model, image_size=size) == multiply_adds(model, example)
+    assert predicted_parameters(model) == parameters_of(model)
+
+
+def test_predicted_for_the_defaults_of_transformers():
+    """Borders by TensorFlow's rule, a wide last convolution, and a stem of its own."""
+    config = MobileNetV2Config(
+        depth_multiplier=0.35, first_layer_is_expansion=False, expand_ratio=3, num_labels=5
+    )
+    model = MobileNetV2ForImageClassification(config).eval()
+    counted = multiply_adds(model, images(1, 37, 3))
+    assert predicted_multiply_adds(model, image_size=37) == counted
+    assert predicted_parameters(model) == parameters_of(model)
+
+
+def test_channels_are_rounded_and_never_much_fewer():
+    assert [rounded_channels(number) for number in (1, 11, 12, 16, 67, 100)] == [
+        8,
+        16,
+        16,
+        16,
+        64,
+        104,
+    ]
+    assert rounded_channels(3, divisor=2, least=4) == 4
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 0}, "width=0: give a finite number above 0"),
+        ({"classes": 0}, "classes=0: give a whole number"),
+        ({"channels": 1.5}, "channels=1.5: give a whole number"),
+        ({"image_size": 0}, "image_size=0"),
+        ({"output_stride": 4}, "output_stride=4: choose one of 8, 16, 32"),
+    ],
+)
+def test_wrong_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        mobile_net(**options)
+
+
+def test_another_model():
+    for function in (initialise_, predicted_parameters):
+        with pytest.raises(ValueError, match="Linear is no MobileNetV2 of transformers: give one"):
+            function(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="image_size=0"):
+        predicted_multiply_adds(mobile_net(width=0.1), image_size=0)
