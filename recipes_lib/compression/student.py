@@ -1,4 +1,4 @@
-"""A student made from its teacher: fewer blocks, narrower MLPs, chosen by what each of them does.
+"""A student made from its teacher: fewer blocks, channels and heads, chosen by what each does.
 
 Problem    A smaller model with random weights has everything to learn. The large one holds most of
            it already, and not all of its parts do equally much.
@@ -14,10 +14,12 @@ Idea       Measure on some text what each part does, and keep the parts that do 
 
                importance of channel c = mean(a[c]²) |W[:, c]|²
 
+           The same goes for attention heads, with all columns of a head at once (`student_heads`).
            The student is a model of the same class with a smaller configuration, and with the
            weights that were kept.
-Saves      The share of blocks that go, of weights, KV cache and time per token. A narrower MLP
-           saves weights and time alone. Embedding and output layer stay as they are.
+Saves      The share of blocks that go, of weights, KV cache and time per token. Fewer heads save
+           the same of the attention, a narrower MLP weights and time alone. Embedding and output
+           layer stay as they are.
 Costs      The loss jumps: the student has to be trained again, best by its teacher
            (`distillation`). The measurement takes a few forwards.
 Use when   A trained model is too slow or too large, and text to train on is there.
@@ -30,7 +32,8 @@ Source     Men et al., "ShortGPT", arXiv 2403.03853 (influence of blocks); Mural
            (channels by their activations); Sun et al., "Wanda", arXiv 2306.11695 (activation times
            weight).
 
-Shapes: B batch, S sequence, D hidden, F channels of the feed-forward, K of them kept, V vocabulary.
+Shapes: B batch, S sequence, T positions, D hidden, F channels of the feed-forward, K of them kept,
+G groups of heads, each with one head of keys and values.
 """
 
 from __future__ import annotations
@@ -43,17 +46,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from recipes_lib.compression.student_choice import checked_numbers, checked_parts, largest
+from recipes_lib.compression.student_heads import attention_of
+from recipes_lib.compression.student_mlps import mlp_of
 from recipes_lib.compression.student_parts import (
-    mlp_of,
     require_plain_model,
     require_same_settings,
+    require_same_shapes,
     smaller_config,
     tensors_of_student,
 )
+from recipes_lib.compression.student_watch import watch
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_number, check_several, check_whole
-from recipes_lib.core.evaluation import evaluating
-from recipes_lib.core.token_ids import check_batch
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -93,8 +98,9 @@ def make_student(
     *,
     blocks: Sequence[int] | None = None,
     channels: Sequence[torch.Tensor] | None = None,
+    heads: Sequence[torch.Tensor] | None = None,
 ) -> Any:
-    """A new model with these blocks of the teacher and these channels of its MLPs.
+    """A new model with these blocks of the teacher, channels of its MLPs and heads of attention.
 
     It is an ordinary model of the teacher's class, on its device and in its dtype, with a smaller
     configuration: it saves, loads and generates like any other. It shares no memory with the
@@ -104,23 +110,32 @@ def make_student(
         blocks: their numbers from 0, in rising order, as `choose_blocks` returns them. None: all.
         channels: for each block of the *teacher* the channels to keep [K], as `choose_channels`
             returns them. None: all.
-    Raises ValueError for blocks or channels that do not exist or are in no order; for a model that
-    is no causal LM, is quantized or has adapters; for blocks that share their keys and values or
-    compute otherwise at another place; and for narrower MLPs in a model whose MLPs are unknown.
+        heads: for each block of the *teacher* the groups of heads to keep [G], as `choose_heads`
+            returns them: a head of keys and values with all heads of queries that read it. None:
+            all.
+    Raises ValueError for blocks, channels or heads that do not exist or are in no order; for a
+    model that is no causal LM, is quantized or has adapters; for blocks that share their keys and
+    values or compute otherwise at another place; for narrower MLPs or fewer heads in a model of
+    which these are unknown; and for a number of heads that its configuration does not allow.
     """
     require_causal_lm(teacher)
     require_plain_model(teacher)
     of_teacher = decoder_blocks(teacher)
     if blocks is None:
         blocks = range(len(of_teacher))
-    blocks = _checked_numbers(below=len(of_teacher), blocks=blocks)
+    blocks = checked_numbers(below=len(of_teacher), blocks=blocks)
     if channels is not None:
-        channels = _checked_channels(teacher, channels)
+        available = [mlp_of(block).channels for block in of_teacher]
+        channels = checked_parts(available, channels=channels)
+    if heads is not None:
+        available = [attention_of(block, teacher.config).groups for block in of_teacher]
+        heads = checked_parts(available, heads=heads)
 
-    config = smaller_config(teacher, blocks=blocks, channels=channels)
+    config = smaller_config(teacher, blocks=blocks, channels=channels, heads=heads)
     student = _empty_model(teacher, config)
+    tensors = tensors_of_student(teacher, blocks=blocks, channels=channels, heads=heads)
     require_same_settings(student, teacher, blocks=blocks)
-    tensors = tensors_of_student(teacher, blocks=blocks, channels=channels)
+    require_same_shapes(student, tensors)
     student.load_state_dict(tensors)
     student.tie_weights()
     student.generation_config = copy.deepcopy(teacher.generation_config)
@@ -137,21 +152,12 @@ def block_influence(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> l
     require_causal_lm(model)
     blocks = list(decoder_blocks(model))
     sums = [0.0] * len(blocks)
-    positions = 0
-    mask = torch.empty(0)
 
     def add(number: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, S]
-        sums[number] += cosine[mask].sum().item()
+        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [T]
+        sums[number] += cosine.sum().item()
 
-    check_several(batches=batches)
-    with _Watched(blocks, add):
-        for number, batch in enumerate(batches):
-            _check_batch(model, batch, number)
-            mask = _shown(batch)  # [B, S]
-            positions += int(mask.sum())
-            _run(model, batch)
-    _check_measured(positions)
+    positions = watch(model, blocks, batches, add)
     return [1 - total / positions for total in sums]
 
 
@@ -166,22 +172,11 @@ def channel_importance(
     require_causal_lm(model)
     mlps = [mlp_of(block) for block in decoder_blocks(model)]
     sums = [torch.zeros(mlp.channels, device=model.device) for mlp in mlps]
-    positions = 0
-    mask = torch.empty(0)
 
     def add(number: int, activations: torch.Tensor, _output: torch.Tensor) -> None:
-        # [B, S, F]; some models flatten it to [B * S, F]
-        of_positions = activations.reshape(*mask.shape, -1)[mask].float()
-        sums[number] += of_positions.square().sum(0)
+        sums[number] += activations.float().square().sum(0)  # of [T, F]
 
-    check_several(batches=batches)
-    with _Watched([mlp.out for mlp in mlps], add):
-        for number, batch in enumerate(batches):
-            _check_batch(model, batch, number)
-            mask = _shown(batch)
-            positions += int(mask.sum())
-            _run(model, batch)
-    _check_measured(positions)
+    positions = watch(model, [mlp.out for mlp in mlps], batches, add)
     return [total / positions * mlp.out_norms().square() for total, mlp in zip(sums, mlps)]
 
 
@@ -235,18 +230,7 @@ def choose_channels(importance: Sequence[torch.Tensor], *, keep: int) -> list[to
     Raises ValueError for importance that is no list of tensors [F], as `channel_importance` makes
     it, and for `keep` outside 1 … number of channels.
     """
-    check_several(importance=importance)
-    if len(importance) == 0 or not all(_is_vector(of_block) for of_block in importance):
-        raise ValueError(
-            "importance is no list of tensors [F], one for each block: give what "
-            "channel_importance(model, batches) returns"
-        )
-    check_whole(keep=keep, most=min(len(of_block) for of_block in importance))
-    return [of_block.topk(keep).indices.sort().values for of_block in importance]
-
-
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1
+    return largest(importance, keep=keep, made_by="channel_importance")
 
 
 def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
@@ -261,7 +245,7 @@ def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
     Raises ValueError for blocks that do not exist or are in no order.
     """
     check_whole(of=of)
-    blocks = _checked_numbers(below=of, blocks=blocks)
+    blocks = checked_numbers(below=of, blocks=blocks)
     next_kept = [*blocks[1:], of]
     return [(number, following - 1) for number, following in enumerate(next_kept)]
 
@@ -280,102 +264,18 @@ def _empty_model(teacher: Any, config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=teacher.dtype)
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-class _Watched:
-    """Context: after each module's forward, `see(number, input, output)` is called."""
-
-    def __init__(self, modules: Sequence[nn.Module], see: Any) -> None:
-        self._modules = modules
-        self._see = see
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> _Watched:
-        for number, module in enumerate(self._modules):
-            hook = self._hook_of(number)
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook_of(self, number: int) -> Any:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            before = args[0] if args else kwargs["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
-            self._see(number, before, after)
-
-        return hook
-
-
-def _run(model: Any, batch: dict[str, torch.Tensor]) -> None:
-    """A forward without gradients, of the inputs alone: with labels there would be all logits."""
-    inputs = {name: batch[name].to(model.device) for name in batch if name != "labels"}
-    with evaluating(model):
-        model(**inputs, use_cache=False, logits_to_keep=1)
-
-
-def _shown(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which positions count: bool [B, S]."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        mask = torch.ones_like(batch["input_ids"])
-    return mask.bool()
-
-
-def _check_measured(positions: int) -> None:
-    if positions == 0:
-        raise ValueError("there is no text to measure on: give batches with input_ids [B, S]")
-
-
-def _check_batch(model: Any, batch: Any, number: int) -> None:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    check_batch(batch, vocabulary=vocabulary, name=f"batch {number}")
-
-
-def _checked_numbers(*, below: int, **given: Any) -> list[int]:
-    """The numbers as a list. Raises ValueError unless they are 0 … below - 1, in rising order."""
-    check_several(**given)
-    name, value = next(iter(given.items()))
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    numbers = list(value)
-    whole = all(isinstance(number, int) for number in numbers)
-    rising = whole and all(first < second for first, second in pairwise(numbers))
-    if not numbers or not rising or numbers[0] < 0 or numbers[-1] >= below:
-        raise ValueError(
-            f"{name}={numbers[:8]}: give whole numbers from 0 to {below - 1} in rising order"
-        )
-    return numbers
-
-
-def _checked_channels(teacher: Any, channels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As tensors. Raises ValueError unless each block keeps as many channels that exist."""
-    mlps = [mlp_of(block) for block in decoder_blocks(teacher)]
-    check_several(channels=channels)
-    for number, kept in enumerate(channels):
-        check_several(**{f"channels[{number}]": kept})
-    if len(channels) != len(mlps) or len({len(kept) for kept in channels}) != 1:
-        raise ValueError(
-            f"channels are {[len(kept) for kept in channels]} for {len(mlps)} blocks: "
-            f"give each block of the teacher equally many"
-        )
-    checked = []
-    for number, (kept, mlp) in enumerate(zip(channels, mlps)):
-        listed = _checked_numbers(below=mlp.channels, **{f"channels[{number}]": kept})
-        checked.append(torch.tensor(listed))
-    return checked
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
 def predicted_parameters(
-    model: Any, *, blocks: int | None = None, channels: int | None = None
+    model: Any,
+    *,
+    blocks: int | None = None,
+    channels: int | None = None,
+    heads: int | None = None,
 ) -> int:
-    """How many parameters a student of `model` has with so many blocks and channels per MLP.
+    """How many parameters a student of `model` has with so many blocks, channels per MLP and groups
+    of heads per block.
 
     Raises ValueError for more of them than the model has, and for no causal LM.
     """
@@ -384,10 +284,15 @@ def predicted_parameters(
     if blocks is None:
         blocks = len(of_model)
     check_whole(blocks=blocks, most=len(of_model))
-    per_block = sum(parameter.numel() for parameter in of_model[0].parameters())
+    first = of_model[0]
+    per_block = sum(parameter.numel() for parameter in first.parameters())
     outside = model.num_parameters() - len(of_model) * per_block
     if channels is not None:
-        mlp = mlp_of(of_model[0])
+        mlp = mlp_of(first)
         check_whole(channels=channels, most=mlp.channels)
         per_block -= (mlp.channels - channels) * mlp.parameters_per_channel()
+    if heads is not None:
+        attention = attention_of(first, model.config)
+        check_whole(heads=heads, most=attention.groups)
+        per_block -= (attention.groups - heads) * attention.parameters_per_group(first)
     return outside + blocks * per_block

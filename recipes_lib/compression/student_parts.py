@@ -1,39 +1,23 @@
 """What a smaller model takes from the larger one: its settings, and its tensors.
 
-Part of student. An MLP is known by the names of its layers:
-
-    Llama, Qwen, Mistral, Gemma    gate_proj, up_proj [F, D]    down_proj [D, F]
-    Phi-3                          gate_up_proj [2F, D]         down_proj [D, F]
-    GPT-2                          c_fc [D, F] (Conv1D)         c_proj [F, D] (Conv1D)
-    GPT-NeoX                       dense_h_to_4h [F, D]         dense_4h_to_h [D, F]
-    Phi, OPT                       fc1 [F, D]                   fc2 [D, F]
-
-Shapes: D hidden, F channels of the feed-forward, K of them kept.
+Part of student. Which rows and columns belong to a channel or a head say student_mlps and
+student_heads.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from recipes_lib.core.causal_lm import EXPERTS, ROUTERS, decoder_blocks, leaf_names
+from recipes_lib.compression.student_heads import attention_of, with_fewer_heads
+from recipes_lib.compression.student_mlps import mlp_of
+from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.linears import refuse_quantized
-from recipes_lib.core.plain_step import features, is_linear
 from recipes_lib.core.sizes import quantization_tensors
-
-# Which layers make the channels, how many rows each has for a channel, and which reads them.
-KNOWN_MLPS = (
-    (("gate_proj", "up_proj"), 1, "down_proj"),
-    (("gate_up_proj",), 2, "down_proj"),
-    (("c_fc",), 1, "mlp.c_proj"),
-    (("dense_h_to_4h",), 1, "dense_4h_to_h"),
-    (("fc1",), 1, "fc2"),
-)
 
 # Settings of a configuration that are a list with one entry per block.
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
@@ -43,75 +27,20 @@ NAMES_OF_WIDTH = ("intermediate_size", "n_inner", "ffn_dim")
 
 # Attributes of modules that tell where a block is, or how wide it is, and not what it computes.
 PLACE_AND_WIDTH = {"training", "layer_idx", "in_features", "out_features", "intermediate_size"}
-PLACE_AND_WIDTH |= {"nf", "nx"}
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """The feed-forward of a block, by the names of its layers inside the block."""
-
-    into: dict[str, nn.Module]  # what makes the channels
-    rows_per_channel: int  # of each of these layers
-    out_name: str
-    out: nn.Module  # what reads them
-
-    @property
-    def channels(self) -> int:
-        """F."""
-        return features(self.out)[0]
-
-    def out_norms(self) -> torch.Tensor:
-        """The length of each channel's column in the layer that reads it: fp32 [F]."""
-        weight = self.out.weight.detach().float()
-        other_dim = 1 if _is_transposed(self.out) else 0
-        return weight.norm(dim=other_dim)
-
-    def parameters_per_channel(self) -> int:
-        """Parameters that go with one channel."""
-        count = features(self.out)[1]
-        for layer in self.into.values():
-            count += self.rows_per_channel * features(layer)[0]
-            if layer.bias is not None:
-                count += self.rows_per_channel
-        return count
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """Conv1D stores its weight as [in, out], a linear layer as [out, in]."""
-    return not isinstance(layer, nn.Linear)
-
-
-def mlp_of(block: nn.Module) -> Mlp:
-    """The MLP of a block. Raises ValueError if its layers have none of the known names."""
-    layers = {name: module for name, module in block.named_modules() if is_linear(module)}
-    mixture = leaf_names(block) & (ROUTERS | EXPERTS)
-    for into, rows, out in KNOWN_MLPS:
-        found = [_ending(layers, name) for name in (*into, out)]
-        if all(found) and not mixture:
-            *names_into, out_name = found
-            makers = {name: layers[name] for name in names_into}
-            return Mlp(makers, rows, out_name, layers[out_name])
-    raise ValueError(
-        f"the MLP of {type(block).__name__} has none of the known forms "
-        f"(gate_proj, up_proj, down_proj; c_fc, c_proj; …): leave its channels as they are"
-    )
-
-
-def _ending(names: Sequence[str] | dict[str, Any], ending: str) -> str | None:
-    """The one name that is `ending`, or ends with it after a dot."""
-    found = [name for name in names if f".{name}".endswith(f".{ending}")]
-    if len(found) == 1:
-        return found[0]
-    return None
+PLACE_AND_WIDTH |= {"nf", "nx", "num_heads", "num_attention_heads", "num_key_value_heads"}
 
 
 # --- settings -------------------------------------------------------------------------------------
 
 
 def smaller_config(
-    teacher: Any, *, blocks: Sequence[int], channels: Sequence[torch.Tensor] | None
+    teacher: Any,
+    *,
+    blocks: Sequence[int],
+    channels: Sequence[torch.Tensor] | None,
+    heads: Sequence[torch.Tensor] | None,
 ) -> Any:
-    """A copy of the teacher's configuration for a model with these blocks and channels."""
+    """A copy of the teacher's configuration for a model with these blocks, channels and heads."""
     whole = copy.deepcopy(teacher.config)
     config = whole.get_text_config()
     config.num_hidden_layers = len(blocks)
@@ -128,6 +57,8 @@ def smaller_config(
             )
         for name in known:
             setattr(config, name, len(channels[0]))
+    if heads is not None:
+        with_fewer_heads(config, groups=len(heads[0]))
     return whole
 
 
@@ -167,8 +98,21 @@ def require_same_settings(student: Any, teacher: Any, *, blocks: Sequence[int]) 
         if different:
             raise ValueError(
                 f"block {blocks[number]} of {type(teacher).__name__} computes otherwise as block "
-                f"{number} of a student, for its {different[0]} depends on its number: "
-                f"keep all blocks, or choose others"
+                f"{number} of a student, for its {different[0]} depends on its number or on the "
+                f"number of heads: keep all blocks and heads, or choose others"
+            )
+
+
+def require_same_shapes(student: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError if the student's class makes a tensor in another shape than it was cut to.
+
+    With fewer heads: one norm over all heads, a parameter for each, or heads that get wider.
+    """
+    for name, tensor in student.state_dict().items():
+        if name in tensors and tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"{name} of {type(student).__name__} would be {list(tensor.shape)} in the student, "
+                f"and {list(tensors[name].shape)} of it are known: leave its heads as they are"
             )
 
 
@@ -187,7 +131,11 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 
 
 def tensors_of_student(
-    teacher: Any, *, blocks: Sequence[int], channels: Sequence[torch.Tensor] | None
+    teacher: Any,
+    *,
+    blocks: Sequence[int],
+    channels: Sequence[torch.Tensor] | None,
+    heads: Sequence[torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
     """The student's state dict, made of the teacher's."""
     prefix = _name_of_blocks(teacher)
@@ -201,9 +149,11 @@ def tensors_of_student(
         old = int(number)
         if old not in new_numbers:
             continue
+        block = decoder_blocks(teacher)[old]
         if channels is not None:
-            mlp = mlp_of(decoder_blocks(teacher)[old])
-            tensor = _narrowed(mlp, inside, tensor, channels[old].to(tensor.device))
+            tensor = mlp_of(block).narrowed(inside, tensor, channels[old])
+        if heads is not None:
+            tensor = attention_of(block, teacher.config).narrowed(inside, tensor, heads[old])
         found[f"{prefix}{new_numbers[old]}.{inside}"] = tensor
     return found
 
@@ -212,19 +162,3 @@ def _name_of_blocks(model: Any) -> str:
     """What the names of all tensors in blocks begin with: "model.layers."."""
     blocks = decoder_blocks(model)
     return next(f"{name}." for name, module in model.named_modules() if module is blocks)
-
-
-def _narrowed(mlp: Mlp, name: str, tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """A tensor of a block, by its name inside, with the `kept` [K] channels alone."""
-    layer, _, kind = name.rpartition(".")
-    if layer == mlp.out_name and kind == "weight":
-        channel_dim = 0 if _is_transposed(mlp.out) else 1
-        return tensor.index_select(channel_dim, kept)
-    if layer not in mlp.into:
-        return tensor
-    # Of stacked layers, such as gate and up in one, each has its channels in rows of its own.
-    rows = torch.cat([kept + part * mlp.channels for part in range(mlp.rows_per_channel)])
-    channel_dim = 0
-    if kind == "weight" and _is_transposed(mlp.into[layer]):
-        channel_dim = 1
-    return tensor.index_select(channel_dim, rows)
