@@ -158,8 +158,20 @@ def row_in_ranks(run: Run, name: str) -> str:
     )
 
 
+def row_in_file(run: Run, name: str) -> str:
+    """A row against the first of its group: file, quality and time."""
+    row = row_of(run, name)
+    first = next(each for each in run["rows"] if each["group"] == row["group"])
+    file = percent(row["file_bytes"] / first["file_bytes"] - 1)
+    if row["accuracy"] is not None:
+        quality = f"{row['accuracy']:.1%} right"
+    else:
+        quality = f"perplexity {row['perplexity'] / first['perplexity']:.2f}×"
+    return unbroken([f"{file} file", quality, f"{sentences.time_in_words(row, first)} time"])
+
+
 # What a row says, by the number of the notebook; all others count bytes.
-WORDS = {"02": row_in_ranks, "03": row_in_speed, "04": row_in_tokens}
+WORDS = {"02": row_in_ranks, "03": row_in_speed, "04": row_in_tokens, "06": row_in_file}
 
 
 def unbroken(parts: list[str]) -> str:

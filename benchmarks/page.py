@@ -43,12 +43,13 @@ RANKS = "Training on many GPUs"
 SPEED = "Optimizing inference speed"
 TEXTS = "Training on very long sequences"
 TUNING = "Fine-tuning pretrained models"
+DEVICES = "Training for edge devices"
 TRAPS = "The ten worst traps"
 FIRST = ("01",)  # the notebooks of each side
 SECOND = ("04", "05")
 THIRD = ("03",)
-FOURTH = ("02",)
-PRINTED = (ERRORS, EQUATION, DOCTOR, MODELS, RANKS, SPEED, TEXTS, TUNING, TRAPS)
+FOURTH = ("02", "06")
+PRINTED = (ERRORS, EQUATION, DOCTOR, MODELS, RANKS, SPEED, TEXTS, TUNING, DEVICES, TRAPS)
 
 
 def write(path: Path = PAGE) -> Path:
@@ -264,7 +265,8 @@ def fourth_side(sheet: Sheet, found: Sections) -> float:
     """Draw it. Returns where its lowest line ends."""
     sheet.side()
     footer(sheet, FOURTH)
-    return recipes(sheet, found[RANKS], y=MARGIN - 8)
+    lowest = recipes(sheet, found[RANKS], y=MARGIN - 8)
+    return recipes(sheet, found[DEVICES], y=lowest + SPACE)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ LADDERS = {
     "03": "03_optimizing_inference_speed",
     "04": "04_training_long_sequences",
     "05": "05_fine_tuning_pretrained_models",
+    "06": "06_training_for_edge_devices",
 }
 
 # What a file of results says of its machine; see `core.machine.provenance`.

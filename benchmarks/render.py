@@ -98,13 +98,15 @@ def gpu_ladder(number: str, folder: Path) -> tuple[str, str]:
 
 def ladder(number: str, run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> str:
     """The ladder of a notebook as a table. 02 counts bytes of a rank, 03 tokens per second, 04
-    tokens, and the others bytes."""
+    tokens, 06 bytes of files, and the others bytes of memory."""
     if number == "02":
         return tables.ranks(run)
     if number == "03":
         return tables.speeds(run)
     if number == "04":
         return tables.lengths(run)
+    if number == "06":
+        return tables.files(run)
     return tables.ladder(run, other, number=number)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 from benchmarks.record import machine_line
 from recipes_lib.report.style import MIB
 
+MEGABYTE = 10**6  # as files are given on devices
+
 # --- headlines ----------------------------------------------------------------------------------
 
-# 02 says itself how far off its two kinds of bytes are; 03 compares with a limit.
-OWN_PREDICTION = ("02", "03")
+# 02 and 06 say themselves how far off their bytes are; 03 compares with a limit.
+OWN_PREDICTION = ("02", "03", "06")
 
 
 def headline(number: str, run: dict[str, Any] | None) -> str:
@@ -185,6 +187,28 @@ def _at_most(error: float) -> str:
     return f"{error:.1%} at most"
 
 
+def smaller_files(run: dict[str, Any]) -> str:
+    """Notebook 06: the smallest file of the first group, and how far off its bytes were."""
+    rows = [row for row in run["rows"] if row["group"] == run["rows"][0]["group"]]
+    first = rows[0]
+    least = min(rows, key=_file_bytes)
+    off = []
+    for row in run["rows"]:
+        if row["predicted_bytes"]:
+            off.append(abs(row["file_bytes"] / row["predicted_bytes"] - 1))
+    return (
+        f"**{first['file_bytes'] / MEGABYTE:.1f} → {least['file_bytes'] / MEGABYTE:.2f} MB:** the "
+        f"file of a classifier of handwritten digits, from {first['name']} to {least['name']}, "
+        f"with {first['accuracy']:.1%} and {least['accuracy']:.1%} right. "
+        f"An image takes {first['seconds'] / least['seconds']:.0f} times less time. Predictions "
+        f"of the files are off by {_at_most(max(off))}."
+    )
+
+
+def _file_bytes(row: dict[str, Any]) -> int:
+    return row["file_bytes"]
+
+
 def _tokens_per_second(row: dict[str, Any]) -> float:
     return row["tokens_per_second"]
 
@@ -196,6 +220,7 @@ HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "03": faster_answers,
     "04": longer_texts,
     "05": better_model,
+    "06": smaller_files,
 }
 
 
@@ -204,6 +229,8 @@ HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> float:
     """Time per token against the first row, whose batch may have another number of them."""
+    if "tokens_per_second" not in row:  # one image or one token at a time
+        return row["seconds"] / first["seconds"]
     return first["tokens_per_second"] / row["tokens_per_second"]
 
 

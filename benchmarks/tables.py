@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.record import machine_line
 from benchmarks.sentences import kept_bytes, speed_in_words, time_in_words
 from benchmarks.table_text import line, table
-from recipes_lib.report.style import MIB, mib, percent
+from recipes_lib.report.style import MIB, mib, percent, three_digits
 
 UNSURE = (
     "Times are of a few steps each: on a shared CPU they change from run to run, and bytes do not."
@@ -39,6 +39,13 @@ NOTES = {
         "Time: forward and backward at {timed_at:,} tokens, in turns, relative to the baseline's."
     ),
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
+    "06": (
+        "One thread; one image or one token at a time. Time: against the first row of the group, "
+        "the median of the ratios of single rounds. Predicted: weights and scales alone, without "
+        "the graph. Memory: what loading the file and one call add to a process. The language "
+        "model of this ladder has its first blocks only, so its perplexity says whether two files "
+        "compute the same, and nothing about its quality."
+    ),
 }
 SHARE = (
     "Share of the limit: the time that the step's operations would take at the machine's measured "
@@ -207,6 +214,55 @@ def _rank_cells(row: dict[str, Any]) -> list[str]:
 
 def _in_mib(size: float) -> str:
     return f"{size / MIB:,.1f}"
+
+
+def files(run: dict[str, Any] | None) -> str:
+    """A ladder of files, by groups. Nothing where no run is recorded."""
+    if run is None:
+        return ""
+    columns = ["model", "quality", "predicted", "file", "to the first", "load", "memory"]
+    columns += ["one", "time"]
+    lines = []
+    first = None  # the row that the others of its group are compared with
+    for row in run["rows"]:
+        if first is None or row["group"] != first["group"]:
+            first = row
+            if row["group"]:
+                lines.append(line([f"**{row['group']}**", *[""] * (len(columns) - 1)]))
+        lines.append(line(_file_cells(row, first)))
+    notes = [f"{machine_line(run)}. {NOTES['06']}", *_how_sure(run)]
+    return table(columns, lines, notes)
+
+
+def _file_cells(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
+    if row["accuracy"] is not None:
+        quality = f"{row['accuracy']:.1%} right"
+    else:
+        quality = f"perplexity {row['perplexity']:,.1f}"
+    return [
+        row["name"],
+        quality,
+        _megabytes(row["predicted_bytes"]),
+        _megabytes(row["file_bytes"]),
+        f"{row['file_bytes'] / first['file_bytes']:.0%}",
+        _milliseconds(row["load_seconds"]),
+        _megabytes(row["peak_bytes"]),
+        _milliseconds(row["seconds"]),
+        time_in_words(row, first),
+    ]
+
+
+def _megabytes(size: float | None) -> str:
+    """Millions of bytes, as files are given on devices; nothing for what is not known."""
+    if size is None:
+        return ""
+    return f"{three_digits(size / 10**6)} MB"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{three_digits(seconds * 1000)} ms"
 
 
 def speeds(run: dict[str, Any] | None) -> str:

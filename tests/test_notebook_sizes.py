@@ -95,8 +95,7 @@ def test_one_rank_of_make_gpu_fits(tier):
     assert needed + CONTEXT < CARDS[tier]
 
 
-# Four cards of these tiers: with smaller ones the notebook has no sizes that fit yet.
-@pytest.mark.parametrize("tier", ["gpu80"])
+@pytest.mark.parametrize("tier", CARDS)
 def test_the_ranks_of_four_gpus_fit(tier):
     """The mistake: the first GPU serves a rank of all three pools, and none gives memory back."""
     sizes = sizes_of_tiers(SCALING, on_gpus=True)[tier]

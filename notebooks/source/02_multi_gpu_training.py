@@ -21,7 +21,7 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
 # <!-- end -->
 #
-# A model that trains on one GPU can train on many, in about a dozen ways. Many texts about them show figures without code, or code without figures. This notebook starts real processes that train together, on any machine. For each row of its table it predicts what a process keeps and sends, then measures both, and checks that the loss is the same number as that of one process.
+# A model that trains on one GPU can train on many, in about a dozen ways. This notebook starts real processes that train together, on any machine. For each row of its table it predicts what a process keeps and sends, then measures both, and checks that the loss is the same number as that of one process.
 #
 # | | |
 # |---|---|
@@ -44,10 +44,10 @@
 # | 7 | pipeline parallel | the stack of blocks | [pipeline_parallel.py](../recipes_lib/parallel/pipeline_parallel.py) |
 # | 8 | context parallel | the sequence | [context_parallel.py](../recipes_lib/parallel/context_parallel.py) |
 # | 9 | mixture of experts | experts | [mixture_of_experts.py](../recipes_lib/architecture/mixture_of_experts.py) |
-# | 10 | data loading | the waiting | [data_loading.py](../recipes_lib/training/data_loading.py) |
-# | 11 | checkpoints and restarts | the risk | [checkpoint.py](../recipes_lib/parallel/checkpoint.py) |
+# | 10 | data loading | rows, which are read while the step before runs | [data_loading.py](../recipes_lib/training/data_loading.py) |
+# | 11 | checkpoints and restarts | what is saved: each rank writes its part | [checkpoint.py](../recipes_lib/parallel/checkpoint.py) |
 #
-# Each file is short, and its first lines explain the recipe. At the end there are files to start the same training with `torchrun`, accelerate, DeepSpeed, SLURM, Axolotl and Megatron.
+# The first lines of each file explain its recipe. At the end there are files to start the same training with `torchrun`, accelerate, DeepSpeed, SLURM, Axolotl and Megatron.
 #
 # ## Setup
 #
@@ -71,6 +71,7 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 # %%
 import tempfile
+import time
 from functools import partial
 
 import torch
@@ -84,7 +85,7 @@ torch.set_num_threads(1)
 # %% [markdown]
 # A training on many GPUs is many copies of one program, one process for each GPU. Such a process is called a *rank*, and the number of ranks N is the *world size*. Ranks exchange tensors by *collectives*, calls that all of them make together. On GPUs the library for that is NCCL, on CPUs it is gloo. The programs are the same. So with four GPUs or more the ranks below run on GPUs, and on any other machine on its CPU.
 #
-# All sizes stand in one cell. The model is small, and each byte of the text is a token. What a rank keeps and sends depends on shapes only, so it is the same on GPUs. The times are CPU times: they do not say how fast a network of GPUs is.
+# All sizes stand in one cell, and with `RECIPES_FAST=1` they are tiny. The model is small, and each byte of the text is a token. What a rank keeps and sends depends on shapes only, so it is the same on GPUs. Without four GPUs the times are CPU times: they do not say how fast a network of GPUs is.
 
 # %%
 # A Llama-like model: every number of ranks up to eight divides its sizes.
@@ -95,17 +96,32 @@ large |= dict(num_attention_heads=32, num_key_value_heads=8)
 tiny = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=4)
 tiny |= dict(num_attention_heads=4, num_key_value_heads=4)
 
+# Deep and thin, for the bars of up to 64 ranks: each gets a block or a head of its own.
+deep = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=64)
+deep |= dict(num_attention_heads=64, num_key_value_heads=64)
+
 on_gpus = torch.cuda.device_count() >= 4
 ranks_on = "cuda" if on_gpus else "cpu"
-# Rows and tokens of the whole batch of a step; steps of each run; rounds of timing.
-full = dict(model=large if on_gpus else small, rows=8, tokens=128, steps=5, rounds=3)
-# The largest message has 2^24 bytes; None means all 80 blocks of the dry run.
-full |= dict(largest_message=24, slow_rows=12, dry_layers=None, peak_layers=4)
-brief = dict(model=tiny, rows=8, tokens=32, steps=3, rounds=1)
+full = dict(
+    model=small,
+    bars_model=deep,
+    rows=8,  # of the whole batch of a step
+    tokens=128,  # of a row
+    steps=5,  # of each run; the first two warm up
+    rounds=3,  # of timing, at the end
+    largest_message=24,  # of the bandwidth test: 2^24 bytes
+    slow_rows=12,  # batches of section 10
+    dry_layers=None,  # blocks of the model with 70 billion weights: all 80
+    peak_layers=4,  # blocks of the model with 8 billion weights
+)
+brief = full | dict(model=tiny, bars_model=tiny, tokens=32, steps=3, rounds=1)
 brief |= dict(largest_message=18, slow_rows=6, dry_layers=2, peak_layers=1)
-
-# A machine with one GPU runs its ranks on the CPU, so its sizes are those of a CPU.
-sizes = choose_sizes(cpu=full, gpu16=full, gpu24=full, gpu80=full, fast=brief)
+# A machine with fewer than four GPUs runs its ranks on the CPU: its sizes are those of a CPU.
+# The first of four GPUs has a rank of three pools, so cards below 80 GiB take fewer blocks.
+middle = large | dict(num_hidden_layers=2)
+gpus = full | dict(model=middle) if on_gpus else full
+gpus_of_80 = full | dict(model=large) if on_gpus else full
+sizes = choose_sizes(cpu=full, gpu16=gpus, gpu24=gpus, gpu80=gpus_of_80, fast=brief)
 sizes
 
 # %% [markdown]
@@ -124,7 +140,7 @@ sizes
 # send             from one rank to another                                 B
 # ```
 #
-# An *all-to-all*, in which each rank has a different part for every other rank, sends (N-1)/N · B as well, and so does a *broadcast* from one rank to all, on average over the ranks. Every number that is printed below as *predicted* or *expected* comes from the equation and from these lines. The table of this notebook, the *ladder*, counts what a rank holds when its optimizer steps: weights, gradients and states. It does not count activations.
+# An *all-to-all*, in which each rank has a different part for every other rank, sends (N-1)/N · B as well, and so does a *broadcast* from one rank to all, on average over the ranks. The table of this notebook, the *ladder*, counts what a rank holds when its optimizer steps: weights, gradients and states. It does not count activations. What it predicts comes from the equation and from these lines.
 #
 # ## Part A: ranks, and how they talk
 #
@@ -143,8 +159,13 @@ sizes
 from recipes_lib.core.rank_pool import RankPool
 from recipes_lib.workflows.on_ranks.demonstrations import who_is_there
 
+# The processes of a pool start at its first call, and stay for the next ones.
 pools = {count: RankPool(ranks=count, device=ranks_on) for count in (1, 2, 4)}
-for rank, process, total in pools[2].run(who_is_there):
+for call in ("first", "second"):
+    begin = time.perf_counter()
+    answers = pools[2].run(who_is_there)
+    print(f"the {call} call took {time.perf_counter() - begin:.2f} s")
+for rank, process, total in answers:
     print(f"rank {rank} is process {process}, and its sum is {total:.0f}")
 
 # %% [markdown]
@@ -152,7 +173,7 @@ for rank, process, total in pools[2].run(who_is_there):
 #
 # **How do I use it?** In a notebook as above, or once with `recipes_lib.core.launch.launch(function, ranks=4)`. A script is started with `torchrun --standalone --nproc-per-node 4 train.py`.
 #
-# **What does it cost?** Each process imports PyTorch, which takes seconds and some 300 MB. The functions have to be in a module.
+# **What does it cost?** Each process imports PyTorch and takes memory of its own. That is why the first call takes seconds, and the second does not. The functions have to be in a module, and a process reads a module once. After a change of the file, `pools[2].close()` lets the next call start new processes, which read it again.
 #
 # #### Bandwidth test
 #
@@ -172,12 +193,14 @@ from recipes_lib.report.rank_charts import bus_chart
 from recipes_lib.report.show import show
 from recipes_lib.workflows.on_ranks.by_hand import ring_by_hand
 
+# In every section: the idea in a few lines, run, and compared with the library's call.
 show(ring_all_reduce)
 difference = pools[4].run(ring_by_hand)
 assert difference < 1e-5
 print(f"by hand and library differ by {difference:.0e}")
 
 # %%
+# From 4 KiB on, each message is eight times as large as the one before.
 message_sizes = [2**power for power in range(12, sizes.largest_message + 1, 3)]
 curves = {}
 links = {}
@@ -185,25 +208,33 @@ for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
     points = pools[2].run(measure_bus_bandwidth, kind=kind, sizes=message_sizes)
     curves[kind] = [(point.size, point.bus_bandwidth) for point in points]
     try:
+        # The line through the times: seconds = latency + bytes / bandwidth.
         links[kind] = fit_link(points)
     except ValueError as reason:  # too few sizes, or times that are too uneven
         print(f"{kind}: {reason}")
 for kind, link in links.items():
     print(f"{kind:<15}{link.latency * 1e6:6.0f} µs per message", end="")
     print(f", then {link.bytes_per_second / 1e9:.2f} GB/s")
+if "all_reduce" in links:
+    seconds_of = links["all_reduce"].seconds
+    small_call, large_call = seconds_of(2**12), seconds_of(2**20)
+    print(f"an all-reduce by its line: {small_call * 1e6:.0f} µs for 4 KiB, ", end="")
+    print(f"{large_call / small_call:.1f} times as long for 1 MiB")
 bus_chart(curves)
 
 # %% [markdown]
-# **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. Add it up for the all-reduce with the numbers of its line: seconds = latency + bytes / bandwidth. For 4 KiB nearly all of it is latency. By this line 1 MiB takes a few times as long, and not 256 times. The times of single small messages scatter around the line. That is why libraries collect small tensors into large *buckets*. The four bandwidths differ here, because on a CPU the "network" is a copy in memory, and additions and further copies take as long as the sending.
+# **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. The times lie near a line, seconds = latency + bytes / bandwidth. Those of single small messages scatter around it. For 4 KiB nearly all of the time is latency, so 256 times as many bytes take far less than 256 times as long: the last line above answers the guess. That is why libraries collect small tensors into large *buckets*. The four bandwidths are not one number here. On a CPU the "network" is a copy in memory, so the additions and further copies of a collective count as well.
 #
-# **How do I use it?** On GPUs the same numbers come from `nccl-tests`: `all_reduce_perf -b 8 -e 8G -f 2 -g 8`. Inside one machine with NVLink expect hundreds of GB/s, between machines what the network cards say.
+# **How do I use it?** On GPUs the same numbers come from `nccl-tests`: `all_reduce_perf -b 8 -e 8G -f 2 -g 8`. Compare them with the data sheets: inside a machine with that of NVLink or PCIe, between machines with that of the network cards.
 
 # %% [markdown]
 # ## Baseline: one process alone
 #
-# One process trains on the whole batch. It is what all other rows are compared with. `train_on_ranks` builds the model, lets the strategy change it, and takes the steps; the whole list of strategies is one short file: [strategies.py](../recipes_lib/workflows/on_ranks/strategies.py).
+# One process trains on the whole batch. It is what all other rows are compared with. `train_on_ranks` builds the model, lets the strategy change it, and takes the steps. The list of all strategies is one file: [strategies.py](../recipes_lib/workflows/on_ranks/strategies.py).
 #
 # All rows use AdamW with a large epsilon. In its first step Adam moves every weight by the same amount, in the direction of the gradient's sign. Where a gradient is nearly zero, the order of a sum decides its sign, and then no two programs agree. With the large epsilon such weights stay where they are, and two strategies can be compared digit by digit.
+#
+# Each row prints what the arithmetic expects, then what came. In brackets are the collectives of one step. Even one process has an all-gather and an all-reduce: they count the tokens of all ranks and add up the losses. With one rank they send nothing.
 
 # %%
 from recipes_lib.report.rank_ladder import RankLadder
@@ -211,6 +242,7 @@ from recipes_lib.workflows.on_ranks.plans import plan_of
 from recipes_lib.workflows.on_ranks.train import small_llama, train_on_ranks
 
 batch = dict(rows=sizes.rows, tokens=sizes.tokens)
+# For the arithmetic. The ranks build the same model themselves, from the same seed.
 model = small_llama(sizes=sizes.model, tokens=sizes.tokens)
 ladder = RankLadder("02_multi_gpu_training")
 
@@ -219,6 +251,7 @@ def climb(strategy, ranks, group):
     """A row of the ladder: predicted, run on so many ranks, measured."""
     plan = plan_of(strategy, model, ranks=ranks, **batch)
 
+    # The ladder calls it now, and later again, when all rows take turns.
     def run():
         return pools[ranks].run(
             train_on_ranks,
@@ -271,7 +304,7 @@ print(f"by hand and DDP differ by {difference:.0e}")
 climb("DDP", 2, "rows are split")
 
 # %% [markdown]
-# Each rank keeps as much as one process alone: two ranks have twice the memory, and keep the same numbers twice. What DDP saves is time, and the activations of the other rows. The answer to the guess is no: a step takes about three quarters of the time here, and not half. (The ladder below measures it in turns.)
+# Each rank keeps as much as one process alone: two ranks have twice the memory, and keep the same numbers twice. What DDP saves is time, and the activations of the other rows. The answer to the guess is no. The ladder at the end measures all rows in turns: there a step takes about three quarters of the time of one process, and not half.
 #
 # **Why not more?** Look at one step. The gradients of the last block are ready when most of backward is still to come. DDP puts them into buckets and sends each bucket as soon as it is full, while the rest of backward goes on. If all gradients are in one bucket, nothing can be sent before the end:
 
@@ -283,9 +316,9 @@ from recipes_lib.workflows.on_ranks.demonstrations import lanes_of_a_step
 def spans_of(lanes):
     """The recorded step as spans of two lanes."""
     spans = []
-    # What is left after backward is the wait for the buckets, and the optimizer's step.
     for part in lanes.compute:
         kind = "backward" if part.name.startswith("backward") else "forward"
+        # After backward a rank waits for the buckets, and then its optimizer steps.
         if part.name.startswith("waiting"):
             kind = "step"
         spans.append(Span("computes", kind, part.start, part.end))
@@ -307,28 +340,26 @@ for name, megabytes in bucket_sizes.items():
         lanes_of_a_step, sizes=sizes.model, bucket_megabytes=megabytes, **batch
     )
     panels[name] = spans_of(lanes)
-    print(
-        f"{name:<11}{len(lanes.communication)} sent, {lanes.hidden_share:.0%} of ",
-        end="",
-    )
-    print(f"the sending beside backward, {lanes.exposed_seconds * 1e3:.0f} ms after it")
+    print(f"{name:<11}{len(lanes.communication)} sent, ", end="")
+    print(f"{lanes.hidden_share:.0%} of the sending while backward still runs")
 lanes_chart(panels, title="Buckets are sent while backward goes on")
 
 # %% [markdown]
-# The last span of the upper lane is the wait for the buckets, and the step of the optimizer. Compare the two shares: with one bucket nothing is sent during backward, with several most of it is. Now compare the lengths of the two steps: on a CPU buckets need not save time. A rank needs its core to send as well, so computing and sending slow each other down, and each bucket has its own latency. On GPUs other parts of the card do the sending, and there the hidden share is time that is saved.
+# The last span of the upper lane is the wait for the buckets, and the step of the optimizer. Compare where the sends are: with one bucket nothing is sent during backward, with several most of it is. Each panel is one recorded step, the one of median length among five. On a CPU buckets need not save time at all: a rank needs its core to send as well, and each bucket has its own latency. On a GPU sending takes a small part of the card, and there the hidden share is time that is saved.
 #
 # #### A mean of means is not the mean
 #
-# Rows have unequal numbers of tokens with a loss. DDP takes the mean over the ranks. If each rank divides by the number of its own tokens, a token on a rank with short rows weighs more than others, and no error says so. The two numbers below are computed from the same batch, without any ranks:
+# Rows have unequal numbers of tokens with a loss. DDP takes the mean over the ranks. If each rank divides by the number of its own tokens, a token on a rank with short rows weighs more than others, and no error says so. Here both means are computed from the same batch, without any ranks:
 
 # %%
 from recipes_lib.core.rank_step import sum_of_losses
 from recipes_lib.workflows.on_ranks.batches import byte_batches
 
 (whole,) = byte_batches(steps=1, **batch)
-half = sizes.rows // 2
+half = sizes.rows // 2  # the rows of each of two ranks
 halves = [{name: part[:half] for name, part in whole.items()}]
 halves += [{name: part[half:] for name, part in whole.items()}]
+# Nothing predicts the first token of a row, and a label of -100 has no loss.
 counts = [int((part["labels"][:, 1:] != -100).sum()) for part in halves]
 with torch.no_grad():
     sums = [sum_of_losses(model, part).item() for part in halves]
@@ -348,17 +379,17 @@ from recipes_lib.parallel.data_parallel_threads import make_replicas, threaded_s
 
 seconds = {}
 for count in (1, 2):
-    replicas = make_replicas(small_llama(sizes=sizes.model, tokens=sizes.tokens), count)
+    replicas = make_replicas(small_llama(sizes=small, tokens=sizes.tokens), count)
     optimizer = torch.optim.SGD(replicas[0].parameters(), lr=1e-3)
-    parts = [whole] if count == 1 else halves
+    parts = [whole] if count == 1 else halves  # a part of the rows for each replica
     seconds[f"{count} in threads"] = partial(
         threaded_step, replicas, optimizer, parts, sum(counts)
     )
 for name, took in in_turns(seconds, rounds=sizes.rounds).items():
-    print(f"{name}: {min(took):.2f} s per step")
+    print(f"{name}: {min(took):.2f} s per step, the fastest of its turns")
 
 # %% [markdown]
-# On two CPU cores the threads do well: the operators are long, and all replicas lie in one memory. On many GPUs one Python process has to start every kernel of every card, it copies the weights in each step, and it cannot reach a second machine. So PyTorch recommends DDP in its place.
+# On two CPU cores the threads do well: the operators are long, and all replicas lie in one memory. With many GPUs, one Python process has to start every kernel of every card. It copies the weights in each step, and it cannot reach a second machine. So PyTorch [recommends DDP](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) in its place.
 #
 # **How do I use it?** `torchrun --nproc-per-node 8 train.py` and `DistributedDataParallel(model)`; the Trainer of transformers wraps the model by itself when torchrun has started it. With several micro-batches, gradients add up on each rank, and one all-reduce at the last micro-batch is enough: put `with model.no_sync():` around the forward *and* the backward of all others.
 #
@@ -396,7 +427,9 @@ climb("ZeRO-1", 2, "rows are split")
 climb("ZeRO-2", 2, "rows are split")
 
 # %% [markdown]
-# **Why not more?** In stage 1, PyTorch's optimizer gives whole parameters to ranks. Here they can be divided evenly, and the states fall to one half; with one very large parameter they would not. And stage 1 sends 40 MiB where the paper needs DDP's 27: gradients are all-reduced, although a rank needs only those that it owns. Stage 2 is built from `fully_shard` here, which keeps the weights whole from forward to backward, and in parts when the optimizer steps. So the ladder shows 8 P for it, 53 MiB, and not the 10 P of the drawing.
+# All ranks get the new values from the owner: the broadcasts above.
+#
+# **Why not more?** In stage 1, PyTorch's optimizer gives whole parameters to ranks. Here they can be divided evenly, and the states fall to one half. With one very large parameter they would not. Stage 1 also sends 40 MiB, where the paper needs DDP's 27: gradients are all-reduced, although a rank needs only those that it owns. Stage 2 is built from `fully_shard` here, which keeps the weights whole from forward to backward, and in parts when the optimizer steps. So the ladder shows 8 P for it, 53 MiB, and not the 10 P of the drawing.
 #
 # **DeepSpeed** is the library of the authors of ZeRO. It lays all parameters into one long row and cuts that, so its parts are equal. Beside the weights it keeps an fp32 copy of its part, the *masters*, even where the weights are fp32 already. This is the same training with the files of [launch/deepspeed](../launch/deepspeed):
 
@@ -409,6 +442,7 @@ if importlib.util.find_spec("deepspeed") is None:
     print("DeepSpeed is not installed: DS_ACCELERATOR=cpu pip install deepspeed")
 else:
     for stage in (1, 2, 3):
+        # The same model, batches and learning rate as in the rows of the ladder.
         came = pools[2].run(
             train_with_deepspeed,
             stage=stage,
@@ -427,7 +461,7 @@ else:
         print(f"DeepSpeed, stage {stage}: MiB of {kept}; losses to {off:.0e}")
 
 # %% [markdown]
-# **How do I use it?** `TrainingArguments(deepspeed="zero2.json")`, or `accelerate launch` with a DeepSpeed plugin. On a CPU both train without splitting anything, and say nothing, unless their settings ask for it; [TRAPS.md](../TRAPS.md) has these cases.
+# **How do I use it?** `TrainingArguments(deepspeed="zero2.json")`, or `accelerate launch` with a DeepSpeed plugin. On CPU ranks both may train without splitting anything, and raise no error. [TRAPS.md](../TRAPS.md#many-ranks) says how to see that.
 #
 # **What does it cost?** Stages 1 and 2 need to send no more than DDP, if the library reduces each gradient to its owner only. Stage 3 sends one and a half times as much as DDP.
 #
@@ -459,7 +493,7 @@ climb("FSDP (ZeRO-3)", 2, "rows are split")
 climb("HSDP", 4, "rows are split")
 
 # %% [markdown]
-# The answer to the guess: one and a half times as many. The three transfers send (N-1)/N · 4 P each, DDP's all-reduce is two of them, and the rows above say 40 MiB and 27 MiB. It is slightly less than that, because the embedding and the output layer are gathered only once.
+# The answer to the guess: one and a half times as many. The three transfers send (N-1)/N · 4 P each, and DDP's all-reduce is two of them. The row of FSDP says 40 MiB, and the row of DDP said 27. It is slightly less than one and a half times, because the embedding and the output layer are gathered only once.
 #
 # **Why not more?** During a step a rank also holds the block that is gathered, the next one that is fetched ahead, and the gradients of a whole block until they are scattered. So its peak is 16 P / N, plus two to four blocks, plus the activations of its rows. The ladder counts only what stays, 16 P / N. The peak can be counted without the ranks. PyTorch lets this process pretend that it is one of 64, with tensors that have shapes and no data. It takes one step on the shape of Llama 3.1 8B, with a few of its blocks, and a row of 512 tokens:
 
@@ -472,14 +506,15 @@ for count in (2, 8, 64):
         shape="llama-3.1-8b", layers=sizes.peak_layers, ranks=count, tokens=512
     )
     peaks[count] = list(peak)
-    gibibytes = [size / 2**30 for size in peak]
-    print(f"{count:>2} ranks: 16 P / N is {gibibytes[2]:5.2f} GiB, the peak ", end="")
-    print(f"{gibibytes[0]:5.2f} predicted, {gibibytes[1]:5.2f} counted")
+    predicted, counted, parts = [size / 2**30 for size in peak]
+    print(f"{count:>2} ranks: 16 P / N is {parts:5.2f} GiB, the peak ", end="")
+    print(f"{predicted:5.2f} predicted, {counted:5.2f} counted: ", end="")
+    print(f"{counted - parts:.2f} more")
 
 # %% [markdown]
-# What is added to 16 P / N hardly falls with N, and even grows a little: blocks that are gathered, the output layer, activations and logits. With many ranks it is nearly all of the peak. Then smaller blocks or checkpoints help, and more ranks do not.
+# The last number is what a rank holds beside 16 P / N: blocks that are gathered, the output layer, activations and logits. It does not fall with N. It even grows, because 16 P / N counts all gradients, and at the peak a part of them does not exist yet: with few ranks this part is large. With many ranks nearly all of the peak is beside 16 P / N. Then smaller blocks or checkpoints help, and more ranks do not.
 #
-# **HSDP** is the same on a grid of ranks: parts within a machine, copies between machines. Its row has four ranks, two copies of two parts, so each keeps as much as FSDP on two ranks, and twice as much as FSDP on four. In return only one all-reduce of a part crosses the slow links between machines.
+# **HSDP** is the same on a grid of ranks: parts within a machine, copies between machines. Its row has four ranks: two copies of two parts. So each rank keeps as much as with FSDP on two ranks, and twice as much as with FSDP on four. In return only one all-reduce of a part crosses the slow links between machines.
 #
 # **Mixed precision.** With `MixedPrecisionPolicy` the gathered weights and the products have 16 bits. What is kept from step to step stays fp32:
 
@@ -513,7 +548,7 @@ for name, row in table.items():
 # %% [markdown]
 # *No shard* is DDP. *Gradients and states* is ZeRO-2 by `fully_shard`: between forward and backward a rank holds the whole weights *and* its own part of them, which is more than DDP holds. *Hybrid* is HSDP with two copies, and *full* is FSDP. Full keeps and holds least, and sends half as much again as no shard.
 #
-# **How do I use it?** `fully_shard(block)` for each block and then for the model, or `fsdp_version: 2` in accelerate. `torch.compile` goes on each block *before* sharding. The other order was reported to be 2.4 times slower on GPUs (issue 4022 of accelerate); we have not measured it.
+# **How do I use it?** `fully_shard(block)` for each block and then for the model, or `fsdp_version: 2` in accelerate. To compile as well, call `block.compile()` on each block *before* sharding, in the order of torchtitan, or pass `compile_blocks=True` to our `apply_fully_sharded`. `torch.compile(block)` returns a wrapper instead, and the hooks that `fully_shard` adds to the block later may never be called. In accelerate such steps took 2.4 times as long as without compiling, until its [pull request 4022](https://github.com/huggingface/accelerate/pull/4022). That was on 16 GPUs; we have not measured it.
 #
 # **What does it cost?** Half as many bytes again as DDP, and small models wait for many small gathers.
 #
@@ -534,6 +569,7 @@ from recipes_lib.workflows.on_ranks.libraries import train_quantized
 
 show(weight_of_shards)
 tuned = {}
+# Each run has its number of ranks, and whether they share the base.
 for name, (count, shards) in {"one process": (1, False), "sharded": (2, True)}.items():
     tuned[name] = pools[count].run(
         train_quantized,
@@ -543,7 +579,7 @@ for name, (count, shards) in {"one process": (1, False), "sharded": (2, True)}.i
         timeout=300,
         **batch,
     )
-    # Nearly all of it is the base and the scales: what one process has, divided by ranks.
+    # Nearly all of it is the base: what one process has, divided by the ranks.
     expected = tuned["one process"]["parameters"] / count / 2**20
     kept = tuned[name]["parameters"] / 2**20
     print(f"{name:<12}{kept:6.2f} MiB of parameters per rank", end="")
@@ -562,16 +598,17 @@ dry = dry_quantized_rank(
     "llama-3.1-70b", ranks=2, rows=1, seq=1024, layers=sizes.dry_layers
 )
 print(f"one of 2 ranks: {dry.total / 2**30:.2f} GiB at its peak")
+# The four largest kinds of tensors at that moment.
 for kind, size in sorted(dry.kinds.items(), key=lambda pair: -pair[1])[:4]:
     print(f"  {kind:<20}{size / 2**30:6.2f} GiB")
 print(f"with its parts in host memory: {dry.beside_shards / 2**30:.2f} GiB on the card")
 
 # %% [markdown]
-# So 70 billion weights do fit two cards of 24 GB, with little left. Half of the weights takes most of it: the codes, their scales, and the embedding, which stays in 16 bits. On top of these tensors a card needs memory for its CUDA context, the driver's own memory, and for gaps between tensors. The last line is the case with *offload*, where the parts wait in host memory. The authors who first published this measured 14.92 GiB per card with offload. Our number is much smaller, and the two do not compare directly: they trained Llama 2 70B with longer rows, and counted all memory that PyTorch had reserved, and not only tensors.
+# So the tensors of 70 billion weights do fit two cards of 24 GB, with little left. Half of the weights takes most of it: the codes, their scales, and the embedding, which stays in 16 bits. On top of these tensors a card needs memory for its CUDA context, the driver's own memory, and for gaps between tensors. The last line is the case with *offload*, where the parts wait in host memory. [Those who first published this](https://www.answer.ai/posts/2024-03-06-fsdp-qlora) measured 14.92 GiB per card with offload. Our number is much smaller, and the two do not compare directly: they trained Llama 2 70B with longer rows, and counted all memory that PyTorch had reserved, and not only tensors.
 #
-# **How do I use it?** Axolotl with `load_in_4bit: true`, `adapter: qlora` and `fsdp_version: 2`; the two files of a complete training are in [launch/axolotl](../launch/axolotl). There the codes are split and the scales stay whole.
+# **How do I use it?** Axolotl with `load_in_4bit: true`, `adapter: qlora` and an `fsdp_config`. The file [llama-3-70b-qlora-fsdp.yaml](../launch/axolotl/llama-3-70b-qlora-fsdp.yaml) is such a training, and says why it takes version 1 of FSDP. There the codes are split and the scales stay whole.
 #
-# **What does it cost?** Every layer is turned into 16 bits twice per step, and all ranks wait for gathers.
+# **What does it cost?** Every layer is turned into 16 bits in forward and again in backward, with checkpoints once more. All ranks wait for the gathers.
 #
 # ## Part D: split the model's work
 #
@@ -588,7 +625,7 @@ print(f"with its parts in host memory: {dry.beside_shards / 2**30:.2f} GiB on th
 #
 # **Guess first.** How often must the ranks of a block talk in forward: for each of its seven matrices?
 #
-# **The idea.** The ranks in a loop, in one process.
+# **The idea.** A loop over the ranks, in one process.
 
 # %%
 from torch.nn import functional
@@ -597,7 +634,7 @@ from recipes_lib.parallel.tensor_parallel import cut_mlp
 
 show(cut_mlp)
 mlp = model.model.layers[0].mlp
-x = torch.randn(5, sizes.model["hidden_size"])
+x = torch.randn(5, sizes.model["hidden_size"])  # five tokens
 weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
 with torch.no_grad():
     difference = (cut_mlp(x, *weights, ranks=4) - mlp(x)).abs().max()
@@ -605,7 +642,7 @@ assert difference < 1e-5
 print(f"four parts and the whole layer differ by {difference:.0e}")
 
 # %% [markdown]
-# PyTorch can also run four *simulated* ranks inside of this process, so that the part of each rank can be printed between two lines of a program. The numbers are whole, so the sums are exact:
+# PyTorch can also run four *simulated* ranks inside of this process, so that the part of each rank can be printed between two lines of a program. The MLP here has whole numbers only, so that the sums are exact and can be checked by hand:
 
 # %%
 from recipes_lib.parallel.tensor_parallel_simulated import simulated_mlp
@@ -617,7 +654,11 @@ climb("tensor parallel", 2, "work is split")
 climb("FSDP × TP", 4, "work is split")
 
 # %% [markdown]
-# **Why not more?** The answer to the guess is two times, not seven: once for attention, once for the MLP. Backward talks at two places as well. What is sent is not weights but the numbers of all tokens, so it grows with the batch: on a CPU each of 34 all-gathers and 34 reduce-scatters sends half of 1 MiB, which makes 34 MiB. The exchanges are in the middle of the work of a block, and nothing else can be computed meanwhile. So tensor parallelism stays within a machine, where links are fast. The norms are whole on each rank. With *sequence parallelism*, which is on here, each rank keeps the numbers between the layers for a part of the tokens only. An all-reduce then becomes a reduce-scatter and an all-gather, which together send as much. With *loss parallelism* no rank ever has the logits of the whole vocabulary.
+# The answer to the guess is two times, not seven: once for attention, once for the MLP. Backward talks at two places as well. The norms are whole on each rank.
+#
+# Two more settings are on here. With *sequence parallelism*, what goes from layer to layer is split by tokens between these places. Each all-reduce then becomes a reduce-scatter and an all-gather, which together send as much. With *loss parallelism* no rank ever has the logits of the whole vocabulary.
+#
+# **Why not more?** What is sent is not weights but activations, so it grows with the batch. The activations between two layers are 1 MiB with the sizes of a CPU. Each of 34 all-gathers and 34 reduce-scatters sends half of it, which makes 34 MiB. The exchanges are in the middle of the work of a block, and nothing else can be computed meanwhile. So tensor parallelism stays within a machine, where links are fast.
 #
 # **How do I use it?** `from_pretrained(…, tp_plan="auto")` under torchrun, `parallelize_module` of PyTorch, or Megatron-core. Together with FSDP: tensor parallel first, on the inner axis of the mesh.
 #
@@ -632,7 +673,7 @@ climb("FSDP × TP", 4, "work is split")
 #          rank 1    . F0 B0 F1 B1 F2 B2 F3 B3  .     a dot is a slot in which the rank is idle
 # ```
 #
-# **Guess first.** p stages and m micro-batches: which part of the time is idle?
+# **Guess first.** With p stages and m micro-batches, which part of the time is a rank idle?
 #
 # **The idea.** A schedule is an order of actions for each rank. In *GPipe* a rank does all forwards, then all backwards. In *1F1B*, one forward and one backward, it changes between them as soon as it can. The two differ only in how many forwards come before the first backward.
 
@@ -649,7 +690,7 @@ from recipes_lib.workflows.on_ranks.demonstrations import grid_of_a_pipeline
 show(warm_up_of_rank, order_of_rank)
 
 # %%
-micro_batches = 4
+micro_batches = 4  # of two rows each
 grids = {}
 for schedule in ("gpipe", "1f1b", "interleaved"):
     grids[schedule] = pools[2].run(
@@ -664,17 +705,19 @@ for schedule in ("gpipe", "1f1b", "interleaved"):
         ranks=2, micro_batches=micro_batches, stages_per_rank=stages_per_rank
     )
     print(f"{schedule:<12}idle by the formula {expected:.0%}", end="")
-    print(f", measured {bubble_of(grids[schedule]):.0%}")
-pipeline_chart(grids)
+    print(f", in one recorded step {bubble_of(grids[schedule]):.0%}")
+pipeline_chart(grids, title="A pipeline begins and ends with idle ranks")
 
 # %% [markdown]
-# The formula counts idle slots as if all stages took the same time and sending took none: (p - 1) / (m + p - 1), here 1 / 5. An *interleaved* schedule gives each rank v thin stages in place of one, and a rank waits only for thin ones: (p - 1) / (v m + p - 1), here 1 / 9. The grids of the figure are measured, and their idle part can be larger than the formula's: the stages are unequal, because one has the output layer, and sending takes time. Interleaved has the smallest idle part, and it sends more often, so its step need not be the shortest.
+# The answer to the guess is (p - 1) / (m + p - 1), here 1 / 5. It counts idle slots as if all stages took the same time and sending took none. An *interleaved* schedule gives each rank v thin stages in place of one. A rank then waits only for thin ones: (p - 1) / (v m + p - 1), here 1 / 9. In return it sends more often.
+#
+# The idle part of a recorded step can be larger than the formula says: the stages are unequal, because one has the output layer, and sending takes time. Each grid of the figure is one recorded step. It shows who waits for whom, and not which schedule is the fastest.
 
 # %%
 climb("pipeline (1F1B)", 2, "work is split")
 
 # %% [markdown]
-# **Why not more?** GPipe and 1F1B have the same bubble, and only more micro-batches make it smaller. What 1F1B saves is memory, which this ladder does not count: a stage keeps the activations of at most p micro-batches, and not of all m. A pipeline sends least of all strategies: the hidden states between two stages, on a CPU 1,024 tokens × 256 numbers × 4 bytes = 1 MiB, and their gradients back.
+# **Why not more?** GPipe and 1F1B have the same bubble, and only more micro-batches make it smaller. What 1F1B saves is memory, which this ladder does not count: a stage keeps the activations of at most p micro-batches, and not of all m. A pipeline sends least of all strategies. With the sizes of a CPU, the hidden states between two stages are 1,024 tokens × 256 numbers × 4 bytes = 1 MiB; one rank sends them, and the other one sends as many bytes of gradients back.
 #
 # **How do I use it?** `torch.distributed.pipelining` with `Schedule1F1B`, Megatron-core's `--pipeline-model-parallel-size`.
 #
@@ -691,7 +734,7 @@ climb("pipeline (1F1B)", 2, "work is split")
 #
 # **Guess first.** Attention is causal: the first tokens see few keys, the last ones see many. Which rank is the slowest, and what can be done?
 #
-# **The idea.** Attention on some keys and on others becomes attention on all of them, by the logarithm of the sum of exponentials.
+# **The idea.** Two results can be joined: attention on some keys, and attention on others. Each is weighted by the sum of its exponentials, of which the logarithm is kept.
 
 # %%
 from recipes_lib.parallel.context_parallel import (
@@ -709,10 +752,11 @@ difference = (in_a_ring - whole_attention).abs().max()
 assert difference < 1e-5
 print(f"the ring and whole attention differ by {difference:.0e}")
 for name, zig_zag in {"in one piece": False, "zig-zag": True}.items():
-    work = predicted_ring_work(4, zig_zag=zig_zag)
+    work = predicted_ring_work(4, zig_zag=zig_zag)  # for each step, of each rank
+    # In each step all ranks wait for the one that has most to do.
     slowest = sum(max(step) for step in work)
     mean = sum(sum(step) / len(step) for step in work)
-    print(f"tokens {name}: the ring waits {slowest / mean:.2f} times the mean work")
+    print(f"tokens {name}: a step takes {slowest / mean:.2f} times the mean work")
 
 # %%
 climb("context parallel (ring)", 2, "work is split")
@@ -721,7 +765,7 @@ climb("context parallel (Ulysses)", 2, "work is split")
 # %% [markdown]
 # The answer to the guess: with tokens in one piece the last rank has most work, because its queries see all keys, and the first rank is idle in all steps but one. The *zig-zag* cuts the text into 2 N pieces and gives each rank one from the front and one from the back: rank 0 gets pieces 0 and 7, rank 3 gets 3 and 4. Then all have the same work in every step.
 #
-# **Why not more?** Weights, gradients and states stay whole. What falls is the activations, which the columns of this ladder do not count. The gradients are all-reduced as under DDP, and attention sends the rest: with the sizes of a CPU 27 MiB and 32 in the ring, 27 and 16 with Ulysses. So it is combined with FSDP over the same ranks. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) shows what a long sequence takes on one device.
+# **Why not more?** Weights, gradients and states stay whole. What falls is the activations, which the columns of this ladder do not count. So it is combined with FSDP over the same ranks. The gradients are all-reduced as under DDP, which sends 27 MiB with the sizes of a CPU. Attention sends the rest: 32 MiB more in the ring, 16 with Ulysses. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) shows what a long sequence takes on one device.
 #
 # **How do I use it?** `context_parallel` of PyTorch on GPUs, `ParallelismConfig(cp_size=…)` in accelerate. Labels have to be shifted *before* the cut, and positions have to be those of the whole text.
 #
@@ -755,6 +799,7 @@ mixture = small_mixture(experts=8, active=2, vocabulary=256)
 parameters = predicted_parameters(mixture)
 print(f"{parameters.total:,} weights, of which a token meets {parameters.active:,}")
 
+# The same row by the experts of transformers, one after the other, and by one grouped product.
 one_row = whole["input_ids"][:1]
 with torch.no_grad():
     plain = mixture(input_ids=one_row).logits
@@ -781,7 +826,7 @@ expert_difference = max(abs(one - other) for one, other in pairs)
 print(f"the losses differ by {expert_difference:.0e}")
 
 # %% [markdown]
-# The answer to the guess is not a quarter, but about half: a token meets 2 of 8 experts, and all of the attention and of the embedding. In large models nearly all weights are in experts, and the part that a token meets comes close to a quarter.
+# The answer to the guess is not a quarter, but about half: a token meets 2 of 8 experts, and all of the attention and of the embedding. In large models nearly all weights are in experts. In Mixtral 8x7B, which has 2 of 8 as well, a token meets 13 of 47 billion (Jiang et al., 2024), and that is close to a quarter.
 #
 # **Why not more?** Only the experts are divided among the ranks. Attention and embedding are whole on each rank, as under DDP, so a rank keeps more than half. And routers are unfair: without a loss that rewards balance, a few experts get most of the tokens, and their rank is the slowest.
 #
@@ -804,8 +849,6 @@ print(f"the losses differ by {expert_difference:.0e}")
 # **Guess first.** Making a batch takes as long as a step. How much of the time is waiting, without and with a worker?
 
 # %%
-import time
-
 from recipes_lib.training.data_loading import (
     measure_stalls,
     predicted_stall_share,
@@ -832,7 +875,7 @@ stalls = {
     "no worker": measure_stalls(slow_batches(), slow_step).share,
     "a worker": measure_stalls(prefetched_by_hand(slow_batches()), slow_step).share,
 }
-for workers, (name, share) in enumerate(stalls.items()):
+for workers, (name, share) in enumerate(stalls.items()):  # 0 workers, then 1
     expected = predicted_stall_share(
         make_seconds=STEP, step_seconds=STEP, workers=workers
     )
@@ -863,6 +906,7 @@ from recipes_lib.workflows.on_ranks.demonstrations import (
 show(save_by_hand, load_by_hand)
 with tempfile.TemporaryDirectory() as folder:
     shape = dict(sizes=sizes.model, **batch)
+    # Steps 0 and 1 on four ranks, then 2 and 3 on two, from what the four have saved.
     before = pools[4].run(
         losses_across_a_checkpoint, folder=folder, steps=2, first=0, **shape
     )
@@ -885,11 +929,11 @@ print(f", in the background for {stall['background'] * 1e3:.0f} ms")
 # %% [markdown]
 # The answer to the guess is yes: all digits above are equal.
 #
-# **Why not more?** A save in the background still stops the training for a while: the parts are copied first, so that the next step does not change what is being written. The copy takes memory as well.
+# **Why not more?** A save in the background still stops the training for a while (each number is of one save): the parts are copied first, so that the next step does not change what is being written. The copy takes memory as well.
 #
 # **How do I use it?** `torch.distributed.checkpoint.save` and `async_save`, with a process group of its own for the background. `torchrun --max-restarts 3` restarts; [launch/train_elastic.py](../launch/train_elastic.py) is the whole program, and a test kills one of its ranks.
 #
-# **What does it cost?** 12 bytes per parameter on disk, for each checkpoint that is kept.
+# **What does it cost?** 12 bytes per parameter on disk, 4 of weights and 8 of states, for each checkpoint that is kept.
 #
 # ## The ladder, and everything combined
 #
@@ -907,18 +951,18 @@ if "all_reduce" in links:
         row = ladder[name]
         calls = sum(row.calls.values())
         sending = calls * link.latency + row.sent_bytes / link.bytes_per_second
-        print(
-            f"{name}: {calls} calls and {row.sent_bytes / 2**20:.0f} MiB take ", end=""
-        )
-        print(
-            f"{sending * 1e3:.0f} ms by the bandwidth test, a step {row.seconds * 1e3:.0f}"
-        )
+        print(f"{name}: {calls} calls and {row.sent_bytes / 2**20:.0f} MiB ", end="")
+        print(f"take {sending * 1e3:.0f} ms by the bandwidth test, ", end="")
+        print(f"{sending / row.seconds:.0%} of a step")
+
+# %% [markdown]
+# By this estimate sending is the smaller part of what is lost. If two ranks shared the work and only had to send beside it, a step would take half the time of one process, and these milliseconds. It takes longer. On a CPU two ranks also share one memory, a rank needs its own core to send, and all of them wait for the slowest at each call. We have not measured these three apart.
 
 # %%
 ladder.chart()
 
 # %% [markdown]
-# **Is it the same training?** The last column is the largest difference of any loss from that of one process. It is about one millionth, which is what rounding leaves when sums are taken in another order. It does not grow from step to step:
+# **Is it the same training?** The last column is the largest difference of any loss from that of one process. It is about one millionth, which is what rounding leaves when sums are taken in another order. In these few steps it does not grow:
 
 # %%
 from recipes_lib.report.rank_charts import same_loss_chart, scaling_chart
@@ -937,7 +981,7 @@ scaling[2] = tokens_in_a_step / ladder["DDP"].seconds
 scaling_chart(scaling)
 
 # %% [markdown]
-# Red is what is missing to the ideal, which is twice the speed. These are CPU numbers. Two cores share one memory, and gloo copies through the system. What carries over to GPUs is the arithmetic: bytes that are kept and sent, and which part of the sending can be hidden.
+# Red is what is missing to the ideal, which is twice the speed. These are CPU numbers. What carries over to GPUs is the arithmetic: bytes that are kept, and bytes that are sent.
 #
 # ### From 2 ranks to 1,024
 #
@@ -951,19 +995,25 @@ from recipes_lib.report.rank_bytes_chart import (
 )
 from recipes_lib.workflows.on_ranks.train import bytes_on_one_of
 
+strategies = ["DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)"]
+strategies += ["tensor parallel", "pipeline (1F1B)"]
+deep_model = small_llama(sizes=sizes.bars_model, tokens=sizes.tokens)
 bars = []
 measured = {}
-refused = {}
 for count in (2, 8, 64):
-    for strategy in ("DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)", "tensor parallel"):
-        many = dict(rows=count, tokens=sizes.tokens, ranks=count)
+    for strategy in strategies:
+        # A row for each rank; in a pipeline each row is a micro-batch.
+        many = dict(rows=count, tokens=sizes.tokens, ranks=count, micro_batches=count)
         try:
-            plan = plan_of(strategy, model, **many).budget
+            plan = plan_of(strategy, deep_model, **many).budget
             kept = bytes_on_one_of(
-                strategy=strategy, ranks=count, sizes=sizes.model, tokens=sizes.tokens
+                strategy=strategy,
+                ranks=count,
+                sizes=sizes.bars_model,
+                tokens=sizes.tokens,
             )
-        except ValueError as reason:
-            refused[f"{strategy}, {count} ranks"] = str(reason)
+        except ValueError as reason:  # a small model has too few blocks and heads
+            print(f"{strategy}, {count} ranks: {reason}")
             continue
         bars.append(
             RankBar(
@@ -976,24 +1026,16 @@ for count in (2, 8, 64):
             )
         )
         measured.setdefault(strategy, []).append((count, bars[-1].total))
-for name, reason in refused.items():
-    print(f"{name}: {reason}")
 rank_bytes_chart(bars, title="Only what is split falls with the number of ranks")
 
 # %%
-P = model.num_parameters()
-formulas = {}
-for strategy in ("DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)"):
-    line = []
-    for count in (1, 2, 4, 8, 16, 64, 256, 1024):
-        share = {
-            "DDP": 16 * P,
-            "ZeRO-1": 8 * P + 8 * P / count,
-            "ZeRO-2": 4 * P + 12 * P / count,
-            "FSDP (ZeRO-3)": 16 * P / count,
-        }
-        line.append((count, share[strategy]))
-    formulas[strategy] = line
+P = deep_model.num_parameters()
+formulas = {"DDP": [], "ZeRO-1": [], "ZeRO-2": [], "FSDP (ZeRO-3)": []}
+for count in (1, 2, 4, 8, 16, 64, 256, 1024):
+    formulas["DDP"].append((count, 16 * P))
+    formulas["ZeRO-1"].append((count, 8 * P + 8 * P / count))
+    formulas["ZeRO-2"].append((count, 4 * P + 12 * P / count))
+    formulas["FSDP (ZeRO-3)"].append((count, 16 * P / count))
 # The points of stage 2 are those of `fully_shard`, which keeps less between two steps.
 on_the_lines = {name: measured[name] for name in ("DDP", "ZeRO-1", "FSDP (ZeRO-3)")}
 bytes_by_ranks_chart(
@@ -1001,11 +1043,11 @@ bytes_by_ranks_chart(
 )
 
 # %% [markdown]
-# On 64 ranks ZeRO-1 keeps a little more than its formula: one parameter is larger than a 64th of the model, and PyTorch does not cut it. Tensor parallelism has no bar for 64 ranks: the model has 8 heads, and no more ranks than that can share them.
+# The model of these bars is deeper and thinner than that of the ladder: with 64 blocks and 64 heads, 64 ranks can share it in every way. A pipeline's bar is that of its fullest rank: besides its blocks it has the embedding or the output layer. Where a bar of tensor parallelism is longer than that of FSDP, the norms and what else is not cut stay whole on each rank.
 #
 # ### Which strategy when?
 #
-# Take the first that fits, from the one that sends least to the one that keeps least. The map is computed by arithmetic alone, for fp32 and AdamW, on cards of 80 GiB of which 10 are for activations. It has two rules beside memory: tensor parallelism (TP) takes 8 ranks of one machine, and FSDP alone is not used on more than 512 ranks, because its gathers then take too long:
+# Take the first that fits, from the one that sends least to the one that keeps least. The map is computed by arithmetic alone, for a training of all weights in fp32 with AdamW, on cards of 80 GiB of which 10 are for activations. It has two rules beside memory, from *The Ultra-Scale Playbook*: tensor parallelism (TP) takes the 8 ranks of one machine, and FSDP alone is not used on more than 512 ranks, because its gathers then take too long:
 
 # %%
 from recipes_lib.report.strategy_map_chart import strategy_map_chart
@@ -1027,7 +1069,11 @@ strategy_map_chart(
 )
 
 # %% [markdown]
-# **What goes together.** FSDP combines with tensor parallelism, and both combine with a pipeline: each has its own axis of a *mesh*, a grid of ranks. Context parallelism and QLoRA combine with FSDP. **What does not.** An optimizer that steps in backward does not combine with strategies that average gradients: it would step before the average is there. A pipeline does not go well with FSDP that gathers weights for each micro-batch: it would gather them m times. `torch.compile` does not go on blocks that are sharded already.
+# Where a cell says that nothing fits, adapters or QLoRA still may. In the row of 70 billion, 16 cards take TP and 64 do not: on 16 cards the parts of a rank fit, and a gathered block beside them does not. TP splits that block as well.
+#
+# **What goes together.** FSDP with tensor parallelism is a row of the ladder: each has its own axis of a *mesh*, a grid of ranks. FSDP with QLoRA is section 5, and the tests train context parallelism with FSDP. Megatron-core and torchtitan add a pipeline to both; this notebook does not run that.
+#
+# **What does not.** An optimizer that steps in backward does not combine with strategies that average gradients: it would step before the average is there. A pipeline does not go well with FSDP that gathers weights for each micro-batch: it would gather them m times. A block that is sharded already should not be compiled: `apply_fully_sharded` then raises an error.
 #
 # <!-- numbers:gpu-02 -->
 # <!-- end -->
@@ -1047,49 +1093,67 @@ strategy_map_chart(
 #
 # ## Take this into your code
 #
-# A training script for N ranks. Save it as a file, and start it with `torchrun --standalone --nproc-per-node 2 train.py`.
+# A whole training for N ranks, with FSDP2. Save it as `train.py`, and start it with `torchrun --standalone --nproc-per-node 2 train.py`.
 #
 # ```python
 # import torch
 # import torch.distributed as dist
 # from torch.distributed.fsdp import fully_shard
-# from transformers import AutoModelForCausalLM
+# from transformers import AutoModelForCausalLM, AutoTokenizer
+#
+# texts = ["def add(a, b):\n    return a + b"] * 4 + ["import math"] * 4  # yours
+# name = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #
 # dist.init_process_group()  # NCCL on GPUs, gloo on CPUs
-# model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
+# rank, ranks = dist.get_rank(), dist.get_world_size()
+# tokenizer = AutoTokenizer.from_pretrained(name)
+# # By default the weights would have the 16 bits of the file, and small steps would be lost.
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 # for block in model.model.layers:
-#     fully_shard(block)
-# fully_shard(model)
+#     fully_shard(block)  # a group of weights that is gathered together
+# fully_shard(model)  # what is left: the embedding and the last norm
+# # After sharding, so that the optimizer gets the parts.
 # optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-# for batch in batches_of_this_rank:
-#     model(**batch).loss.backward()
+#
+# for _ in range(10):
+#     own = texts[rank::ranks]  # as many rows on every rank
+#     batch = tokenizer(own, padding=True, return_tensors="pt").to(model.device)
+#     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+#     tokens = (labels[:, 1:] != -100).sum()
+#     dist.all_reduce(tokens)  # of all ranks; else each would take a mean of its own
+#     # FSDP averages the gradients over the ranks, so the sum is divided by tokens / ranks.
+#     loss = model(**batch, labels=labels, num_items_in_batch=tokens / ranks).loss
+#     loss.backward()
 #     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 #     optimizer.step()
 #     optimizer.zero_grad()
+#     dist.all_reduce(loss.detach_(), op=dist.ReduceOp.AVG)
+#     print(loss.item())
+# dist.destroy_process_group()
 # ```
 #
-# The same in transformers 5: `TrainingArguments(fsdp=True)`, started with torchrun. FSDP2 is its default. On a CPU it may train with DDP instead; [TRAPS.md](../TRAPS.md) says how to see that.
+# We ran it with the weights of this model on one and on two CPU ranks: the loss of the first step is the same to six digits. The same in transformers 5 is `TrainingArguments(fsdp=True)`, started with torchrun. FSDP2 is its default. On a CPU it may train with DDP instead; [TRAPS.md](../TRAPS.md#many-ranks) says how to see that.
 #
 # ## What it costs, and when not to use it
 #
 # | strategy | price | not when |
 # |---|---|---|
-# | DDP | everything on every rank | 16 P does not fit |
-# | ZeRO-1, ZeRO-2 | another optimizer step | DDP fits |
-# | FSDP | half as many bytes again | DDP fits; the links are slow |
-# | HSDP | copies | one machine |
-# | QLoRA on shards | layers are dequantized twice | the base fits one card |
-# | tensor parallel | waits in every block | between machines |
-# | pipeline | the bubble | few micro-batches |
-# | context parallel | keys and values go round | short texts |
-# | experts | memory of all experts | a small card |
+# | DDP | every rank keeps everything | 16 P bytes do not fit |
+# | ZeRO-1, ZeRO-2 | an optimizer that knows the ranks | DDP fits |
+# | FSDP | half as many bytes again as DDP | DDP fits, or the links are slow |
+# | HSDP | copies of all parts | there is one machine |
+# | QLoRA on shards | each layer becomes 16 bits twice or more | the base fits one card |
+# | tensor parallel | every block waits for exchanges | the ranks are in several machines |
+# | pipeline | the bubble | there are few micro-batches |
+# | context parallel | keys and values travel to all ranks | texts are short |
+# | experts | memory for all experts | the card is small |
 #
-# **What does not help here.** The model of this notebook fits one process. On two CPU cores DDP, ZeRO-1 and the pipeline take less time than one process. FSDP saves no time, and tensor parallelism takes longer than one process, although two cores work: all that they gain is spent on sending and waiting. Where DDP fits, they have no reason.
+# **What does not help here.** The model of this notebook fits one process. On two CPU cores DDP, ZeRO-1 and the pipeline take less time than one process. FSDP saves no time, and tensor parallelism takes longer than one process, although two cores work. Where DDP fits, there is no reason to take them.
 #
 # ## Exercises
 #
-# 1. Give the model three times as many blocks. Which columns of the ladder triple, and which do not?
-# 2. In [strategies.py](../recipes_lib/workflows/on_ranks/strategies.py) give `hybrid` a mesh of 4 copies of 1 part, and run `climb("HSDP", 4, "rows are split")`. The prediction is still that of two parts. Which row of the ladder do the measured bytes match now?
+# 1. In the cell of the sizes, give the model three times as many blocks, and run all cells again. Which columns of the ladder triple, and which do not?
+# 2. In [strategies.py](../recipes_lib/workflows/on_ranks/strategies.py) give `hybrid` a mesh of 4 copies of 1 part. Close the pool, so that new ranks read the file: `pools[4].close()`. Then `run = pools[4].run(train_on_ranks, strategy="HSDP", sizes=sizes.model, steps=3, **batch)`. Which row of the ladder keeps `run.kept_bytes`, and why?
 # 3. Compute the bytes that FSDP sends for 8 billion parameters on 8 cards, and the seconds at 300 GB/s. Compare with a step on 8,192 tokens per card: 3 · 2 · 8e9 · 8,192 operations at 400 TFLOP/s.
 #
 # ## References
@@ -1098,7 +1162,8 @@ strategy_map_chart(
 # - Shoeybi et al., *Megatron-LM*, 2019; Korthikanti et al., *Reducing Activation Recomputation*, 2022: sequence parallelism
 # - Huang et al., *GPipe*, 2019; Narayanan et al., *Efficient Large-Scale Training with Megatron-LM*, 2021
 # - Liu et al., *Ring Attention*, 2023; Jacobs et al., *DeepSpeed Ulysses*, 2023
-# - Fedus et al., *Switch Transformers*, 2021; Dettmers et al., *QLoRA*, 2023
+# - Fedus et al., *Switch Transformers*, 2021; Jiang et al., *Mixtral of Experts*, 2024
+# - Dettmers et al., *QLoRA*, 2023; Answer.AI, *You can now train a 70b language model at home*, 2024
 # - Tazi et al., *The Ultra-Scale Playbook*, 2025
 #
 # The last cell checks that the story above is true on this machine: bytes and equal losses, never speed.
@@ -1106,6 +1171,7 @@ strategy_map_chart(
 # %%
 for pool in pools.values():
     pool.close()
+# Kept beside the rows, for the cheatsheet and the page of results.
 ladder.note(
     links={kind: [link.latency, link.bytes_per_second] for kind, link in links.items()},
     deepspeed=deepspeed,
