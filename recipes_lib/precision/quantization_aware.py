@@ -296,12 +296,19 @@ def estimate_quantization_aware(
 
     What is kept is what a plain step keeps. The rounded copies of a weight live around its
     product: with them, backward of the output layer may be the peak. Raises ValueError for
-    `output_bits` that are none, and for weights that are not fp32.
+    `output_bits` that are none, for weights that are not fp32, and for a budget under autocast,
+    whose 16-bit copies do not exist here: measure such a step with `core.measure.dry_run`.
     """
     if output_bits is not None:
         check_bits(output_bits=output_bits)
     if head_of(model).dtype is not torch.float32:
         raise ValueError(f"the weights are {model.dtype}: this estimate is for fp32 weights")
+    before = [done.name for done in budget.applied if done.order is Order.PRECISION]
+    if before:
+        raise ValueError(
+            f"the budget is that of {before[0]}: this estimate is for a step in fp32, and under "
+            f"autocast a dry_run counts what is kept"
+        )
     largest = max(tensor_bytes(layer.weight) for layer in _linears(decoder_blocks(model)[0]))
     loss = budget.loss
     if output_bits is not None:

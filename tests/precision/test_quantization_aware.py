@@ -24,6 +24,7 @@ from recipes_lib.core.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.precision.int8 import apply_int8
+from recipes_lib.precision.mixed_precision import estimate_mixed_precision
 from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,
     apply_rounding,
@@ -377,6 +378,17 @@ def test_peak_as_estimated(seq, output_bits):
         with PeakMemory() as memory:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert plan.peak == pytest.approx(memory.peak, rel=0.03)
+
+
+def test_a_budget_under_autocast_is_refused():
+    """It counts a 16-bit copy of every weight until backward, and here there is none."""
+    shape = Shape(batch=2, seq=16)
+    model = model_of_shape("tiny-llama", device="meta")
+    plan = estimate_mixed_precision(budget_of(model, shape), model, shape)
+    with pytest.raises(ValueError, match="the budget is that of estimate_mixed_precision"):
+        estimate_quantization_aware(plan, model, shape)
+    with pytest.raises(ValueError, match="this estimate is for fp32 weights"):
+        estimate_quantization_aware(budget_of(model, shape), model.bfloat16(), shape)
 
 
 # --- guards ---------------------------------------------------------------------------------------
