@@ -23,7 +23,8 @@ sentences       ... as headlines
 facts           ... as what a notebook noted beside its ladder
 tables          ... as tables
 differences     ... over seeds: the mean, the range, and what they allow to say
-render_architecture, render_distillation, render_peers, render_quantization_aware
+render_architecture, render_distillation, render_edge, render_peers,
+render_quantization_aware
                 ... of the programs of their own
 page            the printed cheatsheet
 """

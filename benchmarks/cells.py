@@ -19,6 +19,7 @@ from benchmarks import (
     render_architecture,
     render_depths,
     render_distillation,
+    render_edge,
     render_peers,
     render_quantization_aware,
     sentences,
@@ -198,6 +199,7 @@ OWN_RUNS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "untied embeddings": ("architecture", render_architecture.untied),
     "depths": ("depths", render_depths.deepest),
     "distillation": ("distillation", render_distillation.distillation),
+    "edge file": ("edge", render_edge.in_words),
     "quantization aware": ("quantization_aware", render_quantization_aware.won_back),
     "servers": ("inference_peers", render_peers.servers),
 }
