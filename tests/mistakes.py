@@ -1773,6 +1773,30 @@ COMPRESSION = [
         tests="core/test_linears.py",
         suffers="While a model is quantized, it takes the memory of both.",
     ),
+    mistake(
+        "an embedding pruned with its output layer",
+        file="compression/pruning.py",
+        right="chosen = {name: m for name, m in every.items() if name not in shared}",
+        wrong="chosen = every",
+        tests="compression/test_pruning.py",
+        suffers="Every word of a language model loses numbers, though only layers were asked for.",
+    ),
+    mistake(
+        "statistics of other channels",
+        file="compression/channel_pruning.py",
+        right="norm.running_mean = norm.running_mean[kept].clone()",
+        wrong="norm.running_mean = norm.running_mean[: len(kept)].clone()",
+        tests="compression/test_channel_pruning.py",
+        suffers="A pruned network normalizes its channels by those that went, and heals slowly.",
+    ),
+    mistake(
+        "keys of another group",
+        file="compression/student_heads.py",
+        right="first += of_part",
+        wrong="first += self.groups * self.head_dim",
+        tests="compression/test_student_heads.py",
+        suffers="Where queries, keys and values are one layer, heads get keys of other heads.",
+    ),
 ]
 
 RANKS = [

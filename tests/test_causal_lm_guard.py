@@ -23,7 +23,10 @@ PREFIXES = ("apply_", "offload_", "quantize_")
 # What these take instead, in the words of their docstrings.
 EXEMPT = {
     "apply_optimizer_in_backward": "any",  # any nn.Module
+    "apply_channel_pruning": "MobileNetV2",
     "apply_int8_cache": "decoder",
+    "apply_pruning": "any module",
+    "apply_two_four": "any module",
     "quantize_rows": "weight",
 }
 

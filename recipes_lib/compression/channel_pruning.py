@@ -67,13 +67,15 @@ def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
         kept: for each name of `inner_channels(model)` the numbers of the channels that stay, in
             rising order, as `choose_channels` returns them. A name that is missing stays whole.
     Raises ValueError, before anything changes, for a model that is no MobileNetV2 of transformers,
-    unknown names, and channels that do not exist or are in no order.
+    or whose layers have masks, adapters or quantized weights; for unknown names, and for channels
+    that do not exist or are in no order.
     """
     inner = inner_channels(model)
-    _check_kept(inner, kept)
+    check_kept(inner, kept)
+    _require_plain_layers(inner)
     for name, channels in kept.items():
         part = inner[name]
-        channels = channels.to(part.reader.weight.device)
+        channels = torch.as_tensor(channels, device=part.reader.weight.device)
         for layer in part.makers:
             _keep_outputs(layer, channels)
         _keep_inputs(part.reader, channels)
@@ -125,15 +127,23 @@ def choose_channels(
     Args:
         share: of the channels of each block that go, above 0 and below 1.
         multiple_of: so many channels, or a multiple of it, stay: kernels compute whole vectors.
-    Raises ValueError for numbers outside their bounds.
+    Raises ValueError for numbers outside their bounds, for importance that is not finite, and where
+    no channel would go.
     """
     check_number(above=0, below=1, share=share)
     check_whole(multiple_of=multiple_of)
     kept = {}
     for name, values in importance.items():
+        if not values.isfinite().all():
+            raise ValueError(f"the importance of {name} is not finite: the model has diverged")
         count = round((1 - share) * len(values) / multiple_of) * multiple_of
         count = min(max(count, multiple_of), len(values))
         kept[name] = values.topk(count).indices.sort().values
+    if all(len(channels) == len(importance[name]) for name, channels in kept.items()):
+        raise ValueError(
+            f"share={share} takes less than multiple_of={multiple_of} channels of every part: give "
+            f"a larger share, or a smaller multiple"
+        )
     return kept
 
 
@@ -206,14 +216,28 @@ def _part(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Parameter:
 
 def _require_mobile_net(model: Any) -> None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind != "mobilenet_v2" or not hasattr(model, "classifier"):
+    classifier = getattr(model, "classifier", None)
+    if kind != "mobilenet_v2" or not isinstance(classifier, nn.Linear):
         raise ValueError(
             f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "
             f"networks take torch-pruning, and for language models compression/student.py"
         )
 
 
-def _check_kept(inner: Mapping[str, Inner], kept: Mapping[str, Tensor]) -> None:
+def _require_plain_layers(inner: Mapping[str, Inner]) -> None:
+    """A technique that has changed a layer before keeps tensors of its own, of the old size."""
+    for name, part in inner.items():
+        convolutions = [layer.convolution for layer in part.makers]
+        for layer in (*convolutions, part.reader):
+            if type(layer) not in (nn.Conv2d, nn.Linear):
+                raise ValueError(
+                    f"the {name} has a {type(layer).__name__} of its own kind, with a mask, an "
+                    f"adapter or quantized weights: prune channels before that, or remove it"
+                )
+
+
+def check_kept(inner: Mapping[str, Inner], kept: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless `kept` names channels that there are, in rising order."""
     if not isinstance(kept, Mapping) or not kept:
         raise ValueError("kept names no part: give what choose_channels() returns")
     for name, channels in kept.items():
@@ -250,7 +274,7 @@ def predicted_parameters(model: Any, *, kept: Mapping[str, Tensor]) -> int:
     Raises ValueError as it does.
     """
     inner = inner_channels(model)
-    _check_kept(inner, kept)
+    check_kept(inner, kept)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     for name, channels in kept.items():
         part = inner[name]

@@ -10,8 +10,8 @@ Idea       Set the share s of them with the smallest magnitude to zero, and trai
            the tensor cores of NVIDIA's cards since Ampere can skip.
 Saves      Bytes of a *compressed* file: a run of zeros packs well, and the mask itself needs at
            most one bit per weight. In an ordinary file a zero takes as much room as any number.
-Costs      Quality, which some epochs of training with the mask bring back in part. The masks are
-           one byte per weight while the model trains.
+Costs      Quality, which some epochs of training with the mask bring back in part. While the model
+           trains, the masks are one byte per weight, and each forward makes W * mask anew.
 Use when   A download or a flash memory is what is small. 2:4 on an NVIDIA GPU, for products that
            are limited by arithmetic.
 Not when   Time or memory matters: dense kernels multiply zeros as well. Take away whole channels,
@@ -21,7 +21,7 @@ In production   `torch.nn.utils.prune`; torchao `sparsify_(model, semi_sparse_we
 Source     Han et al., "Learning both Weights and Connections", arXiv 1506.02626; Mishra et al.,
            "Accelerating Sparse Deep Neural Networks" (2:4), arXiv 2104.08378.
 
-Shapes: O outputs and I inputs of a layer; K weights that stay, of N.
+Shapes: O outputs and I inputs of a layer.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from recipes_lib.core.checks import check_choice, check_number, check_several
+from recipes_lib.core.linears import refuse_quantized, require_module
 
 SCOPES = ("model", "layer")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -56,7 +57,7 @@ def plain_mask(weight: Tensor, share: float) -> Tensor:
 
 def plain_two_four_mask(weight: Tensor) -> Tensor:
     """True for the two larger ones of every four weights beside each other; weight [O, I]."""
-    fours = weight.abs().view(-1, FOUR)  # [O * I / 4, 4]
+    fours = weight.abs().reshape(-1, FOUR)  # [O * I / 4, 4]
     larger = fours.topk(2, dim=1).indices
     mask = torch.zeros_like(fours, dtype=torch.bool)
     return mask.scatter(1, larger, True).view(weight.shape)
@@ -71,16 +72,20 @@ def apply_pruning(
     """Let the smallest weights of `model` be zero from now on, in place; returns `model`.
 
     The masks stay while the model trains, whatever the optimizer does. Biases and norms are not
-    pruned. Make the optimizer after this: the layers have parameters of other names.
-    `remove_pruning` leaves the zeros in an ordinary model.
+    pruned. Make the optimizer after this. The layers have parameters of other names now, so that
+    `save_pretrained` refuses: `remove_pruning` makes an ordinary model of it, with the zeros.
 
     Args:
+        model: any module, such as a Hugging Face model.
         share: of the weights that become zero, above 0 and below 1.
-        scope: "model", one threshold for all layers together, or "layer", the share of each.
+        scope: "model", one threshold for all layers together, or "layer", the share of each. For
+            one threshold all weights are sorted at once, on the device of the first layer.
         names: of the layers. None: all linear layers and convolutions whose weight is their own.
             A table that is shared with the embedding is left alone.
-    Raises ValueError, before anything changes, for a share outside its bounds, unknown names,
-    quantized weights, weights that are shared, and a model that is pruned already.
+    Raises ValueError, before anything changes, for a share outside its bounds or so small that no
+    weight goes, or so large that a layer loses all of its weights; for unknown names; for weights
+    that are shared, quantized, sharded, on no device, or made of others; for a model with adapters,
+    and one that is pruned already.
     """
     check_number(above=0, below=1, share=share)
     check_choice(SCOPES, scope=scope)
@@ -89,6 +94,7 @@ def apply_pruning(
         masks = {name: plain_mask(layer.weight.detach(), share) for name, layer in layers.items()}
     else:
         masks = _masks_of_model(layers, share)
+    _check_masks(masks, share)
     return _with_masks(model, layers, masks)
 
 
@@ -96,19 +102,22 @@ def apply_two_four(model: Any, *, names: Iterable[str] | None = None) -> Any:
     """Let two of every four weights of a row be zero from now on, in place; returns `model`.
 
     Args:
+        model: any module, such as a Hugging Face model.
         names: of linear layers and 1 x 1 convolutions. None: all of them whose weight is their own.
+            No layer is left out in silence because its rows do not fit.
     Raises ValueError, before anything changes, for rows whose length is no multiple of four, for
     other convolutions, and as `apply_pruning` does.
     """
     layers = _layers(model, names)
     if names is None:
         layers = {name: layer for name, layer in layers.items() if _has_rows(layer)}
+    fitting = [name for name, layer in layers.items() if _has_rows_of_fours(layer)]
     for name, layer in layers.items():
-        length = layer.weight[0].numel()
-        if not _has_rows(layer) or length % FOUR:
+        if name not in fitting:
             raise ValueError(
                 f"{name} has weights {list(layer.weight.shape)}: 2:4 needs a linear layer or a "
-                f"1 x 1 convolution whose rows are a multiple of four. Leave it out of `names`"
+                f"1 x 1 convolution whose rows are a multiple of four. Give `names` of the others, "
+                f"which are {fitting[:3]}, …"
             )
     if not layers:
         raise ValueError(f"{type(model).__name__} has no layer with rows to prune by 2:4")
@@ -126,22 +135,34 @@ def remove_pruning(model: Any) -> Any:
         raise ValueError("this model has no masks: apply_pruning() gives it some")
     for layer in pruned.values():
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+    if vars(model).get("save_pretrained") is _refuse_to_save:
+        del model.save_pretrained  # that of its class is back
     return model
 
 
 def zero_share(model: nn.Module) -> float:
-    """The part of the weights of linear layers and convolutions that are zero, from 0 to 1."""
+    """The part of the weights of linear layers and convolutions that are zero, from 0 to 1.
+
+    Raises ValueError for a model without such layers.
+    """
     zeros = 0
     weights = 0
     for module in model.modules():
         if isinstance(module, LAYERS):
             zeros += int((module.weight == 0).sum())
             weights += module.weight.numel()
+    if weights == 0:
+        raise ValueError(f"{type(model).__name__} has no linear layer and no convolution")
     return zeros / weights
 
 
 def compressed_bytes(model: nn.Module) -> int:
-    """The bytes of the model's state after zlib, which is what zip and gzip do, measured."""
+    """The bytes of the model's state after zlib, which is what zip and gzip do, measured.
+
+    Raises ValueError for a model with masks: its state still has the weights that were removed.
+    """
+    if _pruned_layers(model):
+        raise ValueError("the weights behind the masks are no zeros: call remove_pruning(model)")
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     return len(zlib.compress(file.getvalue(), level=6))
@@ -161,18 +182,40 @@ class _Mask(nn.Module):
 def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Tensor]:
     """One order of all weights, and each layer's part of the mask."""
     weights = [layer.weight.detach() for layer in layers.values()]
-    whole = plain_mask(torch.cat([weight.flatten() for weight in weights]), share)
+    device = weights[0].device
+    whole = plain_mask(torch.cat([weight.flatten().to(device) for weight in weights]), share)
     parts = whole.split([weight.numel() for weight in weights])
     masks = {}
     for name, weight, part in zip(layers, weights, parts):
-        masks[name] = part.view(weight.shape)
+        masks[name] = part.view(weight.shape).to(weight.device)
     return masks
+
+
+def _check_masks(masks: dict[str, Tensor], share: float) -> None:
+    """A network with a dead layer gives one answer to everything, and learns nothing."""
+    if all(bool(mask.all()) for mask in masks.values()):
+        raise ValueError(f"share={share} of these layers is less than one weight: give more")
+    for name, mask in masks.items():
+        if not mask.any():
+            raise ValueError(
+                f"share={share} leaves no weight of {name}: give less, scope='layer', or `names` "
+                f"without it"
+            )
 
 
 def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
     for name, layer in layers.items():
         parametrize.register_parametrization(layer, "weight", _Mask(masks[name]))
+    if hasattr(model, "save_pretrained") and "save_pretrained" not in vars(model):
+        model.save_pretrained = _refuse_to_save
     return model
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "the weights of this model have masks, and from_pretrained would put random ones in their "
+        "places: call remove_pruning(model) first"
+    )
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
@@ -180,14 +223,16 @@ def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tenso
 
 def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
     """The layers to prune by name. Raises ValueError where one of them cannot be."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{type(model).__name__} is no nn.Module: give a model")
+    require_module(model)
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters: prune it before, or after merge_and_unload()")
+    refuse_quantized(model, way_out="prune the model before that")
     if _pruned_layers(model):
         raise ValueError("this model is pruned already: call remove_pruning(model) first")
     every = {name: m for name, m in model.named_modules() if isinstance(m, LAYERS)}
     shared = _shared_weights(model)
     if names is None:
-        chosen = {name: m for name, m in every.items() if m.weight.data_ptr() not in shared}
+        chosen = {name: m for name, m in every.items() if name not in shared}
     else:
         check_several(names=names)
         chosen = _named(every, names, shared)
@@ -197,13 +242,18 @@ def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
             f"own (GPT-2 stores its weights in other modules)"
         )
     for name, layer in chosen.items():
-        if type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            raise ValueError(f"the weight of {name} is computed of others: remove that first")
+        if type(weight) is not nn.Parameter or not weight.is_floating_point():
             raise ValueError(f"{name} is quantized or sharded: prune the model before that")
+        if weight.is_meta:
+            raise ValueError(f"the weight of {name} is on no device: load the model first")
     return chosen
 
 
 def _named(
-    every: dict[str, nn.Module], names: Iterable[str], shared: set[int]
+    every: dict[str, nn.Module], names: Iterable[str], shared: set[str]
 ) -> dict[str, nn.Module]:
     chosen = {}
     for name in names:
@@ -212,7 +262,7 @@ def _named(
                 f"the model has no linear layer or convolution {name!r}: it has "
                 f"{', '.join(list(every)[:3])}, …"
             )
-        if every[name].weight.data_ptr() in shared:
+        if name in shared:
             raise ValueError(
                 f"the weight of {name} is shared with another module, which would lose its small "
                 f"weights as well: untie them first, or leave it out of `names`"
@@ -221,18 +271,14 @@ def _named(
     return chosen
 
 
-def _shared_weights(model: nn.Module) -> set[int]:
-    """The addresses of weights that two modules have."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor):
-            address = weight.data_ptr()
-            if address in seen:
-                shared.add(address)
-            seen.add(address)
-    return shared
+def _shared_weights(model: nn.Module) -> set[str]:
+    """The names of modules whose weight another module has as well."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")  # without computing one that is made of others
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def _pruned_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -248,6 +294,10 @@ def _pruned_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _has_rows(layer: nn.Module) -> bool:
     """Whether an output of the layer is one product of a row with a vector."""
     return layer.weight[0].numel() == layer.weight.shape[1] and layer.weight.shape[1] > 1
+
+
+def _has_rows_of_fours(layer: nn.Module) -> bool:
+    return _has_rows(layer) and layer.weight.shape[1] % FOUR == 0
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-from recipes_lib.architecture.mobile_net import mobile_net
+from recipes_lib.architecture.mobile_net import initialise_, mobile_net
 from recipes_lib.compression.channel_pruning import (
     apply_channel_pruning,
     channel_importance,
@@ -93,6 +95,56 @@ def test_it_can_be_pruned_again(network, images, kept):
     assert once(images).logits.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"first_layer_is_expansion": False, "tf_padding": False},
+        {"expand_ratio": 3, "output_stride": 8, "finegrained_output": False},
+    ],
+)
+@torch.no_grad()
+def test_other_settings_of_the_family(settings, images):
+    """Catches a stem whose channels another layer makes, and TensorFlow's rule for borders."""
+    config = MobileNetV2Config(num_channels=1, depth_multiplier=0.35, image_size=32, **settings)
+    network = as_if_trained(initialise_(MobileNetV2ForImageClassification(config)).eval())
+    kept = choose_channels(channel_importance(network, images), share=0.5)
+    silent = copy.deepcopy(network)
+    for name, part in inner_channels(silent).items():
+        removed = torch.ones(part.channels, dtype=torch.bool)
+        removed[kept[name]] = False
+        part.reader.weight[:, removed] = 0
+    pruned = apply_channel_pruning(network, kept=kept)
+    assert torch.allclose(pruned(images).logits, silent(images).logits, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_half_precision_and_frozen_layers(network, images, kept):
+    half = copy.deepcopy(network).bfloat16()
+    half.mobilenet_v2.conv_stem.requires_grad_(False)
+    found = choose_channels(channel_importance(half, images), share=0.5, multiple_of=4)
+    assert {name: len(channels) for name, channels in found.items()} == {
+        name: len(channels) for name, channels in kept.items()
+    }
+    apply_channel_pruning(half, kept=found)
+    assert half(images.bfloat16()).logits.isfinite().all()
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    frozen = half.mobilenet_v2.conv_stem.parameters()
+    assert not any(parameter.requires_grad for parameter in frozen)
+
+
+def test_masks_and_grids_come_after(network, kept):
+    """Without the guard: half of the layers are cut, and the next one refuses its mask."""
+    for technique in ("weight_norm", "spectral_norm"):
+        masked = copy.deepcopy(network)
+        getattr(nn.utils.parametrizations, technique)(
+            masked.mobilenet_v2.layer[5].reduce_1x1.convolution
+        )
+        before = {name: value.shape for name, value in masked.state_dict().items()}
+        with pytest.raises(ValueError, match=r"block 5 has a Parametrized.*before that"):
+            apply_channel_pruning(masked, kept=kept)
+        assert {name: value.shape for name, value in masked.state_dict().items()} == before
+
+
 def test_bad_input(network, images, kept):
     before = copy.deepcopy(network.state_dict())
     for wrong, message in (
@@ -109,6 +161,10 @@ def test_bad_input(network, images, kept):
     for share in (0, 1, 1.5):
         with pytest.raises(ValueError, match="share="):
             choose_channels({"x": torch.ones(8)}, share=share)
+    with pytest.raises(ValueError, match=r"share=0\.01 takes less than multiple_of=8"):
+        choose_channels({"x": torch.ones(16)}, share=0.01)
+    with pytest.raises(ValueError, match="importance of x is not finite"):
+        choose_channels({"x": torch.full((16,), torch.nan)}, share=0.5)
     with pytest.raises(ValueError, match="torch-pruning"):
         channel_importance(small_model("Llama"), images)
     with pytest.raises(ValueError, match="at least one image"):

@@ -17,6 +17,7 @@ from recipes_lib.compression.pruning import (
     remove_pruning,
     zero_share,
 )
+from recipes_lib.core.marks import QUANTIZED_BY, mark
 from tests.small_models import small_model
 
 
@@ -100,6 +101,54 @@ def test_a_language_model_keeps_its_shared_table():
         apply_pruning(remove_pruning(model), share=0.5, names=["lm_head"])
 
 
+def test_a_pruned_model_is_not_saved_under_other_names(tmp_path):
+    """Without the guard, `from_pretrained` finds no weight of these names, and draws others."""
+    model = apply_pruning(small_model("Llama"), share=0.5)
+    with pytest.raises(ValueError, match="call remove_pruning"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="behind the masks are no zeros"):
+        compressed_bytes(model)
+    remove_pruning(model).save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+
+
+def test_what_cannot_be_pruned_is_refused():
+    """An adapter of zeros would never learn, and a dead layer gives one answer to everything."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        small_model("Llama"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        apply_pruning(adapted, share=0.5)
+    quantized = network()
+    mark(quantized[5], QUANTIZED_BY, "apply_quantization_aware")
+    with pytest.raises(ValueError, match=r"5 is quantized already, with apply_q.*before that"):
+        apply_pruning(quantized, share=0.5)
+    with pytest.raises(ValueError, match="0 is on no device"):
+        apply_pruning(network().to("meta"), share=0.5)
+    normed = network()
+    nn.utils.parametrizations.weight_norm(normed[5])
+    with pytest.raises(ValueError, match="5 is computed of others"):
+        apply_two_four(normed)
+    small = network()
+    small[0].weight.data *= 1e-6
+    with pytest.raises(ValueError, match="leaves no weight of 0"):
+        apply_pruning(small, share=0.5)
+    with pytest.raises(ValueError, match="less than one weight"):
+        apply_pruning(network(), share=1e-6)
+    assert not any("parametrizations" in name for name, _ in small.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = apply_pruning(network().to(dtype), share=0.5)
+    assert zero_share(model) == pytest.approx(0.5, abs=0.01)
+    assert model[5].weight.dtype is dtype
+    assert zero_share(remove_pruning(model)) == pytest.approx(0.5, abs=0.01)
+
+
 def test_a_file_is_smaller_only_when_it_is_compressed():
     """The formula, against zlib: the bits of weights are as random as these."""
     torch.manual_seed(0)
@@ -124,9 +173,13 @@ def test_bad_input():
         apply_pruning(apply_pruning(network(), share=0.5), share=0.5)
     with pytest.raises(ValueError, match="0 has weights"):
         apply_two_four(network(), names=["0"])
+    with pytest.raises(ValueError, match=r"1 has weights .* others, which are \['0'\]"):
+        apply_two_four(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
+    with pytest.raises(ValueError, match="no linear layer and no convolution"):
+        zero_share(nn.ReLU())
     with pytest.raises(ValueError, match="has no masks"):
         remove_pruning(network())
-    with pytest.raises(ValueError, match="dict is no"):
+    with pytest.raises(ValueError, match="dict is no model"):
         apply_pruning({}, share=0.5)
     mask = plain_mask(torch.zeros(4, 4), 0.5)
     assert mask.sum() == 8, "equal magnitudes: still the share that was asked for"

@@ -136,7 +136,7 @@ def test_bad_input():
     teacher = teacher_of("Llama")
     with pytest.raises(ValueError, match=r"heads\[0\]=\[0, 4\]: give whole numbers from 0 to 3"):
         make_student(teacher, heads=[torch.tensor([0, 4])] * 2)
-    with pytest.raises(ValueError, match="heads are .* equally many"):
+    with pytest.raises(ValueError, match=r"heads are .* equally many"):
         make_student(teacher, heads=[torch.tensor([0])])
     with pytest.raises(ValueError, match="does not allow 6 heads"):
         make_student(teacher, heads=[torch.arange(3)] * 2)

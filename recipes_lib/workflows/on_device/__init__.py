@@ -1,0 +1,4 @@
+"""A model for a device: its links put together, and libraries that do the same.
+
+pruning_library   as many channels taken by torch-pruning, for accuracy beside ours
+"""
