@@ -60,16 +60,22 @@ def check_example(example: Any) -> tuple[Tensor, ...]:
 
 
 def capture_graph(
-    model: nn.Module, example: tuple[Tensor, ...], *, any_batch: bool = False
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    *,
+    any_batch: bool = False,
+    training: bool = False,
 ) -> torch.export.ExportedProgram:
-    """The operators of one forward of `model` in eval mode, as torch.export writes them down.
+    """The operators of one forward of `model`, as torch.export writes them down.
 
-    The model itself stays as it is, its mode included.
+    The model itself stays as it is, with its mode and its statistics.
 
     Args:
         example: the inputs of one call. Their shapes are those of the graph.
         any_batch: the first dimension of all inputs may change from call to call, together. Give
             an example of 2 or more then: torch.export takes a 1 for a fixed size.
+        training: the graph of a step of training, with batch norms that use the batch. Otherwise
+            that of eval mode.
     Raises ValueError for what is no module, for weights that are not fp32 on a CPU, for an example
     that the model does not take, and for Python that decides by the numbers of a tensor.
     """
@@ -88,6 +94,7 @@ def capture_graph(
         shapes = (of_each_input,)  # of one argument, `*inputs`
     with in_eval_mode(model), torch.no_grad():
         _run_once(model, example)
+    with in_mode(model, training=training), torch.set_grad_enabled(training):
         wrapped = TensorsOnly(model)
         try:
             return torch.export.export(wrapped, example, dynamic_shapes=shapes)
@@ -96,19 +103,24 @@ def capture_graph(
 
 
 @contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; afterwards each has the mode that it had.
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Every module in train or eval mode; afterwards each has the mode that it had.
 
     A graph that torch.export has made refuses `eval()`: its mode is set without it.
     """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    changed = [module for module in model.modules() if module.training != training]
+    for module in changed:
+        module.training = training
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module in changed:
+            module.training = not training
+
+
+def in_eval_mode(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Every module in eval mode; afterwards each has the mode that it had."""
+    return in_mode(model, training=False)
 
 
 def explained(error: Exception) -> str:

@@ -44,6 +44,19 @@ def test_the_graph_computes_what_the_model_computes_in_eval_mode():
     torch.testing.assert_close(graph(x), model.eval()(x))
 
 
+def test_the_graph_of_a_training_step():
+    """Its norms use the batch; the statistics of the model do not move while it is written down."""
+    model = small()
+    mean = model[1].running_mean.clone()
+    x = torch.randn(4, 1, 8, 8)
+    graph = capture_graph(model.eval(), (x,), any_batch=True, training=True).module()
+    assert not any(part.training for part in model.modules())
+    assert torch.equal(model[1].running_mean, mean)
+    y = graph(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, model.train()(x))
+
+
 def test_any_batch():
     model = small()
     graph = capture_graph(model, (torch.randn(2, 1, 8, 8),), any_batch=True).module()

@@ -23,12 +23,13 @@ class SmallNet(nn.Module):
         self.depthwise_norm = nn.BatchNorm2d(wide)
         self.project = nn.Conv2d(wide, channels, 1, bias=False)
         self.project_norm = nn.BatchNorm2d(channels)
+        self.relu6 = nn.ReLU6()
         self.head = nn.Linear(channels, 10)
 
     def forward(self, images):
-        x = self.stem_norm(self.stem(images)).clamp(0, 6)
-        wide = self.expand_norm(self.expand(x)).clamp(0, 6)
-        wide = self.depthwise_norm(self.depthwise(wide)).clamp(0, 6)
+        x = self.relu6(self.stem_norm(self.stem(images)))
+        wide = self.relu6(self.expand_norm(self.expand(x)))
+        wide = self.relu6(self.depthwise_norm(self.depthwise(wide)))
         x = x + self.project_norm(self.project(wide))
         # With `keepdim` XNNPACK takes the mean; without, it stays outside.
         return self.head(x.mean((2, 3), keepdim=True).flatten(1))

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def test_what_lives_together_does_not_overlap():
     for step in range(100):
         alive = [i for i, tensor in enumerate(tensors) if tensor.born <= step <= tensor.last]
         spans = sorted((offsets[i], offsets[i] + tensors[i].bytes) for i in alive)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         at_once.append(sum(tensors[i].bytes for i in alive))
     assert max(at_once) <= block < sum(tensor.bytes for tensor in tensors)
 

@@ -1,0 +1,167 @@
+"""The .pte in C++: a program of forty lines, built with what the wheel of ExecuTorch brings.
+
+Problem    The app on the device is no Python. Does the file run there, with the same numbers, and
+           how much memory does it take without Python around it?
+Idea       A tensor is its bytes. Python writes the input's to a file, the program reads them, runs
+           the model, and writes the output's:
+
+               input.bin  →  run_pte model.pte  →  output.bin
+
+           `cpp/main.cpp` is the program, `cpp/CMakeLists.txt` says what it is linked with: the
+           runtime, its kernels, and XNNPACK, all of them libraries in the wheel.
+Saves      Nothing by itself. It measures what Python hides: the memory of the whole process.
+Costs      A compiler for C++20 and cmake 3.28 or newer; seconds for the build.
+Use when   Before a model goes into an app, and for latency without Python's part in it.
+Not when   A program with operators of its own, such as custom attention: their kernels are in
+           libraries that need PyTorch. The language model of this folder has them.
+In production   The same `Module` in an app: `executorch` for Swift and for Android (Maven), or
+           ExecuTorch built from source with the kernels that the model needs and no others.
+Source     ExecuTorch documentation, "Using ExecuTorch with C++" and "Module Extension".
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.machine import require
+
+SOURCES = Path(__file__).parent / "cpp"
+OLDEST_CMAKE = (3, 28)  # older ones find the package, and none of its targets
+# What CMakeLists.txt links; on a device they are built into the app.
+LIBRARIES = ("", "_kernels_optimized", "_kernels_quantized", "_backend_xnnpack", "_threadpool")
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_write(tensor: Tensor, path: Path) -> None:
+    """The numbers of `tensor` as they lie in memory, 4 bytes each, the last dimension first."""
+    path.write_bytes(tensor.detach().contiguous().numpy().tobytes())
+
+
+def plain_read(path: Path) -> Tensor:
+    """Such a file as a flat tensor: nothing in it tells the shape."""
+    return torch.from_numpy(numpy.fromfile(path, dtype=numpy.float32))
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CppRun:
+    """What the program said: its output as a flat fp32 tensor, its times, its memory.
+
+    `peak_bytes` are those of the whole process, libraries and code included.
+    """
+
+    output: Tensor
+    load_seconds: float
+    seconds_per_call: float
+    peak_bytes: int
+
+
+def build_runner(folder: Path | str) -> Path:
+    """Build the program in `folder`, and return its path.
+
+    Raises ValueError where cmake 3.28 or a compiler is missing, or the build fails, with the last
+    lines of what it said. Raises ImportError without ExecuTorch.
+    """
+    executorch = require("executorch")
+    cmake = find_cmake()
+    package = Path(next(iter(executorch.__path__)))
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    configure = [cmake, "-S", SOURCES, "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
+    _run([*configure, f"-DCMAKE_PREFIX_PATH={package}"], "be configured: is there a C++ compiler")
+    _run([cmake, "--build", folder], "be built: does the compiler know C++20")
+    return folder / "run_pte"
+
+
+def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 20) -> CppRun:
+    """Run a .pte with one fp32 input and one fp32 output in C++, on one thread.
+
+    Args:
+        runner: what `build_runner` returned.
+        pte: what `export_to_executorch` wrote.
+        x: of the shape of the export; the program cannot see more than its number of bytes.
+        calls: after one that warms up; the time is their mean.
+    Raises ValueError for files that do not exist, another dtype than fp32, and a program that
+    fails.
+    """
+    check_whole(calls=calls)
+    for path in (Path(runner), Path(pte)):
+        if not path.is_file():
+            raise ValueError(
+                f"{path} does not exist: build_runner and export_to_executorch make it"
+            )
+    if x.dtype is not torch.float32:
+        raise ValueError(f"x is stored in {x.dtype}: give x.float()")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "input.bin"
+        target = Path(folder) / "output.bin"
+        plain_write(x, source)
+        command = [str(runner), str(pte), str(source), str(target), str(calls)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ValueError(
+                f"{Path(pte).name} does not run in C++ (exit status {done.returncode}): give a "
+                f".pte with one input of {x.numel()} numbers ({done.stderr.strip()[-200:]})"
+            )
+        output = plain_read(target)
+    load, call, kibibytes = (float(word) for word in done.stdout.split())
+    return CppRun(output, load / 1000, call / 1000, int(kibibytes) * 1024)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def find_cmake() -> str:
+    """The cmake beside this Python, or that of the system; raises ValueError where it is too old.
+
+    An old one configures without an error, and then misses every library.
+    """
+    beside = Path(sys.executable).parent / "cmake"
+    cmake = shutil.which("cmake")
+    if beside.is_file():
+        cmake = str(beside)
+    if cmake is None:
+        raise ValueError("there is no cmake: run `pip install cmake`")
+    said = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"version (\d+)\.(\d+)", said)
+    if found is None or tuple(map(int, found.groups())) < OLDEST_CMAKE:
+        raise ValueError(
+            f"{cmake} is {said.split(chr(10))[0]!r}: version 3.28 or newer is needed, run "
+            f"`pip install cmake`"
+        )
+    return cmake
+
+
+def _run(command: list[Path | str], purpose: str) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip()
+        raise ValueError(f"the runner could not {purpose}? {said[-500:]}")
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_shipped_bytes(runner: Path | str) -> int:
+    """Bytes of the program and the libraries it is linked with: what goes to a device in all.
+
+    These libraries hold the kernels of every operator. A build from source with those of one model
+    is a small part of it. Raises ImportError without ExecuTorch.
+    """
+    package = Path(next(iter(require("executorch").__path__)))
+    files = [package / "lib" / f"libexecutorch{name}.so" for name in LIBRARIES]
+    return sum(path.stat().st_size for path in [Path(runner), *files])

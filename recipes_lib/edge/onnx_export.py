@@ -1,0 +1,361 @@
+"""Export to ONNX: a model for ONNX Runtime, in fp32 and in whole numbers of 8 bits.
+
+Problem    A product has a runtime already, and it reads ONNX. On x86 servers and laptops, kernels
+           for whole numbers are much faster than those for fp32, if a file asks for them.
+Idea       Write the model down in the operators of ONNX. Then show it some images, note the range
+           of each tensor, and store weights as whole numbers. The kernel multiplies and sums whole
+           numbers, and the scales multiply the sum at the end:
+
+               y[n] = scale_x scale_w[n] sum_k (Qx[k] - zero) Qw[n, k]      sums of 32 bits
+
+Saves      3 of the 4 bytes of a weight. Time, where a CPU has instructions for four products of 8
+           bits at once (VNNI) and the layers are large enough to be limited by arithmetic.
+Costs      A calibration set; a small loss of accuracy. Without VNNI, pairs of products are summed
+           in 16 bits and overflow without a word: weights get 7 bits there.
+Use when   The model goes to Windows, a server without PyTorch, a browser, or an NPU with a provider
+           for ONNX Runtime.
+Not when   The images are tiny: then the time is that of calling operators, and 8 bits gain none.
+           A phone app has ExecuTorch or Core ML already.
+In production   `optimum-cli export onnx` and `optimum-cli onnxruntime quantize`; ONNX Runtime with
+           its providers (OpenVINO, CoreML, QNN, TensorRT); OpenVINO's NNCF.
+Source     ONNX Runtime documentation, "Quantize ONNX models"; Jacob et al., arXiv 1712.05877.
+
+Optional: `pip install onnx onnxscript onnxruntime`. What they print goes to a file.
+
+Shapes: M rows, K inputs, N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.exported_file import ExportedFile
+from recipes_lib.core.graph_capture import capture_graph, check_example, explained
+from recipes_lib.core.linears import require_module
+from recipes_lib.core.machine import require
+from recipes_lib.core.noise import noise_to
+
+# What a quantized file must not do in fp32.
+LAYERS = ("Conv", "Gemm", "MatMul")
+INPUT_TYPES = {"tensor(float)": torch.float32, "tensor(int64)": torch.int64}
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_whole_number_layer(x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, K] times `weight` [N, K] in whole numbers; the scales multiply the sums."""
+    scale_w = weight.abs().amax(dim=1) / 127  # [N]
+    whole_w = (weight / scale_w[:, None]).round().int()
+    smallest = x.min().clamp(max=0)  # 0 is one of the levels
+    scale_x = (x.max().clamp(min=0) - smallest) / 255
+    zero = (-smallest / scale_x).round()
+    whole_x = (x / scale_x + zero).round().clamp(0, 255).int() - zero.int()  # [M, K]
+    sums = whole_x @ whole_w.T  # [M, N], exact
+    return scale_x * scale_w * sums
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def export_to_onnx(
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    *,
+    path: Path | str,
+    any_batch: bool = False,
+    log: Path | str | None = None,
+) -> ExportedFile:
+    """Write `model` as an .onnx file with its weights in it. The model stays as it is.
+
+    A Hugging Face model becomes a graph that returns its logits.
+
+    Args:
+        model: in fp32 on a CPU.
+        example: the inputs of one call. The file takes inputs of these shapes.
+        path: of the file, such as "model.onnx". Its folder is made where it does not exist.
+        any_batch: the first dimension of all inputs may differ from call to call. Give an example
+            of 2 or more then.
+        log: a file for what the libraries print. None: it is not kept.
+    Raises ValueError for a model that cannot be written down as a graph, an example that it does
+    not take, and an operator without a counterpart in ONNX. No file is written then. Raises
+    ImportError without onnx and onnxscript.
+    """
+    require_module(model)
+    example = check_example(example)
+    path = Path(path)
+    started = time.perf_counter()
+    with noise_to(log):
+        require("onnx")
+        require("onnxscript")
+        graph = capture_graph(model, example, any_batch=any_batch)
+        names = [f"input_{number}" for number in range(len(example))]
+        try:
+            program = torch.onnx.export(
+                graph, dynamo=True, verbose=False, input_names=names, output_names=["output"]
+            )
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} uses an operator that ONNX does not have: replace it by "
+                f"ordinary ones ({explained(error)})"
+            ) from error
+        _save(_without_remarks(program.model_proto), path)
+    seconds = time.perf_counter() - started
+    return ExportedFile(path, path.stat().st_size, seconds)
+
+
+def quantize_onnx(
+    path: Path | str,
+    *,
+    calibration: Tensor,
+    to: Path | str,
+    per_channel: bool = True,
+    batch_size: int = 32,
+    log: Path | str | None = None,
+) -> ExportedFile:
+    """Write the .onnx file `path` once more, with weights and activations in 8 bits.
+
+    Args:
+        path: what `export_to_onnx` wrote for a model with one input.
+        calibration: inputs [N, ...] as the model will see them; some hundred are enough.
+        to: the new file.
+        per_channel: a scale for each channel of a weight; False: one for the whole of it.
+        batch_size: of the calibration, in a file that takes any batch size. Others are given
+            batches of the size that they take.
+        log: a file for what the libraries print. None: it is not kept.
+    Raises ValueError for a calibration set without examples or with numbers that are not finite,
+    examples of another shape, a file that does not exist, and where a layer stays in fp32. Raises
+    ImportError without onnx and onnxruntime.
+    """
+    check_whole(batch_size=batch_size)
+    path = Path(path)
+    to = Path(to)
+    started = time.perf_counter()
+    session = load_onnx(path)
+    batches = _batches(session, calibration, batch_size=batch_size)
+    with noise_to(log), tempfile.TemporaryDirectory() as folder:
+        onnx = require("onnx")
+        ready = Path(folder) / "ready.onnx"
+        result = Path(folder) / "quantized.onnx"
+        _quantized_file(path, ready, result, batches, per_channel=per_channel)
+        model = onnx.load(str(result))
+        _check_layers(model)
+        _save(model, to)
+    seconds = time.perf_counter() - started
+    return ExportedFile(to, to.stat().st_size, seconds)
+
+
+def _quantized_file(
+    path: Path, ready: Path, result: Path, batches: list[dict[str, Any]], *, per_channel: bool
+) -> None:
+    """First infer shapes and fold batch norms, then calibrate and quantize."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self.rest = iter(batches)
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(self.rest, None)
+
+    quant_pre_process(str(path), str(ready))
+    quantize_static(
+        str(ready),
+        str(result),
+        Reader(),
+        per_channel=per_channel,
+        reduce_range=overflows_in_16_bits(),
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
+
+
+class OnnxModel:
+    """A loaded .onnx file: call it with tensors of the shapes of its export.
+
+    `load_seconds` is the time from the file to a session that can run, libraries not counted.
+    """
+
+    def __init__(self, session: Any, *, path: Path, threads: int, load_seconds: float) -> None:
+        self._session = session
+        self.path = path
+        self.threads = threads
+        self.load_seconds = load_seconds
+        inputs = session.get_inputs()
+        self.input_names = tuple(info.name for info in inputs)
+        # A number, or the name of a size that may differ.
+        self.input_shapes = tuple(tuple(info.shape) for info in inputs)
+        self._dtypes = tuple(INPUT_TYPES.get(info.type) for info in inputs)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """One forward: a tensor, or a tuple where the graph returns several.
+
+        Raises ValueError for another number of inputs, other shapes and other dtypes than those of
+        the export.
+        """
+        self.check(inputs)
+        arrays = [part.detach().numpy() for part in inputs]
+        outputs = self._session.run(None, dict(zip(self.input_names, arrays)))
+        tensors = [torch.from_numpy(array) for array in outputs]
+        if len(tensors) == 1:
+            return tensors[0]
+        return tuple(tensors)
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Raises ValueError for inputs that the graph does not take."""
+        fits = len(inputs) == len(self.input_shapes)
+        for part, shape, dtype in zip(inputs, self.input_shapes, self._dtypes):
+            if not isinstance(part, Tensor):
+                raise ValueError(f"{type(part).__name__} is no tensor: give tensors")
+            fits = fits and part.dtype is dtype and part.dim() == len(shape)
+            # A size with a name takes any number.
+            fits = fits and all(
+                isinstance(size, str) or size == given for size, given in zip(shape, part.shape)
+            )
+        if not fits:
+            given = ", ".join(f"{list(part.shape)} in {part.dtype}" for part in inputs)
+            takes = ", ".join(
+                f"{list(shape)} in {dtype}" for shape, dtype in zip(self.input_shapes, self._dtypes)
+            )
+            raise ValueError(
+                f"{self.path.name} takes {takes}, not {given}: give inputs of these shapes, or "
+                f"export with another example"
+            )
+
+
+def load_onnx(path: Path | str, *, threads: int = 1) -> OnnxModel:
+    """Load an .onnx file into ONNX Runtime, on the CPU. What it prints is kept away.
+
+    Args:
+        threads: of this session. `torch.set_num_threads` does not change them.
+    Raises ValueError for a file that does not exist or is no ONNX, and for a number of threads
+    below 1. Raises ImportError without onnxruntime.
+    """
+    check_whole(threads=threads)
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: write it with export_to_onnx")
+    with noise_to():
+        runtime = require("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        started = time.perf_counter()
+        try:
+            session = runtime.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            raise ValueError(
+                f"{path.name} cannot be loaded: give a file of ONNX ({explained(error)})"
+            ) from error
+        seconds = time.perf_counter() - started
+    return OnnxModel(session, path=path, threads=threads, load_seconds=seconds)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def overflows_in_16_bits() -> bool:
+    """Whether this machine sums pairs of 8-bit products in 16 bits: x86 without VNNI."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    return not torch.cpu._is_vnni_supported()
+
+
+def _batches(session: OnnxModel, calibration: Any, *, batch_size: int) -> list[dict[str, Any]]:
+    """The calibration set as ONNX Runtime wants it, in batches that the file takes."""
+    if not isinstance(calibration, Tensor):
+        raise ValueError(
+            f"calibration is of type {type(calibration).__name__}: give a tensor of inputs [N, ...]"
+        )
+    if calibration.dim() < 2 or calibration.numel() == 0:
+        raise ValueError(
+            f"calibration has the shape {list(calibration.shape)}: give at least one example, "
+            f"better some hundred, as a tensor [N, ...]"
+        )
+    if not calibration.isfinite().all():
+        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+    fixed = session.input_shapes[0][0]
+    if not isinstance(fixed, str):
+        batch_size = fixed
+    batches = list(calibration.split(batch_size))
+    if not isinstance(fixed, str) and len(batches) > 1 and len(batches[-1]) != fixed:
+        batches.pop()  # what is left over fills no batch
+    for batch in batches:
+        session.check([batch])
+    return [{session.input_names[0]: batch.numpy()} for batch in batches]
+
+
+def _check_layers(model: Any) -> None:
+    """Every layer reads its weight in whole numbers."""
+    whole = {
+        output
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear"
+        for output in node.output
+    }
+    layers = [node for node in model.graph.node if node.op_type in LAYERS]
+    left = [node.name for node in layers if node.input[1] not in whole]
+    if not layers:
+        raise ValueError("the file has no convolution and no matrix product: nothing to quantize")
+    if left:
+        raise ValueError(
+            f"{len(left)} of {len(layers)} layers stay in fp32: {', '.join(left[:5])}. Their "
+            f"weights must be constants of the graph"
+        )
+
+
+def _without_remarks(model: Any) -> Any:
+    """Each node remembers its line in Python: a tenth of the file of a small model."""
+    for part in [*model.graph.node, *model.graph.value_info, *model.graph.input]:
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    for part in (model, model.graph):
+        part.ClearField("metadata_props")
+    return model
+
+
+def _save(model: Any, path: Path) -> None:
+    """A file that is whole, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_bytes(model.SerializeToString())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_onnx_bytes(model: nn.Module, *, quantized: bool = False) -> int:
+    """Bytes of the weights in the .onnx file of `model`, whose batch norms are folded.
+
+    In fp32 a weight takes four bytes, and each output channel four for its bias. Quantized, a
+    weight takes one byte; a channel takes four for its bias in 32 bits, four for its scale, one for
+    its zero, and five more for scale and zero of its bias. The graph comes on top, some hundred
+    bytes per operator. Raises ValueError for what is no module.
+    """
+    require_module(model)
+    per_weight = 4
+    per_channel = 4
+    if quantized:
+        per_weight = 1
+        per_channel = 4 + 4 + 1
+    total = 0
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d | nn.Linear):
+            total += per_weight * part.weight.numel() + per_channel * len(part.weight)
+    return total
