@@ -8,7 +8,8 @@ workflows      techniques put together: fine-tuning, the longest sequence, the d
 
 architecture   inside the model: rotary positions, grouped queries, norms, gates, tied embeddings
 attention      flash, sliding-window and block-sparse attention
-compression    a smaller model from a larger one: distillation
+compression    a smaller model from a larger one: distillation, students, pruning
+edge           one file that runs without Python: exports, runtimes, a budget of size and time
 fine_tuning    adapt a pretrained model: LoRA, QLoRA, loss on answers, evaluation, adapter files
 inference      faster answers: decode loop, compiled steps, speculation, batches, a smaller cache
 memory         activations, gradients and optimizer states that no longer fit

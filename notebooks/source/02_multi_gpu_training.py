@@ -1107,13 +1107,11 @@ strategy_map_chart(
 # dist.init_process_group()  # NCCL on GPUs, gloo on CPUs
 # rank, ranks = dist.get_rank(), dist.get_world_size()
 # tokenizer = AutoTokenizer.from_pretrained(name)
-# # By default the weights would have the 16 bits of the file, and small steps would be lost.
-# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # not 16 bits
 # for block in model.model.layers:
 #     fully_shard(block)  # a group of weights that is gathered together
 # fully_shard(model)  # what is left: the embedding and the last norm
-# # After sharding, so that the optimizer gets the parts.
-# optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+# optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # it gets the parts
 #
 # for _ in range(10):
 #     own = texts[rank::ranks]  # as many rows on every rank
@@ -1131,6 +1129,8 @@ strategy_map_chart(
 #     print(loss.item())
 # dist.destroy_process_group()
 # ```
+#
+# The weights are loaded in fp32: in the 16 bits of the file, small steps would be lost. The optimizer is made after sharding, and gets each rank's parts.
 #
 # We ran it with the weights of this model on one and on two CPU ranks: the loss of the first step is the same to six digits. The same in transformers 5 is `TrainingArguments(fsdp=True)`, started with torchrun. FSDP2 is its default. On a CPU it may train with DDP instead; [TRAPS.md](../TRAPS.md#many-ranks) says how to see that.
 #
