@@ -74,20 +74,20 @@ def plain_q8_0(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def export_to_gguf(
     model: Any,
-    tokenizer: Any = None,
     *,
     path: str | Path,
     kind: str = "q8_0",
+    tokenizer: Any = None,
     pre_tokenizer: str | None = None,
 ) -> ExportedFile:
     """Write `model` as a `.gguf` file. It appears under its name when it is complete.
 
     Args:
         model: a Hugging Face causal LM of one of `FAMILIES`. It stays as it is.
-        tokenizer: of the model, with merges of bytes (BPE). None: the file has no tokenizer, and
-            llama.cpp takes it for tokens only.
         path: of the file, which ends in `.gguf`.
         kind: of the matrices: "q8_0", "f16" or "f32".
+        tokenizer: of the model, with merges of bytes (BPE). None: the file has no tokenizer, and
+            llama.cpp takes it for tokens only.
         pre_tokenizer: llama.cpp's name for how a text is cut into words, such as "smollm". None:
             the one that goes with the family and its vocabulary.
     Raises ValueError, before anything is written, for other models, quantized ones and adapters,

@@ -82,7 +82,11 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     tokenizer = tokenizer_of()
     model = model_of("Llama")
     export_to_gguf(
-        model, tokenizer, path=tmp_path / "model.gguf", kind="f16", pre_tokenizer="smollm"
+        model,
+        path=tmp_path / "model.gguf",
+        kind="f16",
+        tokenizer=tokenizer,
+        pre_tokenizer="smollm",
     )
     back = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     text = "hello<end>lhel"
@@ -107,11 +111,11 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="rope_type='linear'"):
         export_to_gguf(small_model("Llama", rope_parameters=stretched), path=path)
     with pytest.raises(ValueError, match="give pre_tokenizer"):
-        export_to_gguf(model, tokenizer_of(), path=path)
+        export_to_gguf(model, path=path, tokenizer=tokenizer_of())
     with pytest.raises(ValueError, match="no tokenizer with merges"):
-        export_to_gguf(model, object(), path=path)
+        export_to_gguf(model, path=path, tokenizer=object())
     with pytest.raises(ValueError, match="token 127, and the model 64"):
-        export_to_gguf(small_model("Llama", vocab_size=64), tokenizer_of(), path=path)
+        export_to_gguf(small_model("Llama", vocab_size=64), path=path, tokenizer=tokenizer_of())
     with pytest.raises(ValueError, match="quantized by apply_int8"):
         export_to_gguf(apply_int8(model_of("Llama")), path=path)
     with pytest.raises(ValueError, match="no such file"):
