@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ from recipes_lib.core.checks import check_number
 from recipes_lib.core.machine import runs_dir
 
 LIBRARIES = ("torch", "torchao", "executorch", "transformers", "onnx", "gguf")
+LOOK_AGAIN = 0.2  # seconds between two looks at the job before
 LINES_SHOWN = 20  # of the log, in the report of a process that was killed
 
 
@@ -144,7 +146,11 @@ class Kept:
 
 
 def in_background(
-    function: Callable[..., Any], *, path: str | Path | None = None, **arguments: Any
+    function: Callable[..., Any],
+    *,
+    path: str | Path | None = None,
+    after: Job | None = None,
+    **arguments: Any,
 ) -> Job:
     """Call `function(path=…, **arguments)` in another process, and go on.
 
@@ -152,6 +158,8 @@ def in_background(
         function: of a module, such as `export_language_model`; it takes `path` and writes this
             file.
         path: of the file; None is one under `runs/edge`, named by the hash.
+        after: a job that has to end first, well or badly: exports one after the other leave a core
+            for the notebook.
         arguments: what can be pickled: models, tensors, numbers, texts.
     Returns a Job. If the file is there already, from the same arguments, its result is at hand.
     Raises ValueError for a function that another process cannot import, and for arguments that
@@ -169,7 +177,7 @@ def in_background(
     work = Path(tempfile.mkdtemp(prefix=f"{path.name}.work-{os.getpid()}-", dir=path.parent))
     # Written before the process begins: whatever happens to the model here, the job has its own.
     try:
-        torch.save((function, path, key, arguments), work / "task")
+        torch.save((function, path, key, arguments, _process_of(after)), work / "task")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         shutil.rmtree(work)
         raise ValueError(
@@ -276,14 +284,25 @@ def _kept(path: Path, key: str) -> Kept | None:
     return kept
 
 
+def _process_of(job: Job | None) -> tuple[int, float] | None:
+    """The number of a job's process and when it began; together no other process has them."""
+    if job is None or job.done:
+        return None
+    try:
+        return job._process.pid, psutil.Process(job._process.pid).create_time()
+    except psutil.NoSuchProcess:  # it has ended in this moment
+        return None
+
+
 # --- in the other process -------------------------------------------------------------------------
 
 
 def work_on(folder: Path) -> None:
     """The other process: call the function, keep its result, or write down its error."""
     threading.Thread(target=_end_with_parent, args=[folder], daemon=True).start()
-    function, path, key, arguments = torch.load(folder / "task", weights_only=False)
+    function, path, key, arguments, before = torch.load(folder / "task", weights_only=False)
     (folder / "task").unlink()  # as large as the model
+    _wait_for(before)
     try:
         # Two notebooks that want the same file: the second one waits, and finds it.
         with FileLock(str(_beside(path, "lock"))):
@@ -294,6 +313,22 @@ def work_on(folder: Path) -> None:
         _write_whole(folder / "error", pickle.dumps(_portable(error)))
         sys.exit(1)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(before: tuple[int, float] | None) -> None:
+    """Return when this process has ended."""
+    if before is None:
+        return
+    number, began = before
+    while True:
+        try:
+            process = psutil.Process(number)
+            ended = process.status() == psutil.STATUS_ZOMBIE  # nobody has asked for its result yet
+            if ended or process.create_time() != began:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(LOOK_AGAIN)
 
 
 def _call(function: Callable[..., Any], folder: Path, path: Path, arguments: dict) -> Any:

@@ -119,3 +119,19 @@ def test_a_function_that_nobody_can_import_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no function of a module"):
         in_background(local, path=tmp_path / "a.pte")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_waits_for_the_one_before_it(tmp_path):
+    """Catches two exports that take both cores, and one that waits for a job that has failed."""
+    calls = tmp_path / "calls"
+    quick = dict(model=nn.Linear(2, 2), text=str(calls))
+    first = in_background(export_forever, path=tmp_path / "a.pte")
+    second = in_background(export_quickly, path=tmp_path / "b.pte", after=first, **quick)
+    with pytest.raises(TimeoutError):
+        second.result(timeout=4)
+    assert not calls.exists()
+    first.cancel()
+    second.result(timeout=PATIENCE)
+    third = in_background(export_quickly, path=tmp_path / "c.pte", after=second, **quick)
+    third.result(timeout=PATIENCE)  # a job that has ended delays nothing
+    assert calls.read_text() == "called\ncalled\n"
