@@ -10,13 +10,13 @@ Idea       Squeeze and excite: the mean of each channel says what the image show
 
            And scaling in proportion: for one step, depth grows by 1.2, width by 1.1 and pixels by
            1.15, which doubles the work, as 1.2 x 1.1² x 1.15² is about 2.
-Saves      Work at equal accuracy. The factors themselves take about 1 % of the multiply-adds, and
-           some tenth of the parameters.
-Costs      Each factor needs the mean of the whole map first, and silu is slower than relu6: the
-           time for a multiply-add is longer than that of MobileNet, most of all in 8 bits.
+Saves      Work at equal accuracy. The layers that make the factors work on one pixel: hardly any
+           multiply-adds, but 2 C S parameters in each block.
+Costs      Each factor needs the mean of the whole map first, and silu takes an exponential where
+           relu6 takes two comparisons: a multiply-add costs more time than in MobileNet.
 Use when   Accuracy comes first on a device that has time; as a teacher of a smaller network.
-Not when   Milliseconds come first: a MobileNet of the same latency is larger. Integer-only
-           accelerators that know neither sigmoid nor silu: take an EfficientNet-Lite.
+Not when   Milliseconds come first: see MobileNet. Accelerators for whole numbers that know neither
+           sigmoid nor silu: take an EfficientNet-Lite, which has relu6 and no factors.
 In production   transformers `EfficientNetForImageClassification.from_pretrained(…)`, timm
            `efficientnet_b0` and `tf_efficientnet_lite0`, torchvision `efficientnet_b0`.
 Source     Tan and Le, "EfficientNet", arXiv 1905.11946; Hu et al., "Squeeze-and-Excitation
