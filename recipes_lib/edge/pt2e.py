@@ -1,0 +1,240 @@
+"""Whole numbers in the graph: PT2E quantization, calibrated or trained, for 8-bit kernels.
+
+Problem    Phones multiply whole numbers of 8 bits, and 4 bytes per weight make a file large. A
+           kernel needs to know the grid of each tensor before it runs: the activations' as well.
+Idea       Write the model down as a graph, and put a rounding behind every tensor that a kernel
+           will hold in 8 bits. Run some images, and note the smallest and the largest number that
+           come by: they set the steps of each grid. (The library cuts off rare outliers.)
+
+               q = round(x / scale) + zero        from -128 to 127
+               x ≈ (q - zero) scale
+
+           Weights are symmetric: zero is 0, and the scale is max |W| / 127 for each channel. With
+           `train`, the model is trained with these roundings in place (quantization-aware
+           training, QAT), and learns weights that survive them. Rounding has no gradient, so the
+           gradient passes straight through.
+Saves      3 of the 4 bytes of a weight in the file, and time where the kernels for whole numbers
+           are the faster ones.
+Costs      A calibration set. Accuracy, more of it with one scale for a whole weight, and much with
+           3 or 4 bits. QAT costs epochs of training at some three times the price.
+Use when   The .pte goes to a device with 8-bit kernels, or must be small. QAT where calibration
+           alone loses too much: 3 and 4 bits, or one scale per weight.
+Not when   Calibration alone loses nothing, as 8 bits per channel often do: then QAT is wasted.
+           Speed on x86 is what counts: XNNPACK gains size there, `onnx_export` speed.
+In production   torchao `prepare_pt2e`, `prepare_qat_pt2e` and `convert_pt2e` with the quantizer of
+           a backend (XNNPACK, Core ML, Qualcomm, X86Inductor).
+Source     Jacob et al., "Quantization and Training of Neural Networks for Efficient
+           Integer-Arithmetic-Only Inference", arXiv 1712.05877; Bengio et al., "Estimating or
+           Propagating Gradients", arXiv 1308.3432 (straight through); torchao documentation,
+           "PyTorch 2 Export Quantization".
+
+Needs torchao and, for its quantizer, ExecuTorch: `pip install executorch`. Weights of fewer than 8
+bits are simulated: they use fewer levels, and take a byte in the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.graph_capture import capture_graph
+from recipes_lib.core.linears import require_module
+from recipes_lib.core.machine import require
+from recipes_lib.core.noise import noise_to
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_grid(smallest: float, largest: float) -> tuple[float, int]:
+    """Scale and zero of 256 levels between two numbers; 0 is one of the levels."""
+    smallest = min(smallest, 0.0)
+    largest = max(largest, 0.0)
+    scale = (largest - smallest) / 255
+    zero = round(-128 - smallest / scale)
+    return scale, max(-128, min(zero, 127))
+
+
+def plain_fake_quantize(x: Tensor, scale: Tensor | float, zero: int, most: int = 127) -> Tensor:
+    """x on its grid, still in fp32; the gradient passes as if nothing had happened."""
+    least = -128
+    if zero == 0:
+        least = -most  # weights: as many levels below 0 as above
+    levels = ((x / scale).round() + zero).clamp(least, most)
+    rounded = (levels - zero) * scale
+    return x + (rounded - x).detach()
+
+
+def plain_weight(weight: Tensor, bits: int = 8) -> Tensor:
+    """A weight [N, ...] on its grid, with a scale for each of the N channels."""
+    most = 2 ** (bits - 1) - 1
+    largest = weight.detach().flatten(1).abs().amax(dim=1)  # [N]
+    scale = (largest / most).view(-1, *[1] * (weight.dim() - 1))
+    return plain_fake_quantize(weight, scale, zero=0, most=most)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def quantize_pt2e(
+    model: nn.Module,
+    calibration: Tensor,
+    *,
+    train: Callable[[nn.Module], Any] | None = None,
+    weight_bits: int = 8,
+    per_channel: bool = True,
+    batch_size: int = 64,
+    log: Path | str | None = None,
+) -> GraphWithModes:
+    """A graph of `model` with activations in 8 bits and weights in `weight_bits`, for inference.
+
+    The model stays as it is. The graph computes the roundings in fp32, so its accuracy can be
+    measured at once; `export_to_executorch` makes a .pte of it whose kernels hold whole numbers.
+
+    Args:
+        model: in fp32 on a CPU, with one input. Of a Hugging Face model the graph returns logits.
+        calibration: inputs [N, ...] as the model will see them; some hundred are enough.
+        train: a function that trains the module it is given, in place: QAT. That module has the
+            roundings in it, takes any batch size, and can be put into train and eval mode. None:
+            calibration alone (PTQ).
+        weight_bits: from 2 to 8. Fewer than 8 are simulated.
+        per_channel: a scale for each channel of a weight; False: one for the whole of it.
+        batch_size: of the calibration.
+        log: a file for what the libraries print. None: it is not kept.
+    Raises ValueError for a calibration set without examples or with numbers that are not finite,
+    bits out of range, and a model that cannot be written down as a graph. Raises ImportError
+    without ExecuTorch and torchao.
+    """
+    require_module(model)
+    check_whole(least=2, most=8, weight_bits=weight_bits)
+    check_whole(batch_size=batch_size)
+    _check_calibration(calibration)
+    aware = train is not None
+    with noise_to(log):
+        prepared = _prepared(
+            model, calibration, aware=aware, weight_bits=weight_bits, per_channel=per_channel
+        )
+        _calibrate(prepared, calibration, batch_size=batch_size)
+    if aware:
+        train(prepared.train())
+    with noise_to(log):
+        return _converted(prepared)
+
+
+def _prepared(
+    model: nn.Module, calibration: Tensor, *, aware: bool, weight_bits: int, per_channel: bool
+) -> GraphWithModes:
+    """The graph with an observer, or with a fake quantization, behind each tensor of a kernel."""
+    require("executorch")
+    require("torchao")
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
+
+    # A graph has the very weights of its model, and training would change them there.
+    model = copy.deepcopy(model)
+    # Twice the same: a batch of one would be taken for a fixed size.
+    example = torch.cat([calibration[:1], calibration[:1]])
+    graph = capture_graph(model, (example,), any_batch=True, training=aware).module()
+    most = 2 ** (weight_bits - 1) - 1
+    settings = get_symmetric_quantization_config(
+        is_per_channel=per_channel, is_qat=aware, weight_qmin=-most, weight_qmax=most
+    )
+    quantizer = XNNPACKQuantizer().set_global(settings)
+    prepare = prepare_pt2e
+    if aware:
+        prepare = prepare_qat_pt2e
+    return GraphWithModes(prepare(graph, quantizer))
+
+
+def _converted(prepared: GraphWithModes) -> GraphWithModes:
+    """The graph with its grids fixed, and with weights in whole numbers."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    prepared.eval()
+    converted = GraphWithModes(convert_pt2e(prepared.graph))
+    return converted.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def _calibrate(prepared: GraphWithModes, calibration: Tensor, *, batch_size: int) -> None:
+    """In eval mode: batch norms must not move. For QAT these ranges are where training starts."""
+    prepared.eval()
+    for batch in calibration.split(batch_size):
+        prepared(batch)
+
+
+class GraphWithModes(nn.Module):
+    """A graph that torch.export made, with `train()` and `eval()` for every training loop.
+
+    The graph itself refuses both: dropout and batch norm of one mode are written into it. Here they
+    are exchanged for those of the other.
+    """
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, x: Tensor) -> Any:
+        """As the graph's."""
+        return self.graph(x)
+
+    def train(self, mode: bool = True) -> GraphWithModes:
+        """Also called by `eval()`."""
+        from torchao.quantization.pt2e import (
+            move_exported_model_to_eval,
+            move_exported_model_to_train,
+        )
+
+        if mode:
+            move_exported_model_to_train(self.graph)
+        else:
+            move_exported_model_to_eval(self.graph)
+        self.training = mode
+        return self
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def _check_calibration(calibration: Any) -> None:
+    if not isinstance(calibration, Tensor):
+        raise ValueError(
+            f"calibration is of type {type(calibration).__name__}: give a tensor of inputs [N, ...]"
+        )
+    if calibration.dim() < 2 or calibration.numel() == 0:
+        raise ValueError(
+            f"calibration has the shape {list(calibration.shape)}: give at least one example, "
+            f"better some hundred, as a tensor [N, ...]"
+        )
+    if calibration.is_floating_point() and not calibration.isfinite().all():
+        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_quantized_bytes(model: nn.Module, *, per_channel: bool = True) -> int:
+    """Bytes of the weights in the .pte of the quantized graph of `model`, which is in fp32.
+
+    A weight of a convolution or a linear layer takes a byte, whatever its bits; an output channel
+    takes four for its bias and, with `per_channel`, four for its scale. Batch norms are folded. The
+    graph comes on top, with two roundings per operator. Raises ValueError for what is no module.
+    """
+    require_module(model)
+    total = 0
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d | nn.Linear):
+            channels = len(part.weight)
+            total += math.prod(part.weight.shape) + 4 * channels
+            if per_channel:
+                total += 4 * channels
+    return total

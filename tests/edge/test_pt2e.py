@@ -1,0 +1,138 @@
+import pytest
+import torch
+from torch import nn
+
+from recipes_lib.edge.export import export_to_executorch
+from recipes_lib.edge.pt2e import (
+    plain_fake_quantize,
+    plain_grid,
+    plain_weight,
+    predicted_quantized_bytes,
+    quantize_pt2e,
+)
+from recipes_lib.edge.runtime import load_pte
+
+
+def tiny():
+    """A convolution with its norm, and a layer that reads all of the image."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU6(), nn.Flatten()]
+    net = nn.Sequential(*layers, nn.Linear(4 * 36, 3)).train()
+    for _ in range(20):
+        net(torch.randn(16, 1, 8, 8))
+    return net.eval()
+
+
+def images(number=64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(number, 1, 8, 8, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    return quantize_pt2e(tiny(), images())
+
+
+def test_a_grid_by_hand():
+    scale, zero = plain_grid(-1.0, 4.1)
+    assert (scale, zero) == (pytest.approx(0.02), -78)
+    x = torch.tensor([-9.0, 0.0, 0.011, 4.1, 9.0], requires_grad=True)
+    rounded = plain_fake_quantize(x, scale, zero)
+    torch.testing.assert_close(rounded, torch.tensor([-1.0, 0, 0.02, 4.1, 4.1]))
+    rounded.sum().backward()
+    assert torch.equal(x.grad, torch.ones(5)), "straight through"
+    assert plain_grid(1.0, 2.55)[1] == -128, "0 is a level, also where no number is 0"
+
+
+def test_weights_are_those_of_the_formula():
+    """A level per step of max / (2^(bits-1) - 1), the same above and below 0."""
+    layer = nn.Linear(20, 6)
+    graph = quantize_pt2e(layer, torch.randn(30, 20), weight_bits=3).graph
+    whole = graph._frozen_param0
+    assert whole.dtype is torch.int8
+    assert (whole.min(), whole.max()) == (-3, 3)
+    dequantized = whole.float() * graph._scale_0[:, None]
+    torch.testing.assert_close(dequantized, plain_weight(layer.weight.detach(), bits=3))
+
+
+def test_eight_bits_are_near(calibrated):
+    net = tiny()
+    x = images(9)
+    expected = net(x)
+    assert 0 < (calibrated(x) - expected).abs().max() < 0.02 * expected.abs().max()
+    assert not calibrated.training
+    torch.testing.assert_close(calibrated.eval()(x[:1]), calibrated(x)[:1], atol=0.03, rtol=0)
+    assert not any(weight.requires_grad for weight in calibrated.parameters())
+
+
+def test_the_file_computes_what_the_graph_computes(calibrated, tmp_path):
+    """Within one level of the output; and every rounding is inside of the backend."""
+    x = images(1)
+    exported = export_to_executorch(calibrated, (x,), path=tmp_path / "q.pte")
+    assert exported.delegation.outside() == ()
+    program = load_pte(exported.path)
+    expected = calibrated(x)
+    level = (calibrated(images()).max() - calibrated(images()).min()) / 255
+    assert (program(x) - expected).abs().max() < 1.5 * level
+    weights = predicted_quantized_bytes(tiny())
+    assert weights == 4 * 9 + 8 * 4 + 3 * 144 + 8 * 3
+    assert weights < exported.bytes < weights + 8_000
+
+
+def test_three_bits_lose_and_training_wins_back(capfd):
+    """What is trained has the roundings in it, and it is what is converted."""
+    net = tiny()
+    x = images()
+    expected = net(x).detach()
+    trained = []
+
+    def train(module):
+        assert module.training
+        trained.append(module)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        for _ in range(30):
+            module.train()  # as every training loop does
+            optimizer.zero_grad()
+            (module(x) - expected).square().mean().backward()
+            optimizer.step()
+        module.eval()
+
+    kept = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    calibrated = quantize_pt2e(net, x, weight_bits=3)
+    aware = quantize_pt2e(net, x, weight_bits=3, train=train)
+    assert capfd.readouterr() == ("", "")
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, kept[name]), "the model stays as it is"
+    lost = (calibrated(x) - expected).square().mean()
+    left = (aware(x) - expected).square().mean()
+    assert left < 0.5 * lost
+    assert len(trained) == 1
+    assert int(aware.graph._frozen_param0.abs().max()) == 3
+
+
+def test_one_scale_for_a_whole_weight():
+    """A channel of small weights loses its levels to the largest channel."""
+    layer = nn.Linear(20, 2, bias=False)
+    with torch.no_grad():
+        layer.weight[0] *= 0.001
+    graph = quantize_pt2e(layer, torch.randn(50, 20), per_channel=False).graph
+    assert torch.equal(graph._frozen_param0[0], torch.zeros(20, dtype=torch.int8))
+    assert graph._frozen_param0[1].abs().max() == 127
+    assert predicted_quantized_bytes(layer, per_channel=False) == 40 + 8
+    assert predicted_quantized_bytes(layer) == 40 + 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("calibration", "options", "message"),
+    [
+        (torch.zeros(0, 1, 8, 8), {}, r"shape \[0, 1, 8, 8\]: give at least one example"),
+        ([], {}, "calibration is of type list: give a tensor"),
+        (torch.full((2, 1, 8, 8), float("nan")), {}, "not finite"),
+        (torch.zeros(2, 3, 8, 8), {}, "does not run on the example"),
+        (torch.zeros(2, 1, 8, 8), {"weight_bits": 1}, "weight_bits=1"),
+        (torch.zeros(2, 1, 8, 8), {"weight_bits": 16}, "weight_bits=16"),
+    ],
+)
+def test_bad_input(calibration, options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_pt2e(tiny(), calibration, **options)
