@@ -14,8 +14,8 @@ Five things are measured, each as a part of the run:
 The short model is SmolLM2 without most of its blocks. It talks nonsense, but its files show step by
 step where the speed comes from: fp32, four bits, and the attention that is made for a cache.
 
-The files stay in `runs/edge/smollm2`, and `runs/edge.json` is written after each part, so a run
-that is cut leaves what it has.
+The files stay in `runs/edge/smollm2`, and `runs/edge.json` is written after each part and each
+turn, so a run that is cut leaves what it has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -262,8 +262,8 @@ def measure_load(folder: str, way: str) -> str:
 # --- times ----------------------------------------------------------------------------------------
 
 
-def times(folder: Path, names: list[str], settings: Settings) -> dict[str, Any]:
-    """Seconds of each way for a prompt and for each token behind it, in turns."""
+def times(folder: Path, names: list[str], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Seconds of each way for a prompt and for each token behind it, in turns; after each turn."""
     torch.set_num_threads(settings.threads)
     prompt = a_prompt(settings)
     ways = ways_of(folder, names, prompt, settings)
@@ -273,7 +273,7 @@ def times(folder: Path, names: list[str], settings: Settings) -> dict[str, Any]:
     for _ in range(settings.rounds):
         for name, write in ways.items():
             rows[name].append(one_turn(write, settings.new_tokens))
-    return rows
+        yield rows
 
 
 def ways_of(
@@ -378,15 +378,16 @@ def main() -> None:
         content = json.loads(path.read_text())
     content |= {"source": model_source(), "settings": asdict(settings)}
     functions = {
-        "export": lambda: export({name: FILES[name] for name in names}, given.folder),
-        "quality": lambda: quality(given.folder, names, settings),
-        "load": lambda: load(given.folder, names),
+        "export": lambda: [export({name: FILES[name] for name in names}, given.folder)],
+        "quality": lambda: [quality(given.folder, names, settings)],
+        "load": lambda: [load(given.folder, names)],
         "times": lambda: times(given.folder, names, settings),
     }
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for part in given.parts:
-        content[part] = functions[part]()
-        write_whole(path, content | provenance())
+        for found in functions[part]():
+            content[part] = found
+            write_whole(path, content | provenance())
     print(summary(content))
     print(path)
 
