@@ -35,6 +35,7 @@ bits are simulated: they use fewer levels, and take a byte in the file.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -61,8 +62,8 @@ def plain_grid(smallest: float, largest: float) -> tuple[float, int]:
     return scale, max(-128, min(zero, 127))
 
 
-def plain_fake_quantize(x: Tensor, scale: Tensor | float, zero: int, most: int = 127) -> Tensor:
-    """x on its grid, still in fp32; the gradient passes as if nothing had happened."""
+def plain_fake_quantize(x: Tensor, scale: Tensor | float, zero: int, most: int) -> Tensor:
+    """x on its grid up to `most`, still in fp32; the gradient passes as if nothing had happened."""
     least = -128
     if zero == 0:
         least = -most  # weights: as many levels below 0 as above
@@ -71,7 +72,7 @@ def plain_fake_quantize(x: Tensor, scale: Tensor | float, zero: int, most: int =
     return x + (rounded - x).detach()
 
 
-def plain_weight(weight: Tensor, bits: int = 8) -> Tensor:
+def plain_weight(weight: Tensor, bits: int) -> Tensor:
     """A weight [N, ...] on its grid, with a scale for each of the N channels."""
     most = 2 ** (bits - 1) - 1
     largest = weight.detach().flatten(1).abs().amax(dim=1)  # [N]
@@ -148,11 +149,35 @@ def _prepared(
     settings = get_symmetric_quantization_config(
         is_per_channel=per_channel, is_qat=aware, weight_qmin=-most, weight_qmax=most
     )
+    if aware:
+        settings = _with_exact_weight_grid(settings, per_channel=per_channel)
     quantizer = XNNPACKQuantizer().set_global(settings)
     prepare = prepare_pt2e
     if aware:
         prepare = prepare_qat_pt2e
     return GraphWithModes(prepare(graph, quantizer))
+
+
+def _with_exact_weight_grid(settings: Any, *, per_channel: bool) -> Any:
+    """Training rounds weights to the grid that the conversion has.
+
+    The fused fake quantization, which is the default, takes the levels from -3 to 3 for a grid that
+    goes down to -4, and its scale is another one. With 8 bits that is hardly seen. With 3 bits the
+    model learns a grid that it does not get, and ends up worse than without training.
+    """
+    from torchao.quantization.pt2e import (
+        FakeQuantize,
+        MovingAverageMinMaxObserver,
+        MovingAveragePerChannelMinMaxObserver,
+    )
+
+    observer = MovingAverageMinMaxObserver
+    if per_channel:
+        observer = MovingAveragePerChannelMinMaxObserver
+    # 1: the range of the weights as they are now, with no memory of earlier ones.
+    rounding = FakeQuantize.with_args(observer=observer, averaging_constant=1.0)
+    weight = dataclasses.replace(settings.weight, observer_or_fake_quant_ctr=rounding)
+    return dataclasses.replace(settings, weight=weight)
 
 
 def _converted(prepared: GraphWithModes) -> GraphWithModes:
