@@ -12,10 +12,12 @@ Idea       Take away whole channels. A block of MobileNetV2 is wide inside: a ch
 
                importance of channel c = mean(a[c]²) |W[:, c]|²
 
-Saves      Parameters and multiply-adds of the blocks, by the share that goes; time nearly as much,
-           for the kernels stay dense.
-Costs      Accuracy falls far at once, and comes back with training, best by a teacher. The same
-           small network trained from the start may be as good: compare with it.
+Saves      Parameters and multiply-adds of the blocks, by the share that goes, for the kernels stay
+           dense. Time follows them where layers have much to do: in batches, or with large images.
+           With one small image most of the time is what each layer costs to be called, and there
+           are as many layers as before.
+Costs      Accuracy falls far at once, and comes back with training. The same small network trained
+           from the start, for as long as both trainings together, may be as good: compare with it.
 Use when   Time or memory is what is small, and a trained model and its data are there.
 Not when   There is no data. Where a narrower model of the same family is trained already. For
            8 bits that save as much and need no training.

@@ -5,7 +5,8 @@ Idea       Set the share s of them with the smallest magnitude to zero, and trai
 
                mask = |W| > the s-quantile of |W|          W * mask in every forward
 
-           One threshold for the whole model takes more from layers with small weights (`scope`).
+           One threshold for the whole model takes more from layers with small weights (`scope`),
+           down to all of them, which is refused: such a network gives one answer to everything.
            2:4 takes the two smaller ones of every four beside each other in a row: a pattern that
            the tensor cores of NVIDIA's cards since Ampere can skip.
 Saves      Bytes of a *compressed* file: a run of zeros packs well, and the mask itself needs at
