@@ -164,11 +164,8 @@ def row_in_file(run: Run, name: str) -> str:
     row = row_of(run, name)
     first = next(each for each in run["rows"] if each["group"] == row["group"])
     file = percent(row["file_bytes"] / first["file_bytes"] - 1)
-    if row["accuracy"] is not None:
-        quality = f"{row['accuracy']:.1%} right"
-    else:
-        quality = f"perplexity {row['perplexity'] / first['perplexity']:.2f}×"
-    return unbroken([f"{file} file", quality, f"{sentences.time_in_words(row, first)} time"])
+    speed = f"{sentences.times_as_fast(row, first)} as fast"
+    return unbroken([f"{file} file", sentences.quality_of_file(row), speed])
 
 
 # What a row says, by the number of the notebook; all others count bytes.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.record import machine_line
-from recipes_lib.report.style import MIB
+from recipes_lib.report.style import MIB, three_digits
 
 MEGABYTE = 10**6  # as files are given on devices
 
@@ -205,6 +205,24 @@ def smaller_files(run: dict[str, Any]) -> str:
     )
 
 
+def times_as_fast(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """How many times as fast as the first row, with its range after turns: "38.2× (35.0–41.1)"."""
+    if row is first or row["ratio"] is None:
+        return f"{three_digits(first['seconds'] / row['seconds'])}×"
+    low = three_digits(1 / row["ratio_high"])
+    high = three_digits(1 / row["ratio_low"])
+    return f"{three_digits(1 / row['ratio'])}× ({low}–{high})"
+
+
+def quality_of_file(row: dict[str, Any]) -> str:
+    """Its accuracy, its perplexity, or its agreement with the first row."""
+    if row["accuracy"] is not None:
+        return f"{row['accuracy']:.1%} right"
+    if row["agreement"] is not None:
+        return f"{row['agreement']:.0%} the same"
+    return f"perplexity {row['perplexity']:,.1f}"
+
+
 def _file_bytes(row: dict[str, Any]) -> int:
     return row["file_bytes"]
 
@@ -229,8 +247,6 @@ HEADLINES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def time_ratio(row: dict[str, Any], first: dict[str, Any]) -> float:
     """Time per token against the first row, whose batch may have another number of them."""
-    if "tokens_per_second" not in row:  # one image or one token at a time
-        return row["seconds"] / first["seconds"]
     return first["tokens_per_second"] / row["tokens_per_second"]
 
 

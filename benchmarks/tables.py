@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.record import machine_line
-from benchmarks.sentences import kept_bytes, speed_in_words, time_in_words
+from benchmarks.sentences import (
+    kept_bytes,
+    quality_of_file,
+    speed_in_words,
+    time_in_words,
+    times_as_fast,
+)
 from benchmarks.table_text import line, table
 from recipes_lib.report.style import MIB, mib, percent, three_digits
 
@@ -40,11 +46,11 @@ NOTES = {
     ),
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
     "06": (
-        "One thread; one image or one token at a time. Time: against the first row of the group, "
-        "the median of the ratios of single rounds. Predicted: weights and scales alone, without "
-        "the graph. Memory: what loading the file and one call add to a process. The language "
-        "model of this ladder has its first blocks only, so its perplexity says whether two files "
-        "compute the same, and nothing about its quality."
+        "One thread; one image or one token at a time. As fast: against the first row of the "
+        "group, the median of the ratios of single rounds. Predicted: weights and scales alone, "
+        "without the graph. Memory: what loading the file and one call add to a process. The "
+        "language model of this ladder has its first blocks only. So in place of its quality "
+        "stands how often its likeliest token is that of PyTorch in fp32."
     ),
 }
 SHARE = (
@@ -221,7 +227,7 @@ def files(run: dict[str, Any] | None) -> str:
     if run is None:
         return ""
     columns = ["model", "quality", "predicted", "file", "to the first", "load", "memory"]
-    columns += ["one", "time"]
+    columns += ["one", "as fast"]
     lines = []
     first = None  # the row that the others of its group are compared with
     for row in run["rows"]:
@@ -235,20 +241,16 @@ def files(run: dict[str, Any] | None) -> str:
 
 
 def _file_cells(row: dict[str, Any], first: dict[str, Any]) -> list[str]:
-    if row["accuracy"] is not None:
-        quality = f"{row['accuracy']:.1%} right"
-    else:
-        quality = f"perplexity {row['perplexity']:,.1f}"
     return [
         row["name"],
-        quality,
+        quality_of_file(row),
         _megabytes(row["predicted_bytes"]),
         _megabytes(row["file_bytes"]),
         f"{row['file_bytes'] / first['file_bytes']:.0%}",
         _milliseconds(row["load_seconds"]),
         _megabytes(row["peak_bytes"]),
         _milliseconds(row["seconds"]),
-        time_in_words(row, first),
+        times_as_fast(row, first),
     ]
 
 

@@ -8,7 +8,8 @@ ladder                                       # a table in Jupyter, text in a ter
 ladder.chart("digits")                       # a matplotlib figure of one group
 
 Each group is one task with its own first row, with which the others are compared. Its quality is
-an accuracy (higher is better) or a perplexity (lower is better).
+an accuracy (higher is better), a perplexity (lower is better), or how often the likeliest answer is
+that of the first row, where the model itself is of no use yet.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from recipes_lib.report.size_error_chart import SizeError, size_error_chart
 from recipes_lib.report.turns import announce, ratio_and_range
 
 SHORTEST = 0.05  # seconds: a shorter look at the clock says little, so the call is repeated
+MOST_CALLS = 1000
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class EdgeRow:
     seconds: float
     accuracy: float | None = None
     perplexity: float | None = None
+    agreement: float | None = None
     predicted_bytes: int | None = None
     load_seconds: float | None = None
     peak_bytes: int | None = None
@@ -74,6 +77,7 @@ class EdgeLadder(Rows):
         file: str | Path,
         accuracy: float | None = None,
         perplexity: float | None = None,
+        agreement: float | None = None,
         predicted_bytes: int | None = None,
         load_seconds: float | None = None,
         peak_bytes: int | None = None,
@@ -87,18 +91,20 @@ class EdgeLadder(Rows):
             run: takes `units` images or tokens through the model; called again by `take_turns`.
             file: what is copied to the device.
             accuracy: share of right answers, 0 to 1; or else
-            perplexity: on held-out text. A row has one of the two, the same in its whole group.
+            perplexity: on held-out text; or else
+            agreement: share of places where the likeliest answer is that of the first row, 0 to 1.
+                A row has one of the three, the same in its whole group.
             predicted_bytes: of the file, if there is a formula.
             load_seconds: from the file to a model that is ready.
             peak_bytes: what the model adds to the memory of a process.
             group: the heading above this row, and the task that it belongs to.
             note: a remark that is kept with the row.
-        Raises ValueError for a name that is taken, for both or no quality, for a quality of
+        Raises ValueError for a name that is taken, for several qualities or none, for a quality of
         another kind than the group's, and for a file that does not exist.
         """
         self._check_new(name)
         check_whole(units=units)
-        self._check_quality(group, accuracy, perplexity)
+        self._check_quality(group, accuracy=accuracy, perplexity=perplexity, agreement=agreement)
         if not os.path.isfile(file):
             raise ValueError(f"file={str(file)!r}: give the path of a file that was written")
         if predicted_bytes is not None:
@@ -113,6 +119,7 @@ class EdgeLadder(Rows):
             seconds=_seconds_per_unit(run, units),
             accuracy=accuracy,
             perplexity=perplexity,
+            agreement=agreement,
             predicted_bytes=predicted_bytes,
             load_seconds=load_seconds,
             peak_bytes=peak_bytes,
@@ -178,19 +185,21 @@ class EdgeLadder(Rows):
                 points.append(point_of(row))
         return size_error_chart(points, title=title)
 
-    def _check_quality(self, group: str, accuracy: float | None, perplexity: float | None) -> None:
-        if (accuracy is None) == (perplexity is None):
-            raise ValueError("a row has one quality: give either accuracy= or perplexity=")
-        if accuracy is not None:
-            check_share(accuracy=accuracy)
-        if perplexity is not None:
-            check_number(perplexity=perplexity, above=0)
-        of_group = [row for row in self.rows if row.group == group]
-        if of_group and (of_group[0].accuracy is None) != (accuracy is None):
-            raise ValueError(
-                f"the rows of {group!r} have another kind of quality: give all of them an accuracy "
-                f"or all of them a perplexity"
-            )
+    def _check_quality(self, group: str, **qualities: float | None) -> None:
+        given = [kind for kind, value in qualities.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError("a row has one quality: give accuracy=, perplexity= or agreement=")
+        kind = given[0]
+        if kind == "perplexity":
+            check_number(perplexity=qualities[kind], above=0)
+        else:
+            check_share(**{kind: qualities[kind]})
+        for row in self.rows:
+            if row.group == group and getattr(row, kind) is None:
+                raise ValueError(
+                    f"the rows of {group!r} have another kind of quality than {kind}: give all of "
+                    f"them the same"
+                )
 
 
 def point_of(row: EdgeRow) -> SizeError:
@@ -201,9 +210,11 @@ def point_of(row: EdgeRow) -> SizeError:
 
 
 def _seconds_per_unit(run: Callable[[], Any], units: int) -> float:
-    """The median call of as many as fill `SHORTEST` seconds."""
+    """The median call of as many as fill `SHORTEST` seconds, and of `MOST_CALLS` at most."""
     seconds: list[float] = []
-    while sum(seconds) < SHORTEST:
+    total = 0.0
+    while total < SHORTEST and len(seconds) < MOST_CALLS:
         took, _ = timed(run)
         seconds.append(took)
+        total += took
     return statistics.median(seconds) / units

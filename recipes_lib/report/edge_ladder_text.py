@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes_lib.report.ladder_text import ratio_with_range
 from recipes_lib.report.style import MILLISECONDS, three_digits
 
 MEGABYTE = 10**6  # as files are given on devices and in stores
 
 HEADER = ["model", "quality", "predicted", "file", "of first"]
-HEADER += ["load", "memory", "one", "time"]
+HEADER += ["load", "memory", "one", "as fast"]
 
 
 def what_is_expected(size: int) -> str:
@@ -25,7 +24,7 @@ def what_came(row: Any, *, first: Any) -> str:
         sentence += f" ({row.file_bytes / first.file_bytes:.0%} of {first.name})"
     sentence += f"; {quality(row)}; {milliseconds(row.seconds)} each"
     if row is not first:
-        sentence += f" ({_times(row, first)})"
+        sentence += f" ({as_fast(row, first)} as fast)"
     if row.peak_bytes is not None:
         sentence += f"; adds {megabytes(row.peak_bytes)} to the process"
     return sentence
@@ -42,14 +41,16 @@ def cells(row: Any, *, first: Any) -> list[str]:
         _or_empty(row.load_seconds, milliseconds),
         _or_empty(row.peak_bytes, megabytes),
         milliseconds(row.seconds),
-        _times(row, first),
+        as_fast(row, first),
     ]
 
 
 def quality(row: Any) -> str:
-    """ "98.2 % right", or "perplexity 13.7"."""
+    """ "98.2 % right", or "perplexity 13.7", or "91 % the same"."""
     if row.accuracy is not None:
         return f"{100 * row.accuracy:.1f} % right"
+    if row.agreement is not None:
+        return f"{row.agreement:.0%} the same"
     return f"perplexity {row.perplexity:.2f}"
 
 
@@ -63,11 +64,13 @@ def milliseconds(seconds: float) -> str:
     return f"{three_digits(seconds * MILLISECONDS)} ms"
 
 
-def _times(row: Any, first: Any) -> str:
-    """The time over that of the first row, with its range after turns."""
-    if row.ratio is not None:
-        return ratio_with_range(row)
-    return f"{row.seconds / first.seconds:.2f}×"
+def as_fast(row: Any, first: Any) -> str:
+    """How many times as fast as the first row, with its range after turns: "38.2× (35.0–41.1)"."""
+    if row.ratio is None:
+        return f"{three_digits(first.seconds / row.seconds)}×"
+    low = three_digits(1 / row.ratio_high)
+    high = three_digits(1 / row.ratio_low)
+    return f"{three_digits(1 / row.ratio)}× ({low}–{high})"
 
 
 def _or_empty(value: float | None, words: Any) -> str:

@@ -54,6 +54,7 @@ def test_turns_compare_round_by_round(ladder, monkeypatch):
     student = ladder["student"]
     assert (student.ratio, student.ratio_low, student.ratio_high) == (0.5, 0.5, 0.5)
     assert (ladder["fp32"].ratio, ladder["fp32"].turns) == (1.0, 2)
+    assert ladder.table()[2][-1] == "2.00× (2.00–2.00)"
 
 
 def test_a_call_of_several_units_is_shared_among_them(tmp_path):
@@ -72,9 +73,9 @@ def test_bad_input(ladder, tmp_path):
     file = file_of(tmp_path, 10)
     with pytest.raises(ValueError, match="another name"):
         ladder.climb("student", lambda: None, file=file, accuracy=0.9, group="digits")
-    with pytest.raises(ValueError, match="either accuracy= or perplexity="):
+    with pytest.raises(ValueError, match="has one quality"):
         ladder.climb("x", lambda: None, file=file, group="digits")
-    with pytest.raises(ValueError, match="another kind of quality"):
+    with pytest.raises(ValueError, match="another kind of quality than perplexity"):
         ladder.climb("x", lambda: None, file=file, perplexity=3.0, group="digits")
     with pytest.raises(ValueError, match="file that was written"):
         ladder.climb("x", lambda: None, file=tmp_path / "none", accuracy=0.9, group="digits")
