@@ -5,15 +5,15 @@ Problem    A device gives so many megabytes and so many milliseconds. Each link 
            takes days.
 Idea       File and time follow from numbers that are known before anything is trained:
 
-               file bytes = weights × bits / 8 + 4 × scales
+               file bytes = weights × bits / 8 + 4 × scales + graph
                seconds    = overhead + work / speed
 
            Work is multiply-adds for an image, and bytes that are read for a token. Overhead and
            speed belong to a runtime and a format: two or three files tell them, and these may have
            random weights. Of all chains, in the order of their price, take the first that fits.
 Saves      The trainings and exports of all chains that cannot fit.
-Costs      A prediction: activations, the graph in the file (some hundred kilobytes of a small
-           model) and caches that are too small are not in it. Quality is not predicted at all.
+Costs      A prediction: activations and caches that are too small are not in it, and the graph has
+           to be taken from one file of the same format. Quality is not predicted at all.
 Use when   Before the first training, and whenever the device changes.
 Not when   A file is there: measure it. Speeds of another device: each has its own.
 In production   MLPerf Mobile and Tiny give limits in the same two numbers; ExecuTorch's
@@ -87,6 +87,7 @@ class Chain:
     work         multiply-adds of an image, or bytes that a token reads
     bits         of a weight
     scales       how many scales the file holds
+    graph        bytes of the file that are no weights, as one file of this format has them
     format       the name of the speed that it runs at, such as "fp32" or "int8"
 
     Raises ValueError for numbers that cannot be.
@@ -97,13 +98,14 @@ class Chain:
     work: float
     bits: float = 32
     scales: int = 0
+    graph: int = 0
     format: str = "fp32"
 
     def __post_init__(self) -> None:
         check_several(links=self.links)
         check_whole(weights=self.weights)
         check_number(work=self.work, bits=self.bits, above=0)
-        check_whole(least=0, scales=self.scales)
+        check_whole(least=0, scales=self.scales, graph=self.graph)
 
     @property
     def name(self) -> str:
@@ -177,5 +179,5 @@ def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Clock]) -
 
 
 def predicted_file_bytes(chain: Chain) -> float:
-    """Bytes of the weights and their scales; the graph itself is not in it."""
-    return chain.weights * chain.bits / 8 + 4 * chain.scales
+    """Bytes of the weights, of their scales, and of the graph."""
+    return chain.weights * chain.bits / 8 + 4 * chain.scales + chain.graph

@@ -61,12 +61,13 @@ def delegation_chart(
         ncols=len(counts),
         squeeze=False,
     )
-    largest = max(sum(both) for of_export in counts.values() for both in of_export.values())
+    drawn = {name: _summed(of_export, operators) for name, of_export in counts.items()}
+    largest = max(sum(both) for of_export in drawn.values() for both in of_export)
     for column, (name, of_export) in zip(axes[0], counts.items(), strict=True):
-        _draw_export(column, slots, _summed(of_export, operators))
+        _draw_export(column, slots, drawn[name])
         total = sum(inside for inside, _ in of_export.values())
         calls = sum(sum(both) for both in of_export.values())
-        without_scale(column, f"{name}: {total:,} of {calls:,} calls inside")
+        without_scale(column, f"{name}:\n{total:,} of {calls:,} inside")
         column.set_xlim(0, 1.25 * largest)
     slots.write_names(axes[0][0])
     return figure

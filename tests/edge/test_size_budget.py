@@ -48,8 +48,10 @@ def test_the_first_chain_that_fits_both_limits(megabytes, milliseconds, name):
 
 
 def test_bytes_of_weights_and_scales():
-    chain = Chain(("4 bits",), weights=64_000, work=1, bits=4, scales=1_000, format="int8")
+    of_both = dict(weights=64_000, work=1, bits=4, scales=1_000, format="int8")
+    chain = Chain(("4 bits",), **of_both)
     assert predicted_file_bytes(chain) == 36_000 == plain_file_bytes(64_000, bits=4, group=64)
+    assert predicted_file_bytes(Chain(("4 bits",), graph=130_000, **of_both)) == 166_000
 
 
 def test_a_fitted_line_is_a_speed():

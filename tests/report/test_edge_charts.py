@@ -20,8 +20,8 @@ def test_delegation_before_and_after():
     after = export(("linear", 7, 0), ("mean", 1, 2))
     figure = delegation_chart({"portable": before, "XNNPACK": after})
     left, right = figure.axes
-    assert left.get_title(loc="left") == "portable: 0 of 10 calls inside"
-    assert right.get_title(loc="left") == "XNNPACK: 8 of 10 calls inside"
+    assert left.get_title(loc="left") == "portable:\n0 of 10 inside"
+    assert right.get_title(loc="left") == "XNNPACK:\n8 of 10 inside"
     widths = [patch.get_width() for patch in right.patches]
     assert widths == [7, 1, 0, 2]  # inside of linear and mean, then outside of both
 
