@@ -24,7 +24,8 @@ GUARDS_ALONE = "guards"  # what the third part is called where it has nothing of
 ALLOWED = {("fine_tuning/qlora.py", "fine_tuning/lora.py")}
 # Slow to import or not installed everywhere: only inside the function that needs them.
 HEAVY = {"bitsandbytes", "torchao", "executorch", "deepspeed", "flash_attn", "liger_kernel"}
-HEAVY |= {"peft", "datasets", "mlflow", "wandb"}
+HEAVY |= {"peft", "datasets", "mlflow", "wandb", "onnx", "onnxruntime", "onnxscript", "mlxtend"}
+HEAVY |= {"torch_pruning"}
 
 
 def modules(folder: Path) -> list[Path]:
