@@ -200,8 +200,8 @@ def smaller_files(run: dict[str, Any]) -> str:
         f"**{first['file_bytes'] / MEGABYTE:.1f} → {least['file_bytes'] / MEGABYTE:.2f} MB:** the "
         f"file of a classifier of handwritten digits, from {first['name']} to {least['name']}, "
         f"with {first['accuracy']:.1%} and {least['accuracy']:.1%} right. "
-        f"It answers {times_as_fast(least, first)} as fast. For files above 1 MB, the arithmetic of "
-        f"their weights is off by {_at_most(max(off))}: a graph comes on top."
+        f"It answers {times_as_fast(least, first)} as fast. For files above 1 MB, the arithmetic "
+        f"of their weights is off by {_at_most(max(off))}: a graph comes on top."
     )
 
 

@@ -1743,9 +1743,9 @@ COMPRESSION = [
     ),
     mistake(
         "padding counts as text",
-        file="compression/student.py",
-        right="sums[number] += cosine[mask].sum().item()",
-        wrong="sums[number] += cosine.sum().item()",
+        file="compression/student_watch.py",
+        right="return mask.bool()",
+        wrong="return torch.ones_like(mask).bool()",
         tests="compression/test_student.py",
         suffers="Blocks are kept for what they do to padding.",
     ),

@@ -27,6 +27,8 @@ EXEMPT = {
     "apply_int8_cache": "decoder",
     "apply_pruning": "any module",
     "apply_two_four": "any module",
+    "quantize_onnx": "file",
+    "quantize_pt2e": "graph",
     "quantize_rows": "weight",
 }
 

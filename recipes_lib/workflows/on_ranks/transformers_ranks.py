@@ -68,11 +68,10 @@ def train_with_trainer(
     import transformers
 
     batches = byte_batches(steps=steps, rows=rows, tokens=tokens)
-    in_order = [
-        {name: tensor[row] for name, tensor in batch.items()}
-        for batch in batches
-        for row in range(rows)
-    ]
+    in_order = []
+    for batch in batches:
+        for row in range(rows):
+            in_order.append({name: tensor[row] for name, tensor in batch.items()})
     options = Options()
     with tempfile.TemporaryDirectory() as folder, _as_started_by_torchrun():
         arguments = transformers.TrainingArguments(
