@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.executorch_threads import use_threads
 from recipes_lib.core.graph_capture import check_example, explained, in_eval_mode
 from recipes_lib.core.linears import require_module
 from recipes_lib.core.machine import require
@@ -133,15 +134,14 @@ def load_pte(path: Path | str, *, threads: int = 1) -> PteModel:
     """Load a .pte into ExecuTorch's runtime. What the runtime prints is kept away.
 
     Args:
-        threads: of the runtime, for all programs of this process from now on. It has threads of its
-            own: `torch.set_num_threads` and `OMP_NUM_THREADS` do not change them.
+        threads: of the runtime, for all files of this process. The first file decides, and another
+            number is refused afterwards: it would crash the files that are loaded. These threads
+            are the runtime's own: `torch.set_num_threads` and `OMP_NUM_THREADS` do not change them.
     Raises ValueError for a file that does not exist or is no program, for operators without a
-    kernel, and for a number of threads below 1. Raises ImportError without ExecuTorch.
+    kernel, for a number of threads below 1, and for another number than an earlier file has. Raises
+    ImportError without ExecuTorch.
     """
-    check_whole(threads=threads)
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: write it with export_to_executorch")
+    path = _existing(path, threads=threads)
     with noise_to():
         runtime = _runtime(threads)
         started = time.perf_counter()
@@ -160,9 +160,10 @@ def measured_peak_bytes(path: Path | str, *, threads: int = 1) -> int:
     """How much a fresh process grows when it loads the .pte and runs it once; Linux alone.
 
     The libraries are loaded before the count begins. It takes some seconds, for the process has to
-    import them. Raises ValueError as `load_pte` does.
+    import them, and it may have another number of threads than this one. Raises ValueError for a
+    file that does not exist or cannot be run, and for a number of threads below 1.
     """
-    load_pte(path, threads=threads)  # raises what there is to raise
+    path = _existing(path, threads=threads)
     command = [sys.executable, "-c", _MEASURE, str(path), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -174,6 +175,7 @@ def measured_peak_bytes(path: Path | str, *, threads: int = 1) -> int:
 _MEASURE = """
 import sys
 import torch
+import executorch.kernels.quantized
 from executorch.runtime import Runtime
 from executorch.extension.pybindings import portable_lib
 
@@ -198,14 +200,19 @@ print(1024 * (kibibytes("VmHWM") - before))
 # --- guards ---------------------------------------------------------------------------------------
 
 
+def _existing(path: Path | str, *, threads: int) -> Path:
+    check_whole(threads=threads)
+    if not Path(path).is_file():
+        raise ValueError(f"{path} does not exist: write it with export_to_executorch")
+    return Path(path)
+
+
 def _runtime(threads: int) -> Any:
     require("executorch")
     import executorch.kernels.quantized  # noqa: F401 - registers kernels for whole numbers
-    from executorch.extension.pybindings import portable_lib
     from executorch.runtime import Runtime
 
-    if portable_lib._threadpool_get_thread_count() != threads:
-        portable_lib._unsafe_reset_threadpool(threads)
+    use_threads(threads)
     return Runtime.get()
 
 

@@ -87,12 +87,14 @@ def test_another_order_of_the_same_numbers(net, exported):
 
 
 def test_threads(exported):
+    """The pool is the process's: after a first file another number would end it."""
     from executorch.extension.pybindings import portable_lib
 
-    load_pte(exported.path, threads=2)
-    assert portable_lib._threadpool_get_thread_count() == 2
-    load_pte(exported.path)
+    program = load_pte(exported.path)
     assert portable_lib._threadpool_get_thread_count() == 1
+    with pytest.raises(ValueError, match="threads=2: this process runs files with 1 already"):
+        load_pte(exported.path, threads=2)
+    assert program(torch.zeros(SHAPE)).shape == (1, 10)
     with pytest.raises(ValueError, match="threads=0"):
         load_pte(exported.path, threads=0)
 
@@ -113,8 +115,9 @@ def test_other_inputs(exported, inputs, message):
 
 
 def test_what_is_no_program(tmp_path, capfd):
-    with pytest.raises(ValueError, match="does not exist"):
-        load_pte(tmp_path / "nothing.pte")
+    for load in (load_pte, measured_peak_bytes):
+        with pytest.raises(ValueError, match="does not exist"):
+            load(tmp_path / "nothing.pte")
     (tmp_path / "text.pte").write_text("no program" * 100)
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_pte(tmp_path / "text.pte")
@@ -123,4 +126,5 @@ def test_what_is_no_program(tmp_path, capfd):
 
 def test_growth_of_a_fresh_process(exported):
     """This net is small: what grows are pages of libraries that are touched for the first time."""
-    assert 0 < measured_peak_bytes(exported.path) < 40 * 2**20
+    load_pte(exported.path)
+    assert 0 < measured_peak_bytes(exported.path, threads=2) < 40 * 2**20
