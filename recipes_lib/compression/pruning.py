@@ -85,8 +85,9 @@ def apply_pruning(
             A table that is shared with the embedding is left alone.
     Raises ValueError, before anything changes, for a share outside its bounds or so small that no
     weight goes, or so large that a layer loses all of its weights; for unknown names; for weights
-    that are shared, quantized, sharded, on no device, or made of others; for a model with adapters,
-    and one that is pruned already.
+    that are shared, quantized, sharded, on no device, not finite, or made of others; for a model
+    with adapters, and one that is pruned already. Without `names` also for a model with matrices in
+    other modules, such as the experts of a mixture, for they would all stay.
     """
     check_number(above=0, below=1, share=share)
     check_choice(SCOPES, scope=scope)
@@ -234,13 +235,14 @@ def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
     shared = _shared_weights(model)
     if names is None:
         chosen = {name: m for name, m in every.items() if name not in shared}
+        _require_all_matrices(model)
     else:
         check_several(names=names)
         chosen = _named(every, names, shared)
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no linear layer and no convolution with a weight of its "
-            f"own (GPT-2 stores its weights in other modules)"
+            f"own"
         )
     for name, layer in chosen.items():
         weight = layer._parameters.get("weight")
@@ -250,7 +252,27 @@ def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
             raise ValueError(f"{name} is quantized or sharded: prune the model before that")
         if weight.is_meta:
             raise ValueError(f"the weight of {name} is on no device: load the model first")
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} has weights that are not finite: the model has diverged")
     return chosen
+
+
+def _require_all_matrices(model: nn.Module) -> None:
+    """Raise ValueError for matrices that are no weight of the layers that are pruned.
+
+    Experts of a mixture and GPT-2's layers are such modules. With half of the rest gone, most of
+    the model would still be there, and nobody would notice.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (*LAYERS, nn.Embedding, parametrize.ParametrizationList)):
+            continue
+        for own, parameter in module.named_parameters(recurse=False):
+            # [1, ...] is a token or positions of an image, which every input gets.
+            if parameter.dim() >= 2 and len(parameter) > 1:
+                raise ValueError(
+                    f"{name}.{own} {list(parameter.shape)} is a weight of {type(module).__name__}, "
+                    f"which is not pruned: give `names` of the layers that are to be"
+                )
 
 
 def _named(

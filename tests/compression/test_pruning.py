@@ -143,6 +143,28 @@ def test_what_cannot_be_pruned_is_refused():
     assert not any("parametrizations" in name for name, _ in small.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [("Mixtral", "MixtralTopKRouter"), ("GPT2", "Conv1D")],
+)
+def test_matrices_of_other_modules_are_not_left_out_in_silence(family, module):
+    """Without the guard a share of 0.5 takes 6 % of a Mixtral: its experts are one tensor each."""
+    model = small_model(family, tie_word_embeddings=False)
+    for apply, options in ((apply_pruning, {"share": 0.5}), (apply_two_four, {})):
+        with pytest.raises(ValueError, match=rf"is a weight of {module}.*give `names`"):
+            apply(model, **options)
+    apply_pruning(model, share=0.5, names=["lm_head"])
+    assert zero_share(model.lm_head) == pytest.approx(0.5, abs=0.01)
+
+
+def test_weights_that_are_not_finite_are_refused():
+    """Without the guard they count as the largest, and stay."""
+    model = network()
+    model[5].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="5 has weights that are not finite"):
+        apply_pruning(model, share=0.5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     model = apply_pruning(network().to(dtype), share=0.5)
