@@ -8,8 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
-BIN = Path(sys.executable).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# The same launchers; their ranks import nothing anew, see there.
+FORKED = [sys.executable, str(ROOT / "tests" / "launch" / "forked_ranks.py"), "-m"]
+FORKED_TORCHRUN = [*FORKED, "torch.distributed.run"]
+FORKED_ACCELERATE = [*FORKED, "accelerate.commands.launch"]
 SECONDS = 180  # a start that takes longer hangs
 
 

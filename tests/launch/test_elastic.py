@@ -1,17 +1,14 @@
 """A rank is killed, torchrun starts all ranks again, and the losses are those of a whole run."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from recipes_lib.parallel.checkpoint_restarts import require_own_store
+from tests.launch.scripts import FORKED_TORCHRUN, LAUNCH, environment
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 STEPS = 8
 SAVE_EVERY = 3
 DIES_AT = 4  # step 3 was trained since the last checkpoint, and is trained again
@@ -41,10 +38,10 @@ def train_alone(script, folder, *options):
 
 def torchrun(folder, *options, limit=240):
     """Two ranks that may be started again."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*FORKED_TORCHRUN, "--standalone"]
     command += ["--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.2"]
     command += [str(LAUNCH / "train_elastic.py"), "--folder", str(folder), *options]
-    own = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", OMP_NUM_THREADS="1")
+    own = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=limit)
 
 
