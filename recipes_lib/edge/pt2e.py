@@ -102,21 +102,24 @@ def quantize_pt2e(
         model: in fp32 on a CPU, with one input. Of a Hugging Face model the graph returns logits.
         calibration: inputs [N, ...] as the model will see them; some hundred are enough.
         train: a function that trains the module it is given, in place: QAT. That module has the
-            roundings in it, takes any batch size, and can be put into train and eval mode. None:
-            calibration alone (PTQ).
+            roundings in it, takes any batch size, and can be put into train and eval mode. Images
+            that it sees in eval mode still move the ranges of activations a little: test with the
+            graph that is returned. None: calibration alone (PTQ).
         weight_bits: from 2 to 8. Fewer than 8 are simulated.
         per_channel: a scale for each channel of a weight; False: one for the whole of it.
         batch_size: of the calibration.
         log: a file for what the libraries print. None: it is not kept.
     Raises ValueError for a calibration set without examples or with numbers that are not finite,
-    bits out of range, and a model that cannot be written down as a graph. Raises ImportError
-    without ExecuTorch and torchao.
+    bits out of range, a model that cannot be written down as a graph, and a training that leaves
+    weights which are not finite. Raises ImportError without ExecuTorch and torchao.
     """
     require_module(model)
     check_whole(least=2, most=8, weight_bits=weight_bits)
     check_whole(batch_size=batch_size)
     _check_calibration(calibration)
     aware = train is not None
+    if aware and not callable(train):
+        raise ValueError(f"train={train!r}: give a function that trains a module, or None")
     with noise_to(log):
         prepared = _prepared(
             model, calibration, aware=aware, weight_bits=weight_bits, per_channel=per_channel
@@ -124,6 +127,7 @@ def quantize_pt2e(
         _calibrate(prepared, calibration, batch_size=batch_size)
     if aware:
         train(prepared.train())
+        _check_trained(prepared)
     with noise_to(log):
         return _converted(prepared)
 
@@ -214,17 +218,30 @@ class GraphWithModes(nn.Module):
 
     def train(self, mode: bool = True) -> GraphWithModes:
         """Also called by `eval()`."""
+        self.training = mode
+        return self
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout and batch norm are those of training."""
+        return self._training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        # Also who sets the attribute alone, as `core.classify` does, changes the mode. Otherwise a
+        # look at the accuracy would run with dropout, and move the statistics of batch norms.
         from torchao.quantization.pt2e import (
             move_exported_model_to_eval,
             move_exported_model_to_train,
         )
 
+        self._training = mode
+        if "graph" not in vars(self).get("_modules", {}):
+            return  # nn.Module sets it before there is a graph
         if mode:
             move_exported_model_to_train(self.graph)
         else:
             move_exported_model_to_eval(self.graph)
-        self.training = mode
-        return self
 
 
 # --- guards ---------------------------------------------------------------------------------------
@@ -242,6 +259,16 @@ def _check_calibration(calibration: Any) -> None:
         )
     if calibration.is_floating_point() and not calibration.isfinite().all():
         raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+
+
+def _check_trained(prepared: nn.Module) -> None:
+    """The conversion makes whole numbers of a NaN, and nobody would see it any more."""
+    for name, weight in prepared.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"{name} is not finite after the training: it has diverged, train with a smaller "
+                f"learning rate"
+            )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
