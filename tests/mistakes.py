@@ -488,6 +488,22 @@ TRAINING = [
         suffers="A run goes on with other settings than it began with.",
     ),
     mistake(
+        "checksums of a checkpoint",
+        file="training/exact_resume.py",
+        right="damaged = archive.testzip()",
+        wrong="damaged = None",
+        tests="training/test_exact_resume.py",
+        suffers="A bit that a disk has flipped is trained on without a word.",
+    ),
+    mistake(
+        "another weight's averages",
+        file="training/exact_resume.py",
+        right="states[number] = saved[\"state\"][number_there[name]]",
+        wrong="states[number] = saved[\"state\"][number]",
+        tests="training/test_exact_resume.py",
+        suffers="An optimizer made in another order steps with the averages of other weights.",
+    ),
+    mistake(
         "values of a lost past",
         file="training/tracking.py",
         right="kept[name] = {step: values[step] for step in values if step < point.step}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 
 def random_states() -> dict[str, Any]:
@@ -43,4 +44,19 @@ def check_same_run(path: Path | str, *, saved: Mapping[str, Any], given: Mapping
         raise ValueError(
             f"{path} belongs to another run ({'; '.join(differences)}): "
             f"resume with its settings, or use another folder"
+        )
+
+
+def check_loadable(path: Path) -> None:
+    """Raise ValueError if `torch.load` would not take the file back, and delete it.
+
+    It takes tensors, numbers, strings, and lists or dictionaries of them, because anything else in
+    a file may be code of a stranger.
+    """
+    odd = get_unsafe_globals_in_checkpoint(path)
+    if odd:
+        path.unlink()
+        raise ValueError(
+            f"a checkpoint with {', '.join(sorted(odd))} could not be loaded: give facts and parts "
+            f"of tensors, numbers and strings, for a path str(path)"
         )

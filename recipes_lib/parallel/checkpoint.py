@@ -58,7 +58,12 @@ from torch.distributed.checkpoint.state_dict import (
 from recipes_lib.core.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.run_state import check_same_run, random_states, set_random_states
+from recipes_lib.core.run_state import (
+    check_loadable,
+    check_same_run,
+    random_states,
+    set_random_states,
+)
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.parallel.checkpoint_guards import (
     check_parts,
@@ -325,6 +330,7 @@ def _write(path: Path, content: Any) -> None:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
+    check_loadable(path)
 
 
 def _alone() -> bool:

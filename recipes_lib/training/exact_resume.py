@@ -5,16 +5,18 @@ Problem    A process dies: a spot instance ends, a driver fails, memory runs out
            has seen: no error, another training.
 Idea       Save everything that the next step reads, in one file, at once:
 
-               trainable weights · optimizer states · schedule · loss scale · random states · step ·
-               facts of the run
+               trainable weights · buffers · optimizer states · schedule · loss scale ·
+               random states · step · facts of the run
 
            The data position is the step: `rows_of_step` in core/row_order.py computes the rows of
-           any step from the seed. The facts (settings, data, base model) must be equal when the
-           file is read: another run's checkpoint is refused. The file is written beside the old one
-           and put in its place by one rename, so a kill at any moment leaves a whole checkpoint.
+           any step from the seed. The facts (settings, data) and the frozen weights must be equal
+           when the file is read: another run's checkpoint is refused. The file is written beside
+           the old one and put in its place by one rename, so a kill at any moment leaves a whole
+           checkpoint.
 Saves      All steps up to the last checkpoint.
 Costs      12 bytes per trainable parameter on disk with fp32 AdamW, and the time to write them.
-           With LoRA megabytes.
+           With LoRA megabytes. Buffers of the model's `state_dict` are kept as well: where a frozen
+           base has its weights in buffers (GPTQ, AWQ), the file holds them too.
 Use when   A run takes longer than you would like to repeat.
 Not when   Several processes hold shards of the states: use torch.distributed.checkpoint.
            bitsandbytes brings paged states back as ordinary GPU memory.
@@ -29,24 +31,44 @@ operators that are deterministic. Random states of torch and Python are kept; Nu
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from recipes_lib.core.run_state import check_same_run, random_states, set_random_states
+from recipes_lib.core.run_state import (
+    check_loadable,
+    check_same_run,
+    random_states,
+    set_random_states,
+)
 from recipes_lib.core.sizes import tensor_bytes
 
-CONTENTS = {"run", "step", "weights", "optimizer", "parts", "random"}
+# What a checkpoint holds, and of which type each part is.
+CONTENTS = {
+    "run": dict,
+    "step": int,
+    "frozen": str,
+    "weights": dict,
+    "buffers": dict,
+    "optimizer": dict,
+    "optimizer_class": str,
+    "parameter_names": list,
+    "parts": dict,
+    "random": dict,
+}
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def save_by_hand(
-    path: Path | str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, step: int
+    path: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int
 ) -> None:
     """Save all that the next step of a plain loop reads. A kill while saving loses everything."""
     state = {
@@ -58,7 +80,7 @@ def save_by_hand(
     torch.save(state, path)
 
 
-def load_by_hand(path: Path | str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load_by_hand(path: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Put it all back, and return the step. Nothing is checked."""
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["weights"])
@@ -74,7 +96,7 @@ def save_checkpoint(
     path: Path | str,
     *,
     step: int,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] | None = None,
@@ -83,9 +105,11 @@ def save_checkpoint(
 
     Args:
         model: any module.
-        run: facts that a resumed run must share, numbers and strings: settings, length of the data,
-            base model.
+        run: facts that a resumed run must share, numbers and strings: settings, length of the data.
         parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling.
+    Raises ValueError for facts or parts that hold something else than tensors, numbers, strings and
+    lists or dictionaries of them, because such a file could not be loaded. The checkpoint before
+    stays then.
     """
     if parts is None:
         parts = {}
@@ -95,8 +119,12 @@ def save_checkpoint(
     state = {
         "run": dict(run),
         "step": step,
+        "frozen": frozen_fingerprint(model),
         "weights": {name: p.detach() for name, p in _trainable(model).items()},
+        "buffers": _kept_buffers(model),
         "optimizer": optimizer.state_dict(),
+        "optimizer_class": _class_of(optimizer),
+        "parameter_names": _names_by_group(model, optimizer),
         "parts": {name: part.state_dict() for name, part in parts.items()},
         "random": random_states(),
     }
@@ -106,41 +134,129 @@ def save_checkpoint(
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())  # a rename may reach the disk before the content does
+    check_loadable(scratch)
     os.replace(scratch, path)
 
 
 def load_checkpoint(
     path: Path | str,
     *,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] | None = None,
 ) -> int:
     """Put the state of the file `path` back; returns the number of steps that were done.
 
+    An optimizer with the same parameters in another order gets the states by their names.
+
     Everything is compared before anything is changed. Raises ValueError if the file is missing or
-    damaged, if a fact of the run differs, or if the trainable weights have other names or shapes.
+    damaged, if a fact of the run or a frozen weight differs, if the trainable weights or the
+    buffers have other names, shapes or dtypes, or if the optimizer is of another class or has other
+    groups.
     """
     if parts is None:
         parts = {}
     # All checks first: a refused checkpoint leaves the model as it is.
-    state = _read(Path(path))
+    path = Path(path)
+    state = _read(path)
     check_same_run(path, saved=state["run"], given=run)
-    _check_names(path, state, model, parts)
+    _check_parts(path, state["parts"], parts)
+    _check_same_tensors(path, "trainable weights", state["weights"], _trainable(model))
+    _check_same_tensors(path, "buffers", state["buffers"], _kept_buffers(model))
+    _check_frozen(path, state["frozen"], model)
+    optimizer_state = _in_order_of(path, state, model, optimizer)
 
     with torch.no_grad():
         for name, parameter in _trainable(model).items():
             parameter.copy_(state["weights"][name])
-    optimizer.load_state_dict(state["optimizer"])
+        for name, buffer in _kept_buffers(model).items():
+            buffer.copy_(state["buffers"][name])
+    optimizer.load_state_dict(optimizer_state)
     for name, part in parts.items():
         part.load_state_dict(state["parts"][name])
     set_random_states(state["random"])  # last: nothing may draw after it
     return state["step"]
 
 
-def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def frozen_fingerprint(model: nn.Module) -> str:
+    """A hash of what does not train: names, shapes, and 16 values of each tensor.
+
+    Weights in whole numbers, as a base in 4 bits has them, are left out but for name and shape: two
+    devices may round the same base differently. Its norms and embeddings identify it.
+    """
+    digest = hashlib.sha256()
+    values = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            continue
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype};".encode())
+        if parameter.is_floating_point() and parameter.numel() > 0:
+            places = torch.linspace(0, parameter.numel() - 1, 16, dtype=torch.float64).long()
+            flat = parameter.detach().reshape(-1)
+            values.append(flat[places.to(flat.device)].float())
+    if values:
+        # One copy for all of them: each copy from a GPU waits for it.
+        digest.update(torch.cat(values).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `state_dict` has: running statistics, masks of pruning, counters."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Also of the optimizer that another one has inside, as `optimizer_in_backward` has."""
+    inside = getattr(optimizer, "optimizer", None)
+    if isinstance(inside, torch.optim.Optimizer):
+        return f"{type(optimizer).__name__} of {type(inside).__name__}"
+    return type(optimizer).__name__
+
+
+def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the optimizer's parameters, group by group, in its order."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        names = []
+        for number, parameter in enumerate(group["params"]):
+            elsewhere = f"number {number}, not in the model"
+            names.append(name_of.get(id(parameter), elsewhere))
+        groups.append(names)
+    return groups
+
+
+def _in_order_of(
+    path: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """The saved optimizer states, numbered as the parameters of this optimizer are.
+
+    PyTorch matches states by position. In another order a weight would get another one's averages,
+    without an error if the shapes agree.
+    """
+    _check_optimizer(path, state, model, optimizer)
+    saved = state["optimizer"]
+    number_there = {}
+    for names, group in zip(state["parameter_names"], saved["param_groups"], strict=True):
+        number_there.update(zip(names, group["params"], strict=True))
+    states = {}
+    groups = []
+    number = 0
+    here = _names_by_group(model, optimizer)
+    for names, group in zip(here, saved["param_groups"], strict=True):
+        first = number
+        for name in names:
+            if number_there[name] in saved["state"]:
+                states[number] = saved["state"][number_there[name]]
+            number += 1
+        groups.append({**group, "params": list(range(first, number))})
+    return {**saved, "state": states, "param_groups": groups}
 
 
 # --- guards ---------------------------------------------------------------------------------------
@@ -150,31 +266,88 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no checkpoint at {path}: start the run without resuming")
     try:
+        # PyTorch does not compare the checksums that it writes: a flipped bit would be loaded.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} differs")
         # `weights_only`: tensors, numbers and strings, but no code that a foreign file brings.
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(state, dict) or not state.keys() >= CONTENTS:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): resume from an older copy, or start again"
+        ) from error
+    if not _is_checkpoint(state):
         raise ValueError(f"{path} is no checkpoint of this kind: it needs {sorted(CONTENTS)}")
     return state
 
 
-def _check_names(
-    path: Path | str, state: Mapping[str, Any], model: torch.nn.Module, parts: Mapping[str, Any]
+def _is_checkpoint(state: Any) -> bool:
+    if not isinstance(state, dict):
+        return False
+    return all(isinstance(state.get(name), kind) for name, kind in CONTENTS.items())
+
+
+def _check_parts(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    if set(saved) != set(given):
+        raise ValueError(f"{path} holds other parts: {sorted(saved)}, not {sorted(given)}")
+
+
+def _check_same_tensors(
+    path: Path, what: str, saved: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> None:
-    here = {name: tuple(p.shape) for name, p in _trainable(model).items()}
-    there = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
+    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}
+    here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
     odd = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
     if odd:
-        raise ValueError(f"{path} holds other trainable weights: {odd[:3]}")
-    if set(state["parts"]) != set(parts):
-        raise ValueError(f"{path} holds other parts: {sorted(state['parts'])}, not {sorted(parts)}")
+        first = odd[0]
+        raise ValueError(
+            f"{path} holds other {what}: {len(odd)} differ, the first is {first} "
+            f"({_described(there.get(first))} there, {_described(here.get(first))} here)"
+        )
+
+
+def _described(tensor: tuple[Any, ...] | None) -> str:
+    if tensor is None:
+        return "missing"
+    shape, dtype = tensor
+    return f"{list(shape)} in {dtype}"
+
+
+def _check_frozen(path: Path, saved: str, model: nn.Module) -> None:
+    if saved != frozen_fingerprint(model):
+        raise ValueError(
+            f"{path} was trained on another base: the frozen weights of this model have other "
+            f"names, shapes or values; load the base of that run"
+        )
+
+
+def _check_optimizer(
+    path: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    given = _class_of(optimizer)
+    if state["optimizer_class"] != given:
+        raise ValueError(
+            f"{path} holds the states of {state['optimizer_class']}, not of {given}: make the "
+            f"optimizer of that run"
+        )
+    there = [sorted(names) for names in state["parameter_names"]]
+    here = [sorted(names) for names in _names_by_group(model, optimizer)]
+    if there != here:
+        raise ValueError(
+            f"{path} holds an optimizer with {_sizes(there)} parameters in its groups, and this "
+            f"one has {_sizes(here)}, or others: make the groups of that run"
+        )
+
+
+def _sizes(groups: list[list[str]]) -> str:
+    return ", ".join(str(len(names)) for names in groups)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_checkpoint_bytes(model: torch.nn.Module) -> int:
+def predicted_checkpoint_bytes(model: nn.Module) -> int:
     """Bytes of the file with AdamW in the dtype of the weights.
 
     Three copies of what is trainable: the weights and two averages.

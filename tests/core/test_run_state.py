@@ -3,7 +3,12 @@ import random
 import pytest
 import torch
 
-from recipes_lib.core.run_state import check_same_run, random_states, set_random_states
+from recipes_lib.core.run_state import (
+    check_loadable,
+    check_same_run,
+    random_states,
+    set_random_states,
+)
 
 
 def test_the_same_numbers_are_drawn_again():
@@ -19,3 +24,15 @@ def test_any_difference_of_facts_is_told():
         check_same_run("c.pt", saved={"lr": 1}, given={"lr": 2})
     with pytest.raises(ValueError, match="data: None there, 'a' here"):
         check_same_run("c.pt", saved={}, given={"data": "a"})
+
+
+def test_only_what_can_be_loaded_stays(tmp_path):
+    """A path in the facts was written and could never be read."""
+    good = tmp_path / "good.pt"
+    torch.save({"rates": [1e-3], "weights": torch.ones(2), "name": None}, good)
+    check_loadable(good)
+    odd = tmp_path / "odd.pt"
+    torch.save({"folder": tmp_path}, odd)
+    with pytest.raises(ValueError, match="PosixPath could not be loaded"):
+        check_loadable(odd)
+    assert list(tmp_path.iterdir()) == [good]

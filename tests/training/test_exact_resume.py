@@ -179,6 +179,10 @@ def test_bad_input_changes_nothing(tmp_path):
     model.requires_grad_(True)
     with pytest.raises(ValueError, match="other parts"):
         load_checkpoint(path, **load, parts={"scaler": optimizer})
+    model.double()
+    with pytest.raises(ValueError, match=r"in torch.float32 there, .* in torch.float64 here"):
+        load_checkpoint(path, **load)
+    model.float()
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="is damaged"):
         load_checkpoint(path, **load)
@@ -186,6 +190,124 @@ def test_bad_input_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint of this kind"):
         load_checkpoint(path, **load)
     assert all(torch.equal(a + 1, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Net(torch.nn.Module):
+    """Two weights of one shape, a norm with running statistics, and a frozen base."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.second = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(self.base(x))))
+
+
+def a_net(seed=0):
+    torch.manual_seed(seed)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    return net, optimizer
+
+
+def trained_net(path):
+    """A net after one step, and its checkpoint."""
+    net, optimizer = a_net()
+    net(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    save_checkpoint(path, step=1, model=net, optimizer=optimizer, run={})
+    return net, optimizer
+
+
+def test_a_flipped_byte_is_found(tmp_path):
+    """PyTorch writes checksums and does not read them: the weight would be another one."""
+    path = tmp_path / "c.pt"
+    net, optimizer = trained_net(path)
+    content = bytearray(path.read_bytes())
+    place = content.find(net.first.weight.detach().numpy().tobytes())
+    assert place > 0
+    content[place + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged .*the checksum of"):
+        load_checkpoint(path, model=net, optimizer=optimizer, run={})
+
+
+def test_running_statistics_come_back(tmp_path):
+    path = tmp_path / "c.pt"
+    trained, _ = trained_net(path)
+    net, optimizer = a_net()
+    load_checkpoint(path, model=net, optimizer=optimizer, run={})
+    assert net.norm.running_mean.abs().max() > 0
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(tensor, net.state_dict()[name]), name
+
+
+def test_states_follow_the_names(tmp_path):
+    """By position, `first` would get the averages of `second`, which has its shape."""
+    path = tmp_path / "c.pt"
+    trained, averages = trained_net(path)
+    net, _ = a_net()
+    optimizer = torch.optim.AdamW(list(net.parameters())[::-1])
+    load_checkpoint(path, model=net, optimizer=optimizer, run={})
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad:
+            expected = averages.state[trained.get_parameter(name)]
+            torch.testing.assert_close(optimizer.state[parameter], expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda net: torch.optim.SGD(net.parameters()), "states of AdamW, not of SGD"),
+        (lambda net: torch.optim.AdamW(net.first.parameters()), "with 6 parameters .* has 1, or"),
+        (
+            lambda net: torch.optim.AdamW(
+                [{"params": net.first.parameters()}, {"params": net.second.parameters()}]
+            ),
+            "with 6 parameters in its groups, and this one has 1, 1",
+        ),
+    ],
+)
+def test_another_optimizer_changes_nothing(tmp_path, make, message):
+    """It was found after the weights had been overwritten, or never."""
+    path = tmp_path / "c.pt"
+    trained_net(path)
+    net, _ = a_net(seed=1)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net.base.load_state_dict(a_net()[0].base.state_dict())
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, model=net, optimizer=make(net), run={})
+    assert torch.equal(net.first.weight, before["first.weight"])
+
+
+def test_another_base_is_refused(tmp_path):
+    path = tmp_path / "c.pt"
+    trained_net(path)
+    net, optimizer = a_net(seed=1)
+    with pytest.raises(ValueError, match="trained on another base"):
+        load_checkpoint(path, model=net, optimizer=optimizer, run={})
+
+
+@pytest.mark.parametrize("place", ["run", "parts"])
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, place):
+    """Facts with a path were written and never came back; the checkpoint before stays."""
+    path = tmp_path / "c.pt"
+    net, optimizer = trained_net(path)
+    content = path.read_bytes()
+
+    class Part:
+        def state_dict(self):
+            return {"folder": tmp_path}
+
+    odd = {"run": {"data": tmp_path}, "parts": {"part": Part()}}
+    state = {"model": net, "optimizer": optimizer, "run": {}} | {place: odd[place]}
+    with pytest.raises(ValueError, match=r"PosixPath could not be loaded: .*str\(path\)"):
+        save_checkpoint(path, step=2, **state)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.gpu
