@@ -498,8 +498,8 @@ TRAINING = [
     mistake(
         "another weight's averages",
         file="training/exact_resume.py",
-        right="states[number] = saved[\"state\"][number_there[name]]",
-        wrong="states[number] = saved[\"state\"][number]",
+        right='states[number] = saved["state"][number_there[name]]',
+        wrong='states[number] = saved["state"][number]',
         tests="training/test_exact_resume.py",
         suffers="An optimizer made in another order steps with the averages of other weights.",
     ),
