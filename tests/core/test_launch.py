@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import distributed
 
+from recipes_lib.core import launch as module
 from recipes_lib.core.launch import launch
 from recipes_lib.core.rank_pool import RankError
+from tests.copied_ranks import copied_ranks
 
 
 def add_up(start):
@@ -34,8 +36,9 @@ def test_all_ranks_compute_together_and_end():
         os.kill(process, 0)
 
 
-def test_different_mistakes_are_all_told():
+def test_different_mistakes_are_all_told(monkeypatch):
     """The mistake: only that of the first rank, as if all had found it."""
+    monkeypatch.setattr(module, "RankPool", copied_ranks)
     with pytest.raises(RankError, match=r"(?s)2 of 2 .*rank 0 has no rows.*rank 1 has no rows"):
         launch(each_refuses_for_itself, ranks=2, device="cpu")
 

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from recipes_lib.core.rank_pool import RankError, RankPool
+from tests.copied_ranks import copied_ranks
 
 HERE = Path(__file__).parent
 
@@ -171,8 +172,9 @@ def test_a_rank_that_is_killed_is_named_with_its_signal_and_last_words(pool):
         pool.run(one_is_killed, rank=1, timeout=500)
 
 
-def test_a_result_that_cannot_be_sent_is_an_error_of_rank_0(pool):
-    with pytest.raises(RankError, match=r"(?s)1 of 2 ranks failed.*rank 0:.*inside"):
+def test_a_result_that_cannot_be_sent_is_an_error_of_rank_0():
+    failed = pytest.raises(RankError, match=r"(?s)1 of 2 ranks failed.*rank 0:.*inside")
+    with copied_ranks(ranks=2) as pool, failed:
         pool.run(give_what_cannot_be_sent)
 
 
