@@ -9,9 +9,13 @@ Idea       Write the model down in the operators of ONNX. Then show it some imag
                y[n] = scale_x scale_w[n] sum_k (Qx[k] - zero) Qw[n, k]      sums of 32 bits
 
 Saves      3 of the 4 bytes of a weight. Time, where a CPU has instructions for four products of 8
-           bits at once (VNNI) and the layers are large enough to be limited by arithmetic.
+           bits at once (VNNI) and the layers are large enough to be limited by arithmetic. The four
+           products are summed, so a layer gains that sums over many channels: a 1 x 1 convolution
+           or a matrix product. A depthwise convolution sums over none, and takes as long as before.
 Costs      A calibration set; a small loss of accuracy. Without VNNI, pairs of products are summed
-           in 16 bits and overflow without a word: weights get 7 bits there.
+           in 16 bits and overflow without a word: weights get 7 bits there. Activations have to be
+           without a sign and weights with one, as the instruction of VNNI wants them: with other
+           types ONNX Runtime takes other kernels, and 8 bits gain little time or none.
 Use when   The model goes to Windows, a server without PyTorch, a browser, or an NPU with a provider
            for ONNX Runtime.
 Not when   The images are tiny: then the time is that of calling operators, and 8 bits gain none.
@@ -31,6 +35,7 @@ import os
 import platform
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +52,8 @@ from recipes_lib.core.noise import noise_to
 
 # What a quantized file must not do in fp32.
 LAYERS = ("Conv", "Gemm", "MatMul")
+# An instruction sums four products of 8 bits. An image has one channel or three.
+PRODUCTS_AT_ONCE = 4
 INPUT_TYPES = {"tensor(float)": torch.float32, "tensor(int64)": torch.int64}
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -119,6 +126,7 @@ def quantize_onnx(
     calibration: Tensor,
     to: Path | str,
     per_channel: bool = True,
+    first_in_fp32: bool = True,
     batch_size: int = 32,
     log: Path | str | None = None,
 ) -> ExportedFile:
@@ -129,12 +137,15 @@ def quantize_onnx(
         calibration: inputs [N, ...] as the model will see them; some hundred are enough.
         to: the new file.
         per_channel: a scale for each channel of a weight; False: one for the whole of it.
+        first_in_fp32: a convolution that reads an image, so less than four channels, stays as it
+            is. It gains no time in 8 bits, for the fast kernels take four channels at once. False:
+            it gets 8 bits as well, for a device that has nothing else.
         batch_size: of the calibration, in a file that takes any batch size. Others are given
             batches of the size that they take.
         log: a file for what the libraries print. None: it is not kept.
     Raises ValueError for a calibration set without examples or with numbers that are not finite,
-    examples of another shape, a file that does not exist, and where a layer stays in fp32. Raises
-    ImportError without onnx and onnxruntime.
+    examples of another shape, a file that does not exist, and where another layer stays in fp32.
+    Raises ImportError without onnx and onnxruntime.
     """
     check_whole(batch_size=batch_size)
     path = Path(path)
@@ -146,20 +157,35 @@ def quantize_onnx(
         onnx = require("onnx")
         ready = Path(folder) / "ready.onnx"
         result = Path(folder) / "quantized.onnx"
-        _quantized_file(path, ready, result, batches, per_channel=per_channel)
+        _prepared_file(path, ready)
+        in_fp32 = []
+        if first_in_fp32:
+            in_fp32 = _layers_that_read_an_image(onnx.load(str(ready)))
+        _quantized_file(ready, result, batches, per_channel=per_channel, in_fp32=in_fp32)
         model = onnx.load(str(result))
-        _check_layers(model)
+        _check_layers(model, in_fp32=in_fp32)
         _save(model, to)
     seconds = time.perf_counter() - started
     return ExportedFile(to, to.stat().st_size, seconds)
 
 
-def _quantized_file(
-    path: Path, ready: Path, result: Path, batches: list[dict[str, Any]], *, per_channel: bool
-) -> None:
-    """First infer shapes and fold batch norms, then calibrate and quantize."""
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+def _prepared_file(path: Path, ready: Path) -> None:
+    """Infer shapes and fold batch norms: what is calibrated is what will run."""
     from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    quant_pre_process(str(path), str(ready))
+
+
+def _quantized_file(
+    ready: Path,
+    result: Path,
+    batches: list[dict[str, Any]],
+    *,
+    per_channel: bool,
+    in_fp32: list[str],
+) -> None:
+    """Calibrate, and quantize all layers but those that are named in `in_fp32`."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
     class Reader(CalibrationDataReader):
         def __init__(self) -> None:
@@ -168,16 +194,34 @@ def _quantized_file(
         def get_next(self) -> dict[str, Any] | None:
             return next(self.rest, None)
 
-    quant_pre_process(str(path), str(ready))
     quantize_static(
         str(ready),
         str(result),
         Reader(),
         per_channel=per_channel,
         reduce_range=overflows_in_16_bits(),
+        # Only this pair of types reaches VNNI: its instruction multiplies unsigned by signed.
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
+        nodes_to_exclude=in_fp32,
     )
+
+
+def _layers_that_read_an_image(model: Any) -> list[str]:
+    """Names of the convolutions that sum over less than four channels, depthwise ones aside."""
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    found = []
+    for node in model.graph.node:
+        if node.op_type != "Conv" or node.input[1] not in weights:
+            continue
+        groups = 1  # what ONNX means where a node does not say it
+        for attribute in node.attribute:
+            if attribute.name == "group":
+                groups = attribute.i
+        channels = weights[node.input[1]].dims[1]  # of [K, C / groups, H, W]
+        if groups == 1 and channels < PRODUCTS_AT_ONCE:
+            found.append(node.name)
+    return found
 
 
 class OnnxModel:
@@ -242,25 +286,62 @@ def load_onnx(path: Path | str, *, threads: int = 1) -> OnnxModel:
     below 1. Raises ImportError without onnxruntime.
     """
     check_whole(threads=threads)
+    path = _existing(path)
+    with noise_to():
+        require("onnxruntime")
+        started = time.perf_counter()
+        session = _session(path, _options(threads))
+        seconds = time.perf_counter() - started
+    return OnnxModel(session, path=path, threads=threads, load_seconds=seconds)
+
+
+def operators_that_run(path: Path | str) -> dict[str, int]:
+    """How often each operator runs in one forward of the .onnx file `path`.
+
+    ONNX Runtime fuses operators when it loads a file: a convolution between numbers of 8 bits and
+    its activation become one `QLinearConv`. A `Conv` that is left runs in fp32. Transposes are not
+    counted: which of them come on top depends on the processor. Errors as in `load_onnx`.
+    """
+    path = _existing(path)
+    with noise_to(), tempfile.TemporaryDirectory() as folder:
+        runtime = require("onnxruntime")
+        onnx = require("onnx")
+        fused = Path(folder) / "fused.onnx"
+        options = _options(threads=1)
+        options.optimized_model_filepath = str(fused)
+        # One level below the highest, which arranges numbers for this processor.
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        _session(path, options)
+        graph = onnx.load(str(fused)).graph
+    return dict(Counter(node.op_type for node in graph.node))
+
+
+def _existing(path: Path | str) -> Path:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: write it with export_to_onnx")
-    with noise_to():
-        runtime = require("onnxruntime")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        started = time.perf_counter()
-        try:
-            session = runtime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:
-            raise ValueError(
-                f"{path.name} cannot be loaded: give a file of ONNX ({explained(error)})"
-            ) from error
-        seconds = time.perf_counter() - started
-    return OnnxModel(session, path=path, threads=threads, load_seconds=seconds)
+    return path
+
+
+def _options(threads: int) -> Any:
+    """Of a session that uses so many threads; everything that ONNX Runtime can fuse is fused."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    return options
+
+
+def _session(path: Path, options: Any) -> Any:
+    import onnxruntime
+
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ValueError(
+            f"{path.name} cannot be loaded: give a file of ONNX ({explained(error)})"
+        ) from error
 
 
 # --- guards ---------------------------------------------------------------------------------------
@@ -297,18 +378,23 @@ def _batches(session: OnnxModel, calibration: Any, *, batch_size: int) -> list[d
     return [{session.input_names[0]: batch.numpy()} for batch in batches]
 
 
-def _check_layers(model: Any) -> None:
-    """Every layer reads its weight in whole numbers."""
+def _check_layers(model: Any, *, in_fp32: list[str]) -> None:
+    """Every layer reads its weight in whole numbers, but those that are named."""
     whole = {
         output
         for node in model.graph.node
         if node.op_type == "DequantizeLinear"
         for output in node.output
     }
-    layers = [node for node in model.graph.node if node.op_type in LAYERS]
+    layers = [
+        node for node in model.graph.node if node.op_type in LAYERS and node.name not in in_fp32
+    ]
     left = [node.name for node in layers if node.input[1] not in whole]
     if not layers:
-        raise ValueError("the file has no convolution and no matrix product: nothing to quantize")
+        raise ValueError(
+            "the file has no convolution of four channels or more and no matrix product: nothing "
+            "to quantize"
+        )
     if left:
         raise ValueError(
             f"{len(left)} of {len(layers)} layers stay in fp32: {', '.join(left[:5])}. Their "
@@ -340,22 +426,33 @@ def _save(model: Any, path: Path) -> None:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_onnx_bytes(model: nn.Module, *, quantized: bool = False) -> int:
+def predicted_onnx_bytes(
+    model: nn.Module, *, quantized: bool = False, first_in_fp32: bool = True
+) -> int:
     """Bytes of the weights in the .onnx file of `model`, whose batch norms are folded.
 
     In fp32 a weight takes four bytes, and each output channel four for its bias. Quantized, a
     weight takes one byte; a channel takes four for its bias in 32 bits, four for its scale, one for
     its zero, and five more for scale and zero of its bias. The graph comes on top, some hundred
-    bytes per operator. Raises ValueError for what is no module.
+    bytes per operator. `first_in_fp32` as in `quantize_onnx`. Raises ValueError for what is no
+    module.
     """
     require_module(model)
-    per_weight = 4
-    per_channel = 4
-    if quantized:
-        per_weight = 1
-        per_channel = 4 + 4 + 1
     total = 0
     for part in model.modules():
-        if isinstance(part, nn.Conv2d | nn.Linear):
-            total += per_weight * part.weight.numel() + per_channel * len(part.weight)
+        if not isinstance(part, nn.Conv2d | nn.Linear):
+            continue
+        per_weight = 4
+        per_channel = 4
+        if quantized and not (first_in_fp32 and _reads_an_image(part)):
+            per_weight = 1
+            per_channel = 4 + 4 + 1
+        total += per_weight * part.weight.numel() + per_channel * len(part.weight)
     return total
+
+
+def _reads_an_image(layer: nn.Module) -> bool:
+    """The same layers as `_layers_that_read_an_image` finds in a graph."""
+    if not isinstance(layer, nn.Conv2d):
+        return False
+    return layer.groups == 1 and layer.in_channels < PRODUCTS_AT_ONCE

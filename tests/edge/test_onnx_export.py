@@ -5,6 +5,7 @@ from torch import nn
 from recipes_lib.edge.onnx_export import (
     export_to_onnx,
     load_onnx,
+    operators_that_run,
     overflows_in_16_bits,
     plain_whole_number_layer,
     predicted_onnx_bytes,
@@ -34,6 +35,12 @@ def exported(folder):
 
 
 @pytest.fixture(scope="module")
+def quantized_throughout(folder, exported):
+    path = folder / "throughout.onnx"
+    return quantize_onnx(exported.path, calibration=images(), to=path, first_in_fp32=False)
+
+
+@pytest.fixture(scope="module")
 def quantized(folder, exported):
     return quantize_onnx(exported.path, calibration=images(), to=folder / "q.onnx")
 
@@ -55,13 +62,17 @@ def test_the_file_computes_what_the_model_computes(net, exported):
         torch.testing.assert_close(model(x), net(x), atol=1e-5, rtol=1e-5)
 
 
-def test_size_as_predicted(net, exported, quantized):
+def test_size_as_predicted(net, exported, quantized, quantized_throughout):
+    throughout = predicted_onnx_bytes(net, quantized=True, first_in_fp32=False)
     for file, predicted in (
         (exported, predicted_onnx_bytes(net)),
         (quantized, predicted_onnx_bytes(net, quantized=True)),
+        (quantized_throughout, throughout),
     ):
         assert file.bytes == file.path.stat().st_size
         assert predicted < file.bytes < predicted + 12_000
+    # The stem has 8 channels of 3 x 3 filters: three bytes more a weight, five less a channel.
+    assert predicted_onnx_bytes(net, quantized=True) - throughout == 3 * 72 - 5 * 8
 
 
 def test_eight_bits_are_near(net, quantized):
@@ -74,15 +85,79 @@ def test_eight_bits_are_near(net, quantized):
     assert 0 < (got - expected).abs().max() < tolerance * expected.abs().max()
 
 
-def test_the_layers_are_in_whole_numbers(quantized):
+def weights_in_whole_numbers(path):
+    """Their names and types."""
     import onnx
 
+    tensors = onnx.load(str(path)).graph.initializer
+    return {
+        tensor.name: tensor.data_type
+        for tensor in tensors
+        if tensor.name.endswith("weight_quantized")
+    }
+
+
+def test_the_layers_are_in_whole_numbers(quantized, quantized_throughout):
+    import onnx
+
+    throughout = weights_in_whole_numbers(quantized_throughout.path)
+    assert len(throughout) == 5
+    found = weights_in_whole_numbers(quantized.path)
+    [in_fp32] = set(throughout) - set(found)
+    assert "stem" in in_fp32
+    # VNNI multiplies unsigned activations by signed weights. Other types take slower kernels.
+    assert set(found.values()) == {onnx.TensorProto.INT8}
     graph = onnx.load(str(quantized.path)).graph
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    of_weights = [name for name in kinds if name.endswith("weight_quantized")]
-    assert len(of_weights) == 5
-    assert {kinds[name] for name in of_weights} == {onnx.TensorProto.INT8}
+    of_activations = {
+        kinds[node.input[2]] for node in graph.node if node.op_type == "QuantizeLinear"
+    }
+    assert of_activations == {onnx.TensorProto.UINT8}
     assert not any(node.metadata_props for node in graph.node)
+
+
+def test_the_layers_run_in_whole_numbers(exported, quantized, quantized_throughout):
+    """The mistake: the file has weights of 8 bits, but the session computes in fp32 around them.
+
+    A ReLU6 must be a part of its convolution, as must be all steps between whole numbers and fp32.
+    """
+    in_fp32 = operators_that_run(exported.path)
+    assert in_fp32["FusedConv"] + in_fp32["Conv"] == 4
+    found = operators_that_run(quantized.path)
+    # The stem; then expand, depthwise and project, and their sum; and the head.
+    assert (found["Conv"], found["QLinearConv"], found["QGemm"]) == (1, 3, 1)
+    assert found["QLinearAdd"] == 1
+    # The step into 8 bits cuts off what ReLU6 would: even behind the stem it is gone.
+    assert {"Clip", "FusedConv", "Gemm", "Add"}.isdisjoint(found)
+    # One step into whole numbers behind the stem, and around the mean one out and one in.
+    assert (found["QuantizeLinear"], found["DequantizeLinear"]) == (2, 2)
+    throughout = operators_that_run(quantized_throughout.path)
+    assert throughout["QLinearConv"] == 4
+    assert "Conv" not in throughout
+
+
+def test_only_what_reads_an_image_stays(tmp_path):
+    """A depthwise filter reads one channel as well; with 8 groups it is no first layer."""
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3, groups=8)).eval()
+    exported = export_to_onnx(net, (torch.randn(1, 4, 8, 8),), path=tmp_path / "m.onnx")
+    calibration = torch.randn(8, 4, 8, 8)
+    quantized = quantize_onnx(exported.path, calibration=calibration, to=tmp_path / "q.onnx")
+    assert operators_that_run(quantized.path)["QLinearConv"] == 2
+    assert predicted_onnx_bytes(net, quantized=True) == predicted_onnx_bytes(
+        net, quantized=True, first_in_fp32=False
+    )
+
+
+def test_a_file_with_nothing_to_quantize(tmp_path):
+    net = nn.Conv2d(3, 8, 3)
+    exported = export_to_onnx(net, (torch.randn(1, 3, 8, 8),), path=tmp_path / "m.onnx")
+    calibration = torch.randn(8, 3, 8, 8)
+    with pytest.raises(ValueError, match="nothing to quantize"):
+        quantize_onnx(exported.path, calibration=calibration, to=tmp_path / "q.onnx")
+    assert not (tmp_path / "q.onnx").exists()
+    quantize_onnx(
+        exported.path, calibration=calibration, to=tmp_path / "q.onnx", first_in_fp32=False
+    )
 
 
 def test_loading_is_silent_and_measured(exported, capfd):
@@ -129,9 +204,11 @@ def test_what_cannot_be_exported_or_loaded(tmp_path, capfd):
     with pytest.raises(ValueError, match="uses an operator that ONNX does not have"):
         export_to_onnx(NoCounterpart(), (torch.randn(4, 4),), path=path)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="does not exist"):
-        load_onnx(path)
-    path.write_text("no graph")
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_onnx(path)
+    for read in (load_onnx, operators_that_run):
+        path.unlink(missing_ok=True)
+        with pytest.raises(ValueError, match="does not exist"):
+            read(path)
+        path.write_text("no graph")
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            read(path)
     assert capfd.readouterr() == ("", "")
