@@ -1,0 +1,320 @@
+"""MobileNetV2 in 8 bits through ONNX Runtime: its time at several image sizes, and its accuracy.
+
+python -m benchmarks.int8_images                    some six minutes of one core
+python -m benchmarks.int8_images --parts times      once more, without training
+python -m benchmarks.int8_images --short            fewer images and turns
+
+Three things are measured, each as a part of the run:
+
+    accuracy    a network is trained on digits, enlarged to `PIXELS` a side; how many of the
+                held-out digits each of its files reads, and what ONNX Runtime makes of the file
+    layers      microseconds of each kind of layer in that network, in fp32 and in 8 bits
+    times       milliseconds of one image on one thread, in turns, at each size of `SIZES`
+
+A time does not depend on the weights, so in `times` only the size of `PIXELS` is trained. The other
+networks have their first weights.
+
+It writes runs/int8_images.json after each part and each size, so a run that is cut leaves what it
+has. `python -m benchmarks.record` keeps a file in full size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.record import write_whole
+from recipes_lib.architecture.mobile_net import mobile_net
+from recipes_lib.core.classify import accuracy, train_classifier
+from recipes_lib.core.images import Images, handwritten_digits
+from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.edge.onnx_export import (
+    OnnxModel,
+    export_to_onnx,
+    load_onnx,
+    operators_that_run,
+    quantize_onnx,
+)
+
+FILE = "int8_images.json"
+PARTS = ("accuracy", "layers", "times")
+PIXELS = 96  # of a side, in the network that is trained
+SIZES = (32, 64, 96, 128, 160, 224)
+WIDTH = 1.0
+FP32 = "fp32"
+INT8 = "8 bits"
+
+# Options of `quantize_onnx`, by the name of the way. The first is the default.
+WAYS: dict[str, dict[str, bool]] = {
+    INT8: {},
+    "8 bits, first layer as well": {"first_in_fp32": False},
+    "8 bits, one scale per weight": {"per_channel": False},
+}
+ENLARGED = 32  # pixels of a side, before
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is learned, and how often is measured."""
+
+    train: int = 3000
+    test: int = 2000
+    epochs: int = 3
+    learning_rate: float = 0.05
+    calibration: int = 256
+    turns: int = 31
+    seconds: float = 0.05  # of one way in one turn
+    forwards: int = 100  # whose layers are timed
+    seed: int = 1
+
+
+SHORT = Settings(train=70, test=100, epochs=1, calibration=32, turns=3, seconds=0.01, forwards=10)
+
+
+def enlarged(images: Images, pixels: int) -> Images:
+    """The same images with so many pixels a side."""
+    larger = F.interpolate(images.images, size=(pixels, pixels), mode="bilinear")
+    return Images(larger, images.labels)
+
+
+def files_of(model: Any, calibration: torch.Tensor, folder: Path) -> dict[str, Path]:
+    """By way: the network in fp32, and in each form of 8 bits. Any batch size."""
+    example = calibration[:2]
+    exported = export_to_onnx(model, (example,), path=folder / "fp32.onnx", any_batch=True)
+    files = {FP32: exported.path}
+    for way, options in WAYS.items():
+        name = way.replace(", ", "-").replace(" ", "-")
+        path = folder / f"{name}.onnx"
+        files[way] = quantize_onnx(exported.path, calibration=calibration, to=path, **options).path
+    return files
+
+
+# --- accuracy -------------------------------------------------------------------------------------
+
+
+def trained_files(settings: Settings, folder: Path) -> tuple[dict[str, Path], dict[str, Any]]:
+    """Train, write the files, and say how many held-out images each reads."""
+    small, small_test = handwritten_digits(train=settings.train, test=settings.test)
+    images = enlarged(small, PIXELS)
+    test = enlarged(small_test, PIXELS)
+    model = mobile_net(width=WIDTH, image_size=PIXELS, seed=settings.seed)
+    losses = train_classifier(
+        model,
+        images,
+        epochs=settings.epochs,
+        learning_rate=settings.learning_rate,
+        batch_size=64,
+        seed=settings.seed,
+        shift=2 * PIXELS // ENLARGED,  # the border of two pixels has grown with the image
+    )
+    # Calibration sees images of the training: those that are counted have to be new.
+    files = files_of(model, images.first(settings.calibration).images, folder)
+    found = {"losses": losses, "eager": accuracy(model, test), "files": {}}
+    for way, path in files.items():
+        found["files"][way] = {
+            "accuracy": accuracy(load_onnx(path), test),
+            "bytes": path.stat().st_size,
+            "operators": operators_that_run(path),
+        }
+    return files, found
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def layers(files: dict[str, Path], forwards: int) -> dict[str, dict[str, float]]:
+    """Microseconds by kind of layer, in fp32 and in each form of 8 bits."""
+    return {way: microseconds(path, PIXELS, forwards) for way, path in files.items()}
+
+
+def microseconds(path: Path, pixels: int, forwards: int) -> dict[str, float]:
+    """Of one forward by kind of layer: the median of each operator over the forwards, summed."""
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.inter_op_num_threads = 1
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
+        name = session.get_inputs()[0].name
+        image = an_image(pixels).numpy()
+        for _ in range(forwards):
+            session.run(None, {name: image})
+        events = json.loads(Path(session.end_profiling()).read_text())
+    return by_kind(events)
+
+
+def by_kind(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Of a profile of ONNX Runtime: microseconds of one forward by kind of layer."""
+    durations: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            key = (event["args"]["op_name"], event["name"])
+            durations.setdefault(key, []).append(event["dur"])
+    # They are in the order of the first forward, which is that of the network.
+    convolutions = [key for key in durations if key[0] in ("Conv", "FusedConv", "QLinearConv")]
+    kinds = dict(zip(convolutions, kinds_of_convolutions(len(convolutions))))
+    found: dict[str, float] = {}
+    for key, of_operator in durations.items():
+        kind = kinds.get(key, "other")
+        found[kind] = found.get(kind, 0.0) + statistics.median(of_operator)
+    return found
+
+
+def kinds_of_convolutions(count: int) -> list[str]:
+    """What each convolution of a MobileNetV2 is, from the image to the classifier.
+
+    It begins with the first layer, a depthwise one and a 1 x 1. Each block has a 1 x 1, a depthwise
+    one and a 1 x 1, and one more 1 x 1 is the last.
+    """
+    blocks = (count - 4) // 3
+    return ["first", "depthwise", "1 x 1", *["1 x 1", "depthwise", "1 x 1"] * blocks, "1 x 1"]
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def times(
+    trained: dict[str, Path] | None, settings: Settings, folder: Path
+) -> Iterator[list[dict[str, Any]]]:
+    """Milliseconds of one image in each way, turn by turn; after each size, what there is."""
+    rows = []
+    for pixels in SIZES:
+        files = trained
+        if pixels != PIXELS or trained is None:
+            files = untrained_files(pixels, settings, folder / str(pixels))
+        models = {way: load_onnx(path) for way, path in files.items()}
+        of_ways = in_turns(models, an_image(pixels), settings)
+        rows.append({"pixels": pixels, "milliseconds": of_ways})
+        print(line_of(rows[-1]), flush=True)
+        yield rows
+
+
+def untrained_files(pixels: int, settings: Settings, folder: Path) -> dict[str, Path]:
+    model = mobile_net(width=WIDTH, image_size=pixels, seed=settings.seed)
+    images, _ = handwritten_digits(train=settings.train, test=settings.test)
+    return files_of(model, enlarged(images.first(10), pixels).images, folder)
+
+
+def an_image(pixels: int) -> torch.Tensor:
+    """[1, 1, pixels, pixels]"""
+    images, _ = handwritten_digits(train=10, test=10)
+    return enlarged(images.first(1), pixels).images
+
+
+def in_turns(
+    models: dict[str, OnnxModel], image: torch.Tensor, settings: Settings
+) -> dict[str, list[float]]:
+    """By way, the median of each turn."""
+    found: dict[str, list[float]] = {way: [] for way in models}
+    for model in models.values():  # the first call allocates
+        model(image)
+    for _ in range(settings.turns):
+        for way, model in models.items():
+            found[way].append(one_turn(model, image, settings.seconds))
+    return found
+
+
+def one_turn(model: Callable[[torch.Tensor], Any], image: torch.Tensor, seconds: float) -> float:
+    """Milliseconds of one forward: the median of those that `seconds` has room for.
+
+    The clock counts what this thread computes, so other programs disturb it little.
+    """
+    forwards = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(forwards) < 5:
+        start = time.thread_time()
+        model(image)
+        forwards.append(1e3 * (time.thread_time() - start))
+    return statistics.median(forwards)
+
+
+def ratios(row: dict[str, Any], way: str = INT8) -> list[float]:
+    """Time of fp32 over that of `way`, turn by turn, in rising order."""
+    of_ways = row["milliseconds"]
+    return sorted(slow / fast for slow, fast in zip(of_ways[FP32], of_ways[way]))
+
+
+def middle_half(values: list[float]) -> tuple[float, float, float]:
+    """The median, and between which numbers the middle half of the turns lies."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, low, high
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """One size in words."""
+    of_fp32 = statistics.median(row["milliseconds"][FP32])
+    parts = [f"{row['pixels']:4d} pixels: fp32 {of_fp32:.2f} ms"]
+    for way in WAYS:
+        median, low, high = middle_half(ratios(row, way))
+        parts.append(f"{way} {median:.2f}× ({low:.2f} … {high:.2f})")
+    return "; ".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    """Measure the parts, write the file after each of them, and return where it is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--short", action="store_true", help="fewer images and turns")
+    options = parser.parse_args(arguments)
+    settings = Settings()
+    if options.short:
+        settings = SHORT
+    torch.set_num_threads(1)
+    path = runs_dir() / FILE
+    content: dict[str, Any] = {}
+    if path.exists():
+        content = json.loads(path.read_text())
+    content |= {
+        "short": options.short,
+        "settings": asdict(settings),
+        "pixels": PIXELS,
+        "width": WIDTH,
+        "onnxruntime": version("onnxruntime"),
+    }
+    folder = runs_dir() / "int8_images"
+    for part, found in measured(options.parts, settings, folder):
+        content[part] = found
+        write_whole(path, content | provenance())
+    return path
+
+
+def measured(
+    parts: list[str], settings: Settings, folder: Path
+) -> Iterator[tuple[str, dict[str, Any] | list[dict[str, Any]]]]:
+    """The parts in their order: the name of each, and what it found."""
+    files = None
+    if "accuracy" in parts:
+        files, found = trained_files(settings, folder / "trained")
+        print(found, flush=True)
+        yield "accuracy", found
+    if "layers" in parts:
+        of_layers = files
+        if files is None:
+            of_layers = untrained_files(PIXELS, settings, folder / str(PIXELS))
+        yield "layers", layers(of_layers, settings.forwards)
+    if "times" in parts:
+        for rows in times(files, settings, folder):
+            yield "times", rows
+
+
+if __name__ == "__main__":
+    main()
