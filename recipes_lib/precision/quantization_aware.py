@@ -137,9 +137,10 @@ def apply_quantization_aware(
         calibration: of a network with convolutions, images [N, C, H, W], one or more, that give the
             ranges of its activations. None: the steps of training give them.
     Raises ValueError, before anything changes, for bits and groups that are none, a group that does
-    not divide the inputs of a layer, no images, adapters, layers that are quantized already, a
-    model that is neither of the two kinds, weights that no layer above holds (mixture of experts,
-    GPT-2's Conv1D), and an output layer that a loss goes past.
+    not divide the inputs of a layer, no images or others than the model takes, adapters, layers
+    that are quantized already or have a forward of their own, a model that is neither of the two
+    kinds, weights that no layer above holds (mixture of experts, GPT-2's Conv1D), and an output
+    layer that a loss goes past.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
     return _aware(model, grids, calibration)
@@ -202,7 +203,7 @@ def apply_rounding(
 def _aware(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
     """Let all layers of the plan round in each forward."""
     plan = plan_of(model, grids)
-    check_calibration(plan, calibration)
+    check_calibration(model, plan, calibration)
     for layer, options in plan:
         mix_in(layer, aware_class(layer), **options)
         mark(layer, QUANTIZED_BY, "apply_quantization_aware")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.integer_grid import check_bits, check_group_divides
 from recipes_lib.core.linears import refuse_quantized
 from recipes_lib.core.measure import dry
@@ -156,6 +157,13 @@ def _require_output_layer_in_use(model: Any, output_bits: int | None) -> None:
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
+    for kind in (nn.Linear, nn.Conv2d):
+        if isinstance(layer, kind) and unmixed_class(layer).forward is not kind.forward:
+            # Such as a convolution that standardizes its weight first: that would be left out.
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} with a forward of its own, which differs from "
+                f"that of nn.{kind.__name__}: give a model with plain layers"
+            )
     if not layer.weight.is_floating_point():
         raise ValueError(
             f"{name} has weights in {layer.weight.dtype}: give a model that is not quantized yet"
@@ -166,8 +174,11 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         raise ValueError(f"{name} has weights that are not finite: no scale can hold them")
 
 
-def check_calibration(plan: Plan, calibration: Any) -> None:
-    """Raise ValueError unless these are images, and convolutions to read them; None is fine."""
+def check_calibration(model: Any, plan: Plan, calibration: Any) -> None:
+    """Raise ValueError unless these are images, and convolutions to read them; None is fine.
+
+    The model runs on the first of them as it is: what fails there must not fail half-way.
+    """
     if calibration is None:
         return
     if not any(isinstance(layer, nn.Conv2d) for layer, _ in plan):
@@ -180,3 +191,14 @@ def check_calibration(plan: Plan, calibration: Any) -> None:
         if isinstance(calibration, Tensor):
             shown = str(list(calibration.shape))
         raise ValueError(f"calibration={shown}: give one image or more, as a tensor [N, C, H, W]")
+    if not calibration.isfinite().all():
+        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+    try:
+        with evaluating(model):
+            model(calibration[:1])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the model does not run on calibration={list(calibration.shape)} in "
+            f"{calibration.dtype} on {calibration.device}: give images as it was trained on, in "
+            f"its dtype and on its device ({error})"
+        ) from error

@@ -144,8 +144,9 @@ class RoundedLinear(torch.autograd.Function):
                 of_x *= inside
             del rounded  # before there is the gradient of the weight
         if ctx.needs_input_grad[1]:
-            rows = tokens.to(ctx.dtype).flatten(0, -2)
-            of_weight = (gradient.flatten(0, -2).T @ rows).to(weight.dtype)
+            rows = tokens.to(ctx.dtype).reshape(-1, tokens.shape[-1])  # [T, K], of one token too
+            of_rows = gradient.reshape(-1, gradient.shape[-1])  # [T, N]
+            of_weight = (of_rows.T @ rows).to(weight.dtype)
             of_weight *= inside_grid(weight, bits=ctx.bits, group=ctx.group)
         return of_x, of_weight, None, None, None
 

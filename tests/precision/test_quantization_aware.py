@@ -150,7 +150,7 @@ def test_what_is_exported_is_what_was_trained():
 
 
 @pytest.mark.parametrize("activation_bits", [8, 4, None])
-@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (1, 64)])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (64,)])
 def test_the_layer_is_its_plain_formula(shape, activation_bits):
     """Forward, the gradient of the input and that of the weight, with what was cut off."""
     linear = nn.Linear(64, 24)
@@ -444,6 +444,40 @@ def test_images_are_needed_and_are_images():
         with pytest.raises(ValueError, match="give one image or more"):
             apply_rounding(conv_net(), calibration=wrong)
     apply_rounding(conv_net(), activation_bits=None)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.full((1, 3, 8, 8), torch.nan), "calibration has numbers that are not finite"),
+        (torch.zeros(1, 1, 8, 8), r"does not run on calibration=\[1, 1, 8, 8\]"),
+        (torch.zeros(1, 3, 8, 8).double(), r"in torch\.float64 on cpu: give images"),
+    ],
+)
+def test_images_that_the_model_does_not_take_leave_it_as_it_is(images, message):
+    """Without the guard the layers have changed when the calibration fails."""
+    net = conv_net()
+    with pytest.raises(ValueError, match=message):
+        apply_quantization_aware(net, calibration=images)
+    assert type(net[0]) is nn.Conv2d
+    assert "0.activation_limits" not in net.state_dict()
+
+
+class Centred(nn.Conv2d):
+    """As the layers of BiT: the mean of each filter is taken away first."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight, self.bias)
+
+
+def test_layers_with_a_forward_of_their_own_are_refused():
+    """Without the guard the forward of the class is left out, and no error says so."""
+    net = conv_net()
+    net[0].__class__ = Centred
+    with pytest.raises(ValueError, match=r"0 is a Centred with a forward of its own"):
+        apply_quantization_aware(net)
+    assert type(net[0]) is Centred
 
 
 @pytest.mark.gpu
