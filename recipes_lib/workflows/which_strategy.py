@@ -31,7 +31,16 @@ STRATEGIES = ("one GPU", "DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)", "FSDP × TP
 
 
 def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> float:
-    """Bytes of weights, gradients and states on one rank. Raises ValueError for an unknown name."""
+    """Bytes of weights, gradients and states on one rank.
+
+    Args:
+        strategy: one of STRATEGIES but the last.
+        parameters: of the model, all trained with AdamW.
+        gpus: how many ranks share the model.
+    Raises ValueError for an unknown name, and for numbers out of range.
+    """
+    check_whole(gpus=gpus)
+    check_number(above=0, parameters=parameters)
     per_rank = {
         "one GPU": 16 * parameters,
         "DDP": 16 * parameters,

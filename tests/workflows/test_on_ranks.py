@@ -214,8 +214,37 @@ def test_bad_input(two_ranks):
         two_ranks.run(train_on_ranks, strategy="DDP", **options | {"steps": 2})
     with pytest.raises(ValueError, match="multiple of the 2 ranks"):
         two_ranks.run(train_on_ranks, strategy="DDP", **options | {"rows": 7})
+    # Both ranks would train the same rows, each by itself.
+    with pytest.raises(ValueError, match="strategy='one process' on 2 ranks"):
+        two_ranks.run(train_on_ranks, strategy="one process", **options)
     with pytest.raises(ValueError, match="such rows"):
         byte_batches(steps=10**6, rows=8, tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        # transformers keeps a name that it does not know, and the model gets the usual width.
+        ({"hidden": 3}, "sizes has 'hidden': choose from hidden_size, intermediate_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: give a whole number"),
+        ({"hidden_size": 100}, "hidden_size=100: give a multiple of 16"),
+        ({"hidden_size": 24}, "hidden_size=24: give a multiple of 16"),  # heads of 3, not of pairs
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3: give a divisor"),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_another_model_or_none_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        small_llama(sizes=sizes, tokens=8)
+
+
+@pytest.mark.parametrize("strategy", FOUR_RANKS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_plan_of_pairs_takes_an_even_number_of_ranks(strategy, ranks):
+    """Three ranks were planned as two, with bytes that no rank would keep."""
+    model = small_llama(sizes=SIZES, tokens=BATCH["tokens"])
+    with pytest.raises(ValueError, match=f"ranks={ranks}: {strategy} takes pairs"):
+        plan_of(strategy, model, ranks=ranks, **BATCH)
 
 
 # --- what one GPU can show: one rank, and NCCL ----------------------------------------------------

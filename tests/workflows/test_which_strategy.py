@@ -42,3 +42,7 @@ def test_bad_input():
         which_strategy(parameters=1e9, gpus=0)
     with pytest.raises(ValueError, match="give one of"):
         predicted_bytes_per_rank(strategy="ZeRO-4", parameters=1e9, gpus=2)
+    with pytest.raises(ValueError, match="gpus=0: give a whole number of 1 or more"):
+        predicted_bytes_per_rank(strategy="ZeRO-1", parameters=1e9, gpus=0)
+    with pytest.raises(ValueError, match="parameters=-1: give a finite number above 0"):
+        predicted_bytes_per_rank(strategy="DDP", parameters=-1, gpus=2)

@@ -23,6 +23,7 @@ from recipes_lib.parallel import (
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP
+OF_PAIRS = ("HSDP", "FSDP × TP")
 
 
 class RankPlan(NamedTuple):
@@ -41,6 +42,10 @@ def plan_of(
     """
     check_choice(STRATEGIES, strategy=strategy)
     check_whole(ranks=ranks)
+    if strategy in OF_PAIRS and ranks % PAIR != 0:
+        raise ValueError(
+            f"ranks={ranks}: {strategy} takes pairs of ranks; give a multiple of {PAIR}"
+        )
     together = Shape(batch=rows, seq=tokens)  # all rows on each rank
     if strategy == "one process":
         return RankPlan(budget_of(model, together), 0)

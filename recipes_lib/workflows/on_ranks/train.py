@@ -43,11 +43,13 @@ def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
     Args:
         sizes: as in `transformers.LlamaConfig`; what is missing comes from SIZES.
         tokens: the longest row.
+    Raises ValueError for a name that SIZES does not have, for sizes that are no whole numbers of 1
+    or more, and for heads that do not divide the width.
     """
     import transformers
 
     config = transformers.LlamaConfig(
-        **SIZES | sizes,
+        **_checked(sizes),
         vocab_size=VOCABULARY,
         max_position_embeddings=tokens,
         tie_word_embeddings=False,
@@ -58,6 +60,27 @@ def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):  # the weights are drawn on the CPU
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def _checked(sizes: dict[str, int]) -> dict[str, int]:
+    """All sizes of a model. transformers would take any name, and ignore those it does not know."""
+    for name in sizes:
+        if name not in SIZES:
+            raise ValueError(f"sizes has {name!r}: choose from {', '.join(SIZES)}")
+    whole = SIZES | sizes
+    check_whole(**whole)
+    heads = whole["num_attention_heads"]
+    if whole["hidden_size"] % (2 * heads) != 0:
+        raise ValueError(
+            f"hidden_size={whole['hidden_size']}: give a multiple of {2 * heads}, for {heads} "
+            f"heads of pairs of numbers, which RoPE rotates"
+        )
+    if heads % whole["num_key_value_heads"] != 0:
+        raise ValueError(
+            f"num_key_value_heads={whole['num_key_value_heads']}: give a divisor of the {heads} "
+            f"attention heads"
+        )
+    return whole
 
 
 def train_on_ranks(
@@ -80,10 +103,15 @@ def train_on_ranks(
         tokens: of a row.
         micro_batches: of the pipeline.
     Raises ValueError without a process group, for an unknown strategy, for numbers out of range,
-    and for what the strategy cannot divide.
+    for what the strategy cannot divide, and for "one process" on several ranks.
     """
     require_group()
     check_choice(STRATEGIES, strategy=strategy)
+    if strategy == "one process" and world_size() > 1:
+        raise ValueError(
+            f"strategy='one process' on {world_size()} ranks: each of them would train all rows by "
+            f"itself; use one rank, or choose a strategy that divides the work"
+        )
     check_whole(least=WARM_UP_STEPS + 1, steps=steps)
     model = small_llama(sizes=sizes, tokens=tokens, seed=seed).to(group_device())
     options = Options(micro_batches=micro_batches)
