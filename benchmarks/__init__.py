@@ -11,6 +11,7 @@ architecture    small models trained both ways, and norms
 distillation    a student with its teacher and without
 quantization_aware  training with the rounding that the file will have, and without
 edge            SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate
+int8_images     MobileNetV2 in 8 bits through ONNX Runtime: time by image size, layers, accuracy
 inference_peers other programs that write text with the same model, in turns with ours
 peer_programs   ... those that run on PyTorch
 peer_files      ... and those that read a file of their own
@@ -23,7 +24,7 @@ sentences       ... as headlines
 facts           ... as what a notebook noted beside its ladder
 tables          ... as tables
 differences     ... over seeds: the mean, the range, and what they allow to say
-render_architecture, render_distillation, render_edge, render_peers,
+render_architecture, render_distillation, render_edge, render_int8_images, render_peers,
 render_quantization_aware
                 ... of the programs of their own
 page            the printed cheatsheet

@@ -20,6 +20,7 @@ from benchmarks import (
     render_depths,
     render_distillation,
     render_edge,
+    render_int8_images,
     render_peers,
     render_quantization_aware,
     sentences,
@@ -198,5 +199,6 @@ OWN_RUNS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "distillation": ("distillation", render_distillation.distillation),
     "edge file": ("edge", render_edge.in_words),
     "quantization aware": ("quantization_aware", render_quantization_aware.won_back),
+    "images in 8 bits": ("int8_images", render_int8_images.in_words),
     "servers": ("inference_peers", render_peers.servers),
 }

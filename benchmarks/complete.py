@@ -13,6 +13,8 @@ Run = dict[str, Any]
 
 ARCHITECTURE = ("norms", "healing", "small_models")
 EDGE = ("export", "quality", "load", "times")
+INT8_IMAGES = ("accuracy", "layers", "times")
+INT8_SIZES = (32, 64, 96, 128, 160, 224)  # pixels of a side
 ROUNDS = 5  # of programs in turns, at least
 COMPARED = ("labels", "teacher")  # ways of distillation; there may be more
 COMPARED_ON_GRID = ("full precision", "aware")  # and of training on a grid
@@ -82,6 +84,19 @@ def lacking_in_edge(run: Run) -> list[str]:
     return lacking
 
 
+def lacking_in_int8_images(run: Run) -> list[str]:
+    """The parts of `benchmarks.int8_images` that did not run, and sizes of its times."""
+    if run["short"]:
+        return ["the run without --short"]
+    lacking = [f"the part {part}" for part in INT8_IMAGES if part not in run]
+    measured = {row["pixels"] for row in run.get("times", [])}
+    if measured:
+        for pixels in INT8_SIZES:
+            if pixels not in measured:
+                lacking.append(f"the times at {pixels} pixels")
+    return lacking
+
+
 # By the name of the file, which is that of the program and of the part.
 LACKING: dict[str, Callable[[Run], list[str]]] = {
     "architecture": lacking_in_architecture,
@@ -89,5 +104,6 @@ LACKING: dict[str, Callable[[Run], list[str]]] = {
     "distillation": lacking_in_distillation,
     "edge": lacking_in_edge,
     "inference_peers": lacking_in_peers,
+    "int8_images": lacking_in_int8_images,
     "quantization_aware": lacking_in_quantization_aware,
 }
