@@ -23,6 +23,9 @@ from torch import nn
 ROUTERS = {"gate", "router", "wg", "shared_expert_gate"}
 EXPERTS = {"experts", "shared_expert", "shared_experts"}
 
+# Parts of the names of kernels in which each token reads all tokens before it.
+FULL_ATTENTIONS = ("eager", "sdpa", "flash", "flex", "fused")
+
 
 def require_causal_lm(model: Any) -> None:
     """Raise ValueError unless `model` is a Hugging Face causal LM, with adapters or without."""
@@ -119,6 +122,19 @@ def longest_text(config: Any) -> int | None:
     if original is None or factor is None:
         return positions
     return max(positions, int(original * factor))
+
+
+def require_full_attention(model: Any, *, way_out: str) -> None:
+    """Raise ValueError if a technique has put its own attention into the model, such as a window.
+
+    It lives in Python, and a file of weights and settings does not hold it.
+    """
+    kernel = without_adapters(model).config.get_text_config()._attn_implementation
+    if not any(part in str(kernel) for part in FULL_ATTENTIONS):
+        raise ValueError(
+            f"the model computes its attention by {kernel!r}, and the file would hold full "
+            f"attention: {way_out}"
+        )
 
 
 def final_softcap(model: Any) -> float | None:

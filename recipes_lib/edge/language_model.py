@@ -48,11 +48,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.causal_lm import (
+    decoder_blocks,
+    longest_text,
+    require_causal_lm,
+    require_full_attention,
+    without_adapters,
+)
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.exported_file import ExportedFile, require_delegated
 from recipes_lib.core.integer_grid import check_group_divides
 from recipes_lib.core.linears import quantized_layers
+from recipes_lib.core.mixing import unmixed_class
 from recipes_lib.edge.language_model_lowering import PRODUCTS, lower
 from recipes_lib.edge.language_model_runtime import PteLanguageModel
 from recipes_lib.edge.language_model_weights import LINEARS, NORMS
@@ -124,14 +131,17 @@ def export_language_model(
         weight_bits: of the linear layers in the blocks: 4, or 8 with one scale per row. None keeps
             the whole file in fp32, and the next three arguments do not count.
         group: inputs that share a scale, a multiple of 32 that divides every layer.
-        output_bits: of the output layer: 4 in groups, or 8 with one scale per row.
+        output_bits: of the output layer: 4 in groups, or 8 with one scale per row; None only
+            together with weight_bits=None.
         embedding_bits: of the embedding: 8 with one scale per row, or None for fp32.
         custom_attention: attend with the operators made for it. A C++ program that is built against
             the wheel has no kernels for them: False makes a file for it, which is slower.
-        max_length: positions of the cache, those of the prompt and of the answer together.
+        max_length: positions of the cache, those of the prompt and of the answer together; at most
+            those that the model was trained for.
         tokenizer: of the model; the ids that begin and end a text are written into the file.
     Raises ValueError, before anything is written, for a model that ExecuTorch's Llama cannot be,
-    for layers that are quantized already, and for a group that does not divide all layers.
+    for layers that are quantized already or train on another grid, for weights that are not finite,
+    and for a group that does not divide all layers.
     RuntimeError if a layer was left unquantized or outside of XNNPACK: no file stays.
     """
     path = _checked_path(path)
@@ -142,7 +152,13 @@ def export_language_model(
         output_bits = None
         embedding_bits = None
     else:
-        _check_grids(model, weight_bits=weight_bits, output_bits=output_bits, group=group)
+        _check_grids(
+            without_adapters(model),
+            weight_bits=weight_bits,
+            group=group,
+            output_bits=output_bits,
+            embedding_bits=embedding_bits,
+        )
     _require_libraries()
     start = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +215,11 @@ def _check_widths(
     check_choice((4, 8, None), weight_bits=weight_bits)
     check_choice((4, 8, None), output_bits=output_bits)
     check_choice((8, None), embedding_bits=embedding_bits)
+    if weight_bits is not None and output_bits is None:
+        raise ValueError(
+            "output_bits=None: the output layer of a quantized file has 4 or 8 bits; with "
+            "weight_bits=None the whole file is in fp32"
+        )
 
 
 def _check_model(model: Any, max_length: int) -> None:
@@ -214,6 +235,13 @@ def _check_model(model: Any, max_length: int) -> None:
         raise ValueError(f"hidden_act={config.hidden_act!r}: ExecuTorch's Llama computes silu")
     _check_rotation(config)
     _check_window(config, max_length)
+    require_full_attention(model, way_out='call model.set_attn_implementation("sdpa") first')
+    positions = longest_text(config)
+    if positions is not None and max_length > positions:
+        raise ValueError(
+            f"max_length={max_length}: the model was trained for {positions} positions; give "
+            f"max_length={positions} or less"
+        )
     for name, by in quantized_layers(model).items():
         if by != TRAINS_ON_A_GRID:
             raise ValueError(
@@ -265,17 +293,28 @@ def _check_parameters(model: Any) -> None:
             f"the export has no place for {strange[0]} (and {len(strange) - 1} others): merge "
             f"adapters into their layers first; other parts ExecuTorch's Llama does not have"
         )
-    for name in LINEARS:
-        linear = model.model.layers[0].get_submodule(name)
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(f"{name} is a {type(linear).__name__}: give a model with nn.Linear")
+    for number, block in enumerate(model.model.layers):
+        for name in LINEARS:
+            linear = block.get_submodule(name)
+            # A class with a forward of its own computes something else than the weight says.
+            plain = isinstance(linear, nn.Linear)
+            if not plain or unmixed_class(linear).forward is not nn.Linear.forward:
+                raise ValueError(
+                    f"layers.{number}.{name} is a {type(linear).__name__}: give a model with "
+                    f"nn.Linear"
+                )
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} has weights that are not finite: the model has diverged")
 
 
-def _check_grids(model: Any, *, weight_bits: int, output_bits: int | None, group: int) -> None:
+def _check_grids(
+    model: Any, *, weight_bits: int, group: int, output_bits: int, embedding_bits: int | None
+) -> None:
     """The group divides every layer that has groups, and no layer is on another grid already."""
     check_whole(group=group)
     layers = {"the output layer": (model.get_output_embeddings(), output_bits)}
-    for number, block in enumerate(without_adapters(model).model.layers):
+    for number, block in enumerate(model.model.layers):
         for name in LINEARS:
             layers[f"layers.{number}.{name}"] = (block.get_submodule(name), weight_bits)
     for name, (linear, bits) in layers.items():
@@ -283,15 +322,28 @@ def _check_grids(model: Any, *, weight_bits: int, output_bits: int | None, group
             check_group_divides(linear.weight.shape[1], group, name=name)
             _check_not_rounded(linear, name, group)
             _check_trained_for(linear, name, bits=4, group=group)
-        elif bits == 8:
+        else:
             _check_trained_for(linear, name, bits=8, group=None)
+        _check_trained_activations(linear, name)
+    if embedding_bits is not None:
+        embedding = model.get_input_embeddings()
+        _check_trained_for(embedding, "the embedding", bits=embedding_bits, group=None)
     if group % GROUP_UNIT != 0 and 4 in (weight_bits, output_bits):
         raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
 
 
-def _check_trained_for(linear: nn.Linear, name: str, *, bits: int, group: int | None) -> None:
+def _check_trained_activations(linear: nn.Linear, name: str) -> None:
+    """The file rounds what a layer reads to 8 bits, whatever the training did."""
+    trained = getattr(linear, "activation_bits", None)
+    if trained not in (None, 8):
+        raise ValueError(
+            f"{name} trains with activation_bits={trained}, and the file has 8: train with 8"
+        )
+
+
+def _check_trained_for(layer: nn.Module, name: str, *, bits: int, group: int | None) -> None:
     """A layer that trains on a grid is exported on that grid."""
-    trained = (getattr(linear, "weight_bits", bits), getattr(linear, "group", group))
+    trained = (getattr(layer, "weight_bits", bits), getattr(layer, "group", group))
     if trained != (bits, group):
         raise ValueError(
             f"{name} trains with weight_bits={trained[0]} and group={trained[1]}, and the file "

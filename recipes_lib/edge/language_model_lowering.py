@@ -88,8 +88,8 @@ def llama_parameters(config: Any) -> dict[str, Any]:
         "attention_qkv_bias": has_query_bias(config),
     }
     if rope["rope_type"] == "llama3":
-        parameters["rope_scale_factor"] = int(rope["factor"])
-        parameters["high_freq_factor"] = int(rope["high_freq_factor"])
+        parameters["rope_scale_factor"] = rope["factor"]
+        parameters["high_freq_factor"] = rope["high_freq_factor"]
     return parameters
 
 

@@ -10,6 +10,7 @@ from recipes_lib.core.causal_lm import (
     norms_of,
     projection_widths,
     require_causal_lm,
+    require_full_attention,
     trunk,
     without_adapters,
 )
@@ -17,6 +18,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import FAMILIES
 from tests.not_causal import NAMES, bert_config, llama_config, not_causal
+from tests.small_models import small_model
 
 REASONS = {
     "encoder_decoder": "T5ForConditionalGeneration has an encoder and a decoder",
@@ -151,3 +153,14 @@ def test_how_long_a_text_may_be(options, positions):
     assert longest_text(config) == positions
     assert longest_text(transformers.BloomConfig()) is None
     assert longest_text(transformers.GPT2Config(n_positions=32)) == 32
+
+
+def test_an_attention_that_no_file_holds():
+    """Catches a file that attends to all tokens, of a model that attends to a few."""
+    model = small_model("Llama")
+    for kernel in ("eager", "sdpa", "flash_attention_2", "kernels-community/flash-attn"):
+        model.config._attn_implementation = kernel
+        require_full_attention(model, way_out="…")
+    model.config._attn_implementation = "recipes_sliding_window"
+    with pytest.raises(ValueError, match=r"'recipes_sliding_window', and the file .*: export"):
+        require_full_attention(model, way_out="export another")
