@@ -28,6 +28,7 @@ Shapes: N outputs and K inputs of a layer, D of a head, H heads.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -38,7 +39,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.causal_lm import (
+    require_causal_lm,
+    require_full_attention,
+    without_adapters,
+)
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.exported_file import ExportedFile
 from recipes_lib.core.linears import quantized_layers
@@ -57,6 +62,7 @@ PRE_TOKENIZERS = {
     ("qwen2", 152064): "qwen2",
 }
 ROTATED = ("q_proj", "k_proj")
+LARGEST_IN_F16 = 65504.0
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -91,7 +97,9 @@ def export_to_gguf(
         pre_tokenizer: llama.cpp's name for how a text is cut into words, such as "smollm". None:
             the one that goes with the family and its vocabulary.
     Raises ValueError, before anything is written, for other models, quantized ones and adapters,
-    widths that 32 does not divide, and a tokenizer of another kind. ImportError without `gguf`.
+    layers that a technique has changed, a window of attention, weights that are not finite or too
+    large for the kind, widths that 32 does not divide, and a tokenizer of another kind. ImportError
+    without `gguf`.
     """
     path = Path(path)
     if path.suffix != ".gguf":
@@ -103,6 +111,7 @@ def export_to_gguf(
         vocabulary = _vocabulary(model, tokenizer)
         pre_tokenizer = _pre_tokenizer(model.config, pre_tokenizer)
     gguf = require("gguf")
+    _names_in_gguf(model)
     start = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="export-", dir=path.parent) as scratch:
@@ -158,6 +167,10 @@ def _add_settings(writer: Any, config: Any, kind: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    # Without them llama.cpp divides the hidden size by the heads, and heads that were pruned away
+    # would make the others wider.
+    writer.add_key_length(_head_width(config))
+    writer.add_value_length(_head_width(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(_head_width(config))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -167,10 +180,7 @@ def _add_tensors(writer: Any, model: Any, kind: str) -> None:
     """All weights by GGUF's names, in its order of rows, rounded."""
     import gguf
 
-    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(
-        architecture[model.config.model_type], model.config.num_hidden_layers
-    )
+    names = _names_in_gguf(model)
     types = {
         "q8_0": gguf.GGMLQuantizationType.Q8_0,
         "f16": gguf.GGMLQuantizationType.F16,
@@ -180,11 +190,30 @@ def _add_tensors(writer: Any, model: Any, kind: str) -> None:
         weight = parameter.detach().to(device="cpu", dtype=torch.float32)
         if model.config.model_type == "llama" and name.split(".")[-2] in ROTATED:
             weight = in_pairs(weight, head_dim=_head_width(model.config))
-        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        there = names[name]
         if weight.dim() == 1:
             writer.add_tensor(there, weight.numpy())
         else:
             writer.add_tensor(there, rounded(weight, types[kind]), raw_dtype=types[kind])
+
+
+def _names_in_gguf(model: Any) -> dict[str, str]:
+    """What GGUF calls each parameter. Raises ValueError for one that it does not have."""
+    import gguf
+
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = gguf.get_tensor_name_map(
+        architecture[model.config.model_type], model.config.num_hidden_layers
+    )
+    names = {}
+    for name, _ in model.named_parameters():
+        names[name] = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        if names[name] is None:
+            raise ValueError(
+                f"GGUF has no name for {name}: a technique has changed this layer, take it off "
+                f"first (masks by remove_pruning)"
+            )
+    return names
 
 
 def rounded(weight: Tensor, quantization_type: Any) -> numpy.ndarray:
@@ -231,8 +260,32 @@ def _check_model(model: Any, kind: str) -> None:
         raise ValueError(f"{name} is quantized by {by} already: export the model as it was before")
     if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):
         raise ValueError("a Llama with biases has no place for them in GGUF: use one without")
+    if config.hidden_act != "silu":
+        raise ValueError(
+            f"hidden_act={config.hidden_act!r}: llama.cpp computes silu in this family"
+        )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            f"the model has a window of {config.sliding_window} tokens, and llama.cpp attends to "
+            f"all of them in this family: give a model without a window"
+        )
+    require_full_attention(model, way_out='call model.set_attn_implementation("sdpa") first')
+    _check_weights(model, kind)
     if kind == "q8_0":
         _check_widths(model)
+
+
+def _check_weights(model: Any, kind: str) -> None:
+    """In 16 bits a larger number becomes infinite, and the file answers nothing but NaN."""
+    for name, parameter in model.named_parameters():
+        largest = parameter.detach().abs().max().item()
+        if not math.isfinite(largest):
+            raise ValueError(f"{name} has weights that are not finite: the model has diverged")
+        if kind == "f16" and parameter.dim() > 1 and largest > LARGEST_IN_F16:
+            raise ValueError(
+                f"{name} has a weight of {largest:g}, and 16 bits end at {LARGEST_IN_F16:g}: give "
+                f"kind='q8_0' or kind='f32'"
+            )
 
 
 def _check_widths(model: Any) -> None:
@@ -313,10 +366,18 @@ def _add_tokenizer(
         writer.add_eos_token_id(tokenizer.eos_token_id)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(_begins_a_text(tokenizer))
     template = getattr(tokenizer, "chat_template", None)
     if template is not None:
         writer.add_chat_template(template)
+
+
+def _begins_a_text(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its first token before each text, as that of Llama 3 does."""
+    if tokenizer.bos_token_id is None:
+        return False
+    ids = tokenizer("a")["input_ids"]
+    return len(ids) > 0 and ids[0] == tokenizer.bos_token_id
 
 
 def _head_width(config: Any) -> int:
