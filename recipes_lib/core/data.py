@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +193,11 @@ def collate(
 
     There is no attention mask: a causal model never looks to the right, where the padding is, and
     without a mask attention takes its fast path and does not repeat the KV heads.
-    Raises ValueError for no rows, and for a length that does not hold the longest.
+    Raises ValueError for no rows, for a length that does not hold the longest, and for a row whose
+    labels are more or fewer than its tokens.
     """
     rows = list(rows)
+    check_labels(rows)
     longest = max((len(row["input_ids"]) for row in rows), default=0)
     if length is None:
         length = longest
@@ -214,6 +216,19 @@ def collate(
         "input_ids": padded("input_ids", pad_token_id),
         "labels": padded("labels", IGNORED),
     }
+
+
+def check_labels(rows: Sequence[Row]) -> None:
+    """Raise ValueError for a row that has not one label for each token.
+
+    Padded or packed, its labels would stand beside the tokens of another document.
+    """
+    for number, row in enumerate(rows):
+        if len(row["labels"]) != len(row["input_ids"]):
+            raise ValueError(
+                f"row {number} has {len(row['input_ids'])} tokens and {len(row['labels'])} labels: "
+                f"give one label for each token, unshifted, {IGNORED} where there is no loss"
+            )
 
 
 def batches(

@@ -37,18 +37,31 @@ GREEDY = {
 
 
 def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -> float:
-    """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode."""
+    """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode.
+
+    Raises ValueError for no rows, for rows without any target, and for batch_size < 1.
+    """
+    check_whole(batch_size=batch_size)
+    if len(data) == 0:
+        raise ValueError("the data set is empty: give rows with input_ids and labels")
     total = 0.0
     targets = 0
     for start in range(0, len(data), batch_size):
         rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
         batch = collate(rows, pad_token_id=pad_token_id, device=str(model.device))
         count = int((batch["labels"][:, 1:] != IGNORED).sum())
+        if count == 0:
+            continue  # the mean over no targets is NaN
         with evaluating(model):
             mean = model(**batch, use_cache=False).loss.item()
         # Batches differ in their number of targets: a mean of their means would be another loss.
         total += mean * count
         targets += count
+    if targets == 0:
+        raise ValueError(
+            f"none of the {len(data)} rows has a target: each label is {IGNORED}, or the first of "
+            f"its row; give rows with an answer"
+        )
     return total / targets
 
 

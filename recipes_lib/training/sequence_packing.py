@@ -44,7 +44,8 @@ import torch
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
-from recipes_lib.core.data import IGNORED
+from recipes_lib.core.chat import IGNORED
+from recipes_lib.core.data import check_labels
 
 Row = dict[str, list[int]]
 
@@ -87,9 +88,11 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     Args:
         rows: with `input_ids` and `labels`, as from `load_instructions`.
         seed: shuffles the packed rows, which otherwise come longest document first.
-    Raises ValueError for no row, a row without tokens, and one that is longer than `length`.
+    Raises ValueError for no row, a row without tokens, one that is longer than `length`, and one
+    whose labels are more or fewer than its tokens.
     """
     rows = list(rows)
+    check_labels(rows)
     lengths = [len(row["input_ids"]) for row in rows]
     packs = []
     for members in best_fit(lengths, length=length):

@@ -143,6 +143,14 @@ def test_bad_input(tokenizer, tmp_path):
         load_instructions(tokenizer, dataset=str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match="nothing to learn"):
         tokenize_pair(tokenizer, "a", "")
+    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 labels"):
+        collate(
+            [
+                {"input_ids": [1, 2], "labels": [1, 2]},
+                {"input_ids": [1, 2], "labels": [1, 2, 3]},
+            ],
+            pad_token_id=0,
+        )
     with pytest.raises(ValueError, match="cannot pad"):
         collate([], pad_token_id=0)
     with pytest.raises(ValueError, match="batch_size=0"):

@@ -75,6 +75,10 @@ def test_evaluate_is_the_mean_over_tokens(llama):
     with torch.no_grad():
         expected = llama(**batch).loss.item()
     assert evaluate(llama, rows, pad_token_id=0, batch_size=2) == pytest.approx(expected, rel=1e-5)
+    # A batch without a target has a loss of NaN, and nothing to say about the others.
+    silent = {"input_ids": [1, 2], "labels": [IGNORED, IGNORED]}
+    mean = evaluate(llama, [silent, silent, *rows], pad_token_id=0, batch_size=2)
+    assert mean == pytest.approx(expected, rel=1e-5)
     assert llama.training
 
 
@@ -251,13 +255,16 @@ def test_a_real_model_answers_as_one_at_a_time():
 
 def test_rows_that_cannot_be_evaluated(llama):
     rows = make_rows(3)
-    with pytest.raises(ValueError, match="data set is empty"):
-        row_losses(llama, [], pad_token_id=0)
+    for losses_of in (row_losses, evaluate):
+        with pytest.raises(ValueError, match="data set is empty"):
+            losses_of(llama, [], pad_token_id=0)
     with pytest.raises(ValueError, match="batch_size=0"):
         row_losses(llama, rows, pad_token_id=0, batch_size=0)
     first_only = {"input_ids": [1, 2], "labels": [1, IGNORED]}  # nothing predicts a first token
     with pytest.raises(ValueError, match=r"rows \[3\] have no target"):
         row_losses(llama, [*rows, first_only], pad_token_id=0)
+    with pytest.raises(ValueError, match="none of the 1 rows has a target"):
+        evaluate(llama, [first_only], pad_token_id=0)
     llama.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="diverged"):
         row_losses(llama, rows, pad_token_id=0)

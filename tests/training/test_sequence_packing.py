@@ -210,6 +210,8 @@ def test_bad_input():
         pack_sequences(make_rows([3, 9, 4]), length=8)
     with pytest.raises(ValueError, match="row 0 has 0 tokens"):
         pack_sequences([{"input_ids": [], "labels": []}], length=8)
+    with pytest.raises(ValueError, match="row 0 has 2 tokens and 1 labels"):
+        pack_sequences([{"input_ids": [1, 2], "labels": [1]}], length=8)
     with pytest.raises(ValueError, match="what pack_sequences returned"):
         collate_packed(make_rows([3]), pad_token_id=0)
     with pytest.raises(ValueError, match="0 rows"):
