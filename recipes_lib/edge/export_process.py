@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import os
 import pickle
 import shutil
@@ -95,7 +96,8 @@ class Job:
 
     def cancel(self) -> None:
         """End the process with all that it has started. Nothing of the job stays."""
-        if self._process is None:
+        if self.done:  # its number may be that of another process by now
+            self._tidy()
             return
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -116,6 +118,11 @@ class Job:
         if failure.exists():
             return pickle.loads(failure.read_bytes())
         code = self._process.returncode
+        if code == 0:
+            return RuntimeError(
+                f"{self.path} was made, and then another job has written it with other arguments: "
+                f"give each job a path of its own"
+            )
         lines = []
         for log in (self.log, (self._work / self.path.name).with_suffix(".log")):
             if log.exists():
@@ -178,7 +185,8 @@ def in_background(
     # Written before the process begins: whatever happens to the model here, the job has its own.
     try:
         torch.save((function, path, key, arguments, _process_of(after)), work / "task")
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    # The last one is that of layers with masks.
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         shutil.rmtree(work)
         raise ValueError(
             f"the arguments cannot be sent to another process ({error}): give plain models, "
@@ -219,6 +227,8 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(repr(value).encode())
         if hasattr(value, "config"):
             digest.update(value.config.to_json_string(use_diff=False).encode())
+        if getattr(value, "generation_config", None) is not None:  # which tokens end a text
+            digest.update(value.generation_config.to_json_string(use_diff=False).encode())
         for name, tensor in value.state_dict().items():
             digest.update(name.encode())
             _add(digest, tensor)
@@ -226,10 +236,22 @@ def _add(digest: Any, value: Any) -> None:
         for part in value:
             _add(digest, part)
     elif hasattr(value, "get_vocab"):  # a tokenizer: its pickle is not the same each time
-        digest.update(repr((type(value), sorted(value.get_vocab().items()))).encode())
+        digest.update(_tokenizer_text(value).encode())
     else:
         digest.update(pickle.dumps(value))
     digest.update(b"\0")  # [1, 23] is not [12, 3]
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    """All that a file takes from a tokenizer: words, merges, special tokens, form of a chat."""
+    special = sorted(getattr(tokenizer, "special_tokens_map", {}).items())
+    chat = getattr(tokenizer, "chat_template", None)
+    described = sorted(tokenizer.get_vocab().items())
+    if hasattr(tokenizer, "backend_tokenizer"):
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        for of_last_call in ("padding", "truncation"):
+            described.pop(of_last_call, None)
+    return repr((type(tokenizer), special, chat, described))
 
 
 def _version(library: str) -> str:
@@ -340,6 +362,8 @@ def _call(function: Callable[..., Any], folder: Path, path: Path, arguments: dic
     finally:
         if own_log.exists():
             print(own_log.read_text(errors="replace"))
+    # Beside a new file the record of an older one would lie: of other weights, with equal bytes.
+    _beside(path, "job").unlink(missing_ok=True)
     os.replace(unfinished, path)
     for field in getattr(value, "__dataclass_fields__", {}):
         if getattr(value, field) == unfinished:
@@ -370,7 +394,8 @@ def _portable(error: BaseException) -> BaseException:
 
 def _end_with_parent(folder: Path) -> None:
     """In a thread: the pipe ends when the parent does."""
-    sys.stdin.buffer.read()
+    # Not `sys.stdin.read()`: it holds a lock, and Python aborts where it ends with that lock held.
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever written: this is the end
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
