@@ -7,7 +7,8 @@ ladder.take_turns(rounds=5)                  # times all of them again, in turns
 ladder                                       # a table in Jupyter, text in a terminal
 ladder.chart("digits")                       # a matplotlib figure of one group
 
-Each group is one task with its own first row, with which the others are compared. Its quality is
+Each group is one task with its own first row, with which the others are compared. A row that is one
+link more than an earlier one is compared with that one as well: `after="student"`. Its quality is
 an accuracy (higher is better), a perplexity (lower is better), or how often the likeliest answer is
 that of the first row, where the model itself is of no use yet.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.checks import check_number, check_share, check_whole
+from recipes_lib.core.checks import check_choice, check_number, check_share, check_whole
 from recipes_lib.core.measure import there_and_back, timed
 from recipes_lib.report.edge_ladder_text import HEADER, cells, what_came, what_is_expected
 from recipes_lib.report.ladder_text import wrapped
@@ -38,9 +39,10 @@ class EdgeRow:
     """One model in one file: its quality, its bytes, and the time that it takes.
 
     `seconds` is the median over the turns, for one image or one token; `ratio` is the time over
-    that of the first row of the group in the same round, with its range. `load_seconds` and
-    `peak_bytes` (what loading it and running it once adds to the memory of a process) are None
-    where they were not measured.
+    that of the first row of the group in the same round, with its range. `after` is the name of an
+    earlier row that this one changes in one thing, and `after_ratio` the time over that row's; both
+    are None without one. `load_seconds` and `peak_bytes` (what loading it and running it once adds
+    to the memory of a process) are None where they were not measured.
     """
 
     name: str
@@ -55,9 +57,15 @@ class EdgeRow:
     peak_bytes: int | None = None
     note: str = ""
     turns: int = 0
+    seconds_low: float | None = None
+    seconds_high: float | None = None
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
+    after: str | None = None
+    after_ratio: float | None = None
+    after_low: float | None = None
+    after_high: float | None = None
 
 
 class EdgeLadder(Rows):
@@ -83,6 +91,7 @@ class EdgeLadder(Rows):
         peak_bytes: int | None = None,
         units: int = 1,
         group: str = "",
+        after: str | None = None,
         note: str = "",
     ) -> None:
         """Say what the arithmetic expects, time a call, and add the row.
@@ -98,12 +107,17 @@ class EdgeLadder(Rows):
             load_seconds: from the file to a model that is ready.
             peak_bytes: what the model adds to the memory of a process.
             group: the heading above this row, and the task that it belongs to.
+            after: the name of a row that this one changes in one thing; what is said of it in a few
+                words compares it with that one instead of the first.
             note: a remark that is kept with the row.
-        Raises ValueError for a name that is taken, for several qualities or none, for a quality of
-        another kind than the group's, and for a file that does not exist.
+        Raises ValueError for a name that is taken, for a row `after` that is not there, for several
+        qualities or none, for a quality of another kind than the group's, and for a file that does
+        not exist.
         """
         self._check_new(name)
         check_whole(units=units)
+        if after is not None:
+            check_choice([row.name for row in self.rows], after=after)
         self._check_quality(group, accuracy=accuracy, perplexity=perplexity, agreement=agreement)
         if not os.path.isfile(file):
             raise ValueError(f"file={str(file)!r}: give the path of a file that was written")
@@ -124,6 +138,7 @@ class EdgeLadder(Rows):
             load_seconds=load_seconds,
             peak_bytes=peak_bytes,
             note=note,
+            after=after,
         )
         self.append(row)
         self._runs[name] = (run, units)
@@ -157,6 +172,15 @@ class EdgeLadder(Rows):
             ratios = [took / middle for took in seconds]
         else:
             ratios = [took[name] / took[first] for took in turns]
+        after = self[name].after
+        if after is not None:
+            to_after = ratio_and_range([took[name] / took[after] for took in turns])
+            self._change(
+                name,
+                after_ratio=to_after["ratio"],
+                after_low=to_after["ratio_low"],
+                after_high=to_after["ratio_high"],
+            )
         self._change(name, seconds=middle, turns=len(turns), **ratio_and_range(ratios))
 
     # --- what it says ---
@@ -178,7 +202,11 @@ class EdgeLadder(Rows):
         return [HEADER, *(cells(row, first=self.first_of(row.group)) for row in self.rows)]
 
     def chart(self, group: str, *, title: str | None = None) -> Any:
-        """Size against quality: a point for each row of the group."""
+        """Size against quality: a point for each row of the group.
+
+        Raises ValueError for a group without rows, and for one whose quality is an agreement: it
+        says how near a file is to its model, and not how good.
+        """
         points = []
         for row in self.rows:
             if row.group == group:
@@ -203,7 +231,12 @@ class EdgeLadder(Rows):
 
 
 def point_of(row: EdgeRow) -> SizeError:
-    """A row as a point of the chart."""
+    """A row as a point of the chart. Raises ValueError for a row that has an agreement only."""
+    if row.agreement is not None:
+        raise ValueError(
+            f"{row.name} has an agreement: a chart of size against quality needs accuracy= or "
+            f"perplexity="
+        )
     if row.accuracy is not None:
         return SizeError(row.name, row.file_bytes, accuracy=row.accuracy)
     return SizeError(row.name, row.file_bytes, perplexity=row.perplexity)

@@ -79,5 +79,8 @@ def test_bad_input(ladder, tmp_path):
         ladder.climb("x", lambda: None, file=file, perplexity=3.0, group="digits")
     with pytest.raises(ValueError, match="file that was written"):
         ladder.climb("x", lambda: None, file=tmp_path / "none", accuracy=0.9, group="digits")
+    ladder.climb("y", lambda: None, file=file, agreement=1.0, group="text")
+    with pytest.raises(ValueError, match="y has an agreement: a chart of size"):
+        ladder.chart("text")
     with pytest.raises(ValueError, match="climb"):
         EdgeLadder("none", folder=tmp_path).take_turns()
