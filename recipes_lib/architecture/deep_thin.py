@@ -32,6 +32,10 @@ from typing import Any, NamedTuple
 
 from recipes_lib.core.checks import check_whole
 
+# Options of LlamaConfig that follow from the number of weights.
+CHOSEN = ("vocab_size", "tie_word_embeddings", "num_hidden_layers", "hidden_size")
+CHOSEN += ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
@@ -106,8 +110,8 @@ def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: An
     """A `LlamaForCausalLM` of these proportions, with fresh weights and one table.
 
     Args:
-        options: those of `choose_proportions`, and any of `LlamaConfig`.
-    Raises ValueError as `choose_proportions` does.
+        options: those of `choose_proportions`, and any of `LlamaConfig` that this does not choose.
+    Raises ValueError as `choose_proportions` does, and for other options.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,6 +121,11 @@ def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: An
     for name, value in options.items():
         if name not in known:  # the configuration would keep it, and nobody would read it
             raise ValueError(f"{name}={value!r}: LlamaConfig has no such option")
+        if name in CHOSEN:
+            raise ValueError(
+                f"{name}={value!r} is what deep_thin_model chooses: give weights, layers and "
+                f"vocabulary, or make a LlamaConfig of your own"
+            )
     proportions = choose_proportions(
         weights=weights, layers=layers, vocabulary=vocabulary, **of_shape
     )

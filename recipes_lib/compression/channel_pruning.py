@@ -91,11 +91,20 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
 
     Args:
         images: [B, channels, H, W], some hundred of those that the model is to be good at.
-    Every module keeps its mode. Raises ValueError for another model, and for no images.
+    Every module keeps its mode. Raises ValueError for another model, for no images, and for others
+    than the model reads.
     """
+    if not isinstance(images, Tensor):
+        raise ValueError(f"images are of type {type(images).__name__}: give a tensor [B, C, H, W]")
     if images.dim() != 4 or len(images) == 0:
         raise ValueError(f"images {list(images.shape)}: give [B, C, H, W] with at least one image")
+    if not images.isfinite().all():
+        raise ValueError("images have numbers that are not finite: no importance comes of them")
     inner = inner_channels(model)
+    if images.shape[1] != model.config.num_channels:
+        raise ValueError(
+            f"images {list(images.shape)}: the model reads {model.config.num_channels} channels"
+        )
     importance: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -134,6 +143,8 @@ def choose_channels(
     """
     check_number(above=0, below=1, share=share)
     check_whole(multiple_of=multiple_of)
+    if not isinstance(importance, Mapping) or not importance:
+        raise ValueError("importance names no part: give what channel_importance() returns")
     kept = {}
     for name, values in importance.items():
         if not values.isfinite().all():
@@ -245,7 +256,10 @@ def check_kept(inner: Mapping[str, Inner], kept: Mapping[str, Tensor]) -> None:
     for name, channels in kept.items():
         if name not in inner:
             raise ValueError(f"the model has no part {name!r}: it has {', '.join(inner)}")
-        numbers = torch.as_tensor(channels)
+        try:
+            numbers = torch.as_tensor(channels)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"kept[{name!r}]={channels!r}: give numbers of channels") from error
         whole = numbers.dim() == 1 and not numbers.is_floating_point() and len(numbers) > 0
         if not whole or numbers.dtype == torch.bool or not _rising(numbers):
             raise ValueError(f"kept[{name!r}]: give numbers of channels in rising order, each once")

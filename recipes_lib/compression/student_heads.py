@@ -133,7 +133,9 @@ class Attention:
 def attention_of(block: nn.Module, config: Any) -> Attention:
     """The attention of a block. Raises ValueError if its layers are of none of the known forms."""
     config = config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(f"{type(block).__name__} has no heads of attention to choose from")
     groups = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     of_queries = heads // groups

@@ -45,7 +45,7 @@ def smaller_config(
     config = whole.get_text_config()
     config.num_hidden_layers = len(blocks)
     for name in PER_BLOCK:
-        entries = getattr(config, name, None)
+        entries = vars(config).get(name)  # not what is computed of the number of blocks (Mamba)
         if isinstance(entries, list | tuple) and len(entries) == len(decoder_blocks(teacher)):
             setattr(config, name, [entries[number] for number in blocks])
     if channels is not None:

@@ -51,3 +51,5 @@ def test_bad_input():
         choose_proportions(weights=50_000, layers=100, vocabulary=256)
     with pytest.raises(ValueError, match="widht=3: LlamaConfig has no such option"):
         deep_thin_model(layers=4, widht=3, **SMALL)
+    with pytest.raises(ValueError, match="hidden_size=64 is what deep_thin_model chooses"):
+        deep_thin_model(layers=4, hidden_size=64, **SMALL)

@@ -152,6 +152,7 @@ def test_bad_input(network, images, kept):
         ({"block 3": torch.tensor([3, 1])}, "rising order"),
         ({"block 3": torch.tensor([True, False])}, "rising order"),
         ({"block 3": torch.tensor([0, 5000])}, "there are"),
+        ({"block 3": "many"}, "give numbers of channels"),
     ):
         with pytest.raises(ValueError, match=message):
             apply_channel_pruning(network, kept={"stem": kept["stem"]} | wrong)
@@ -169,6 +170,15 @@ def test_bad_input(network, images, kept):
         channel_importance(small_model("Llama"), images)
     with pytest.raises(ValueError, match="at least one image"):
         channel_importance(network, images[:0])
+    with pytest.raises(ValueError, match="images are of type ndarray"):
+        channel_importance(network, images.numpy())
+    with pytest.raises(ValueError, match="not finite"):
+        channel_importance(network, images * torch.inf)
+    with pytest.raises(ValueError, match="the model reads"):
+        channel_importance(network, torch.cat([images] * 2, dim=1))
+    for nothing in (None, {}):
+        with pytest.raises(ValueError, match="importance names no part"):
+            choose_channels(nothing, share=0.5)
     pruned = apply_channel_pruning(copy.deepcopy(network), kept=kept)
     with pytest.raises(ValueError, match="could not load it"):
         pruned.save_pretrained("anywhere")

@@ -127,6 +127,11 @@ def test_families_whose_heads_cannot_go():
             make_student(small_model(family, num_attention_heads=4), heads=kept)
         with pytest.raises(ValueError, match="none of the known forms"):
             head_importance(small_model(family), [{"input_ids": IDS}])
+    mamba = small_model("Mamba", state_size=4)
+    del mamba.config.num_attention_heads  # which small_model gives to all
+    with pytest.raises(ValueError, match="MambaBlock has no heads of attention"):
+        head_importance(mamba, [{"input_ids": IDS}])
+    assert make_student(mamba, blocks=[1]).config.num_hidden_layers == 1
     one_norm = small_model("Olmo2", **GROUPED)
     with pytest.raises(ValueError, match=r"q_norm.weight of Olmo2ForCausalLM would be \[32\]"):
         make_student(one_norm, heads=kept)
