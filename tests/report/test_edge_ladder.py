@@ -57,6 +57,29 @@ def test_turns_compare_round_by_round(ladder, monkeypatch):
     assert ladder.table()[2][-1] == "2.00× (2.00–2.00)"
 
 
+def test_a_row_is_compared_with_the_link_before_it(tmp_path, monkeypatch):
+    """Catches the gain of one link that has those of all links before it in it."""
+    ladder = EdgeLadder("devices", folder=tmp_path)
+    shared = {"file": file_of(tmp_path, 100), "accuracy": 0.9, "group": "digits"}
+    ladder.climb("teacher", time.time, **shared)
+    ladder.climb("student", time.time, **shared)
+    ladder.climb("student in 8 bits", time.time, after="student", **shared)
+    with pytest.raises(ValueError, match="after='pupil'"):
+        ladder.climb("pruned", time.time, after="pupil", **shared)
+    took = {"teacher": [9.0, 9.0], "student": [2.0, 6.0], "student in 8 bits": [1.0, 2.0]}
+
+    def of_next_turn(run, _units):
+        return took[run].pop(0)
+
+    monkeypatch.setattr("recipes_lib.report.edge_ladder._seconds_per_unit", of_next_turn)
+    ladder._runs = {name: (name, 1) for name in took}
+    ladder.take_turns(rounds=2)
+    row = ladder["student in 8 bits"]
+    assert row.after_low == pytest.approx(1 / 3)
+    assert row.after_high == 0.5
+    assert ladder["student"].after is None
+
+
 def test_a_call_of_several_units_is_shared_among_them(tmp_path):
     ladder = EdgeLadder("edge", folder=tmp_path)
     file = file_of(tmp_path, 10)
@@ -79,8 +102,8 @@ def test_bad_input(ladder, tmp_path):
         ladder.climb("x", lambda: None, file=file, perplexity=3.0, group="digits")
     with pytest.raises(ValueError, match="file that was written"):
         ladder.climb("x", lambda: None, file=tmp_path / "none", accuracy=0.9, group="digits")
-    ladder.climb("y", lambda: None, file=file, agreement=1.0, group="text")
+    ladder.climb("y", lambda: None, file=file, agreement=1.0, group="cut")
     with pytest.raises(ValueError, match="y has an agreement: a chart of size"):
-        ladder.chart("text")
+        ladder.chart("cut")
     with pytest.raises(ValueError, match="climb"):
         EdgeLadder("none", folder=tmp_path).take_turns()
