@@ -161,12 +161,20 @@ def row_in_ranks(run: Run, name: str) -> str:
 
 
 def row_in_file(run: Run, name: str) -> str:
-    """A row against the first of its group: file, quality and time."""
+    """A row against the one that it changes in one thing, or the first: file, quality, time."""
     row = row_of(run, name)
     first = next(each for each in run["rows"] if each["group"] == row["group"])
+    after = row.get("after")
+    if after is None:
+        speed = sentences.times_as_fast(row, first)
+    else:
+        first = row_of(run, after)
+        speed = sentences.as_fast_in_words(row, "after_ratio", "after_low", "after_high")
     file = percent(row["file_bytes"] / first["file_bytes"] - 1)
-    speed = f"{sentences.times_as_fast(row, first)} as fast"
-    return unbroken([f"{file} file", sentences.quality_of_file(row), speed])
+    parts = [f"{file} file", sentences.quality_of_file(row), f"{speed} as fast"]
+    if after is not None:
+        parts.append(f"against {first['name'].replace(', ', ' in ')}")
+    return unbroken(parts)
 
 
 # What a row says, by the number of the notebook; all others count bytes.

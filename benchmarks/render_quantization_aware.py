@@ -25,18 +25,20 @@ AWARE = "aware"
 
 
 def grids(run: Run | None) -> str:
-    """Both perplexities of each way, and what it wins back. Nothing where no run is recorded."""
+    """Both perplexities of each way, and what it wins back against the control.
+
+    Nothing where no run is recorded.
+    """
     if run is None:
         return ""
     settings = run["settings"]
     untrained = run["untrained"]
     first = [f"{untrained['full']:.2f}", f"{untrained['rounded']:.2f}"]
-    lines = [line(["not at all", *first, "", ""])]
+    lines = [line(["no further training", *first, ""])]
     for way in settings["ways"]:
         found = _of_way(run, way)
         numbers = [_mean([each["full"] for each in found])]
         numbers.append(_mean([each["rounded"] for each in found]))
-        numbers.append(percent(_of_untrained(run, way)))
         of_control = ""
         if way != CONTROL:
             of_control = percent(_of_control(run, way))
@@ -46,11 +48,12 @@ def grids(run: Run | None) -> str:
         f"{settings['seq']} tokens, {_seeds(settings['seeds'])}. Perplexity of "
         f"{settings['held_out']} held-out rows; weights in {settings['weight_bits']} bits and "
         f"groups of {settings['group']}, output layer, embedding and activations in 8 bits.",
-        "Won back: the part of what rounding costs that is saved. Of the untrained model it counts "
-        "what the text has taught as well; the fair number is that of the model that trained as "
-        "long in full precision. In brackets are the smallest and the largest of the seeds.",
+        "Won back: the part of what rounding costs the control, which trained as long in full "
+        "precision, that training with the rounding saves.",
     ]
-    columns = ["training", "full precision", "rounded", "won back", "of the control"]
+    if settings["seeds"] > 1:
+        notes.append("In brackets are the smallest and the largest of the seeds.")
+    columns = ["training", "full precision", "rounded", "won back, against the control"]
     return table(columns, lines, notes)
 
 
@@ -58,23 +61,25 @@ def block(run: Run | None) -> str:
     """The table below a sentence that says what came out."""
     if run is None:
         return ""
-    cost = run["untrained"]["rounded"] / run["untrained"]["full"]
+    untrained = run["untrained"]
+    cost = untrained["rounded"] / untrained["full"]
     return (
-        f"Rounding takes the perplexity of the untrained model from "
-        f"{run['untrained']['full']:.2f} to {run['untrained']['rounded']:.2f}, {cost:.2f}×. After "
-        f"{run['settings']['steps']} steps with the rounding it is {_rounded(run, AWARE)}; after "
-        f"as many without it, {_rounded(run, CONTROL)}. The difference is "
-        f"{percent(_of_control(run, AWARE))} of what rounding costs the model that trained without "
-        f"it.\n\n{grids(run)}"
+        f"Rounding takes the perplexity of SmolLM2 from {untrained['full']:.2f} to "
+        f"{untrained['rounded']:.2f}, {cost:.2f}×. Copies of it then train for "
+        f"{run['settings']['steps']} steps. The control trains in full precision, and is rounded "
+        f"at the end: {_full(run, CONTROL)} becomes {_rounded(run, CONTROL)}. Another copy trains "
+        f"with the rounding: {_rounded(run, AWARE)}. So training with the rounding wins back "
+        f"{percent(_of_control(run, AWARE))} of what rounding costs the control.\n\n{grids(run)}"
     )
 
 
 def won_back(run: Run) -> str:
     """What training with the rounding saves, for a cell."""
+    settings = run["settings"]
     return (
-        f"perplexity on the grid {_rounded(run, CONTROL)} → {_rounded(run, AWARE)} after "
-        f"{run['settings']['steps']} steps each: {percent(_of_control(run, AWARE))} of what "
-        f"rounding costs"
+        f"perplexity in {settings['weight_bits']} bits after {settings['steps']} steps: "
+        f"{_rounded(run, CONTROL)} rounded at the end, {_rounded(run, AWARE)} trained with the "
+        f"rounding ({_seeds(settings['seeds'])})"
     )
 
 
@@ -96,8 +101,8 @@ def _of_control(run: Run, way: str) -> list[float]:
     return [share_won_back(controls[each["seed"]], each["rounded"]) for each in _of_way(run, way)]
 
 
-def _of_untrained(run: Run, way: str) -> list[float]:
-    return [share_won_back(run["untrained"], each["rounded"]) for each in _of_way(run, way)]
+def _full(run: Run, way: str) -> str:
+    return _mean([each["full"] for each in _of_way(run, way)])
 
 
 def _rounded(run: Run, way: str) -> str:

@@ -8,8 +8,8 @@ from recipes_lib.report.style import MILLISECONDS, three_digits
 
 MEGABYTE = 10**6  # as files are given on devices and in stores
 
-HEADER = ["model", "quality", "predicted", "file", "of first"]
-HEADER += ["load", "memory", "one", "as fast"]
+HEADER = ["model", "quality", "predicted", "file", "of first file"]
+HEADER += ["time to load", "added memory", "time for one", "times as fast"]
 
 
 def what_is_expected(size: int) -> str:
@@ -50,7 +50,7 @@ def quality(row: Any) -> str:
     if row.accuracy is not None:
         return f"{100 * row.accuracy:.1f} % right"
     if row.agreement is not None:
-        return f"{row.agreement:.0%} the same"
+        return f"{100 * row.agreement:.0f} % the same"
     return f"perplexity {row.perplexity:.2f}"
 
 

@@ -91,6 +91,7 @@ def test_the_run_in_words_and_numbers():
     run = machine_facts() | a_run()
     text = render_edge.block(run)
     assert "the fp32 file writes 2.0× as fast as `generate`, and 33 of 33 tokens" in text
+    assert "So 2.0× is the price of Python" in text
     assert "writes 2.0× as fast as one of plain operators" in text
     assert "100 MB, 50 % of bf16, and writes 10.0× (4.0 to 10.0) as fast" in text
     assert "| `generate`, fp32 | 30 |  |  | 5 |  | 600 MB | 8.00 |" in text
