@@ -216,6 +216,34 @@ def batching(facts: dict[str, Any]) -> str:
     return f"{times:.1f}× as many tokens per second with {many} texts as with {one} ({fastest})"
 
 
+# --- notebook 06 ----------------------------------------------------------------------------------
+
+
+def few_images(facts: dict[str, Any]) -> str:
+    """What a teacher is worth to a student with few images."""
+    found = facts["few_images"]
+    right = found["right"]
+    return (
+        f"{right['labels']:.1%} → {right['teacher']:.1%} right with {found['images']:,} images, "
+        f"one run of each"
+    )
+
+
+def gguf(facts: dict[str, Any]) -> str:
+    """The file for llama.cpp, and how often it agrees with the model."""
+    found = facts["gguf"]
+    return (
+        f"{found['bytes'] / 1e6:.0f} MB with {found['blocks']} blocks, and {found['agrees']:.0%} "
+        f"of the likeliest tokens are the same"
+    )
+
+
+def size_budget(facts: dict[str, Any]) -> str:
+    """How far the expected files are from those that were written."""
+    off = max(abs(share) for share in facts["budget_off"].values())
+    return f"{len(facts['budget_off'])} files off by {off:.1%} at most"
+
+
 # By the name that a marker in a text has: <!--m 05 packing-->
 FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "mean of means": mean_of_means,
@@ -245,4 +273,7 @@ FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prompt lookup": prompt_lookup,
     "prefill": prefill,
     "batching": batching,
+    "few images": few_images,
+    "gguf": gguf,
+    "size budget": size_budget,
 }

@@ -9,7 +9,7 @@ import torch
 
 from recipes_lib.attention import sliding_window_banded
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.rank_pool import RankPool
+from tests.copied_ranks import copied_ranks
 
 FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
 
@@ -63,14 +63,14 @@ def seed():
 @pytest.fixture(scope="session")
 def two_ranks():
     """Two processes for all tests: `two_ranks.run(function, **arguments)`; started when used."""
-    with RankPool(ranks=2, device="cpu") as pool:
+    with copied_ranks(ranks=2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def four_ranks():
     """Four of them, for what two cannot show."""
-    with RankPool(ranks=4, device="cpu") as pool:
+    with copied_ranks(ranks=4) as pool:
         yield pool
 
 
