@@ -38,8 +38,9 @@ MOST_CALLS = 1000
 class EdgeRow:
     """One model in one file: its quality, its bytes, and the time that it takes.
 
-    `seconds` is the median over the turns, for one image or one token; `ratio` is the time over
-    that of the first row of the group in the same round, with its range. `after` is the name of an
+    `seconds` is the median over the turns, for one image or one token, `seconds_low` the fastest
+    turn and `seconds_high` the slowest (None before the turns). `ratio` is the time over that of
+    the first row of the group in the same round, with its range. `after` is the name of an
     earlier row that this one changes in one thing, and `after_ratio` the time over that row's; both
     are None without one. `load_seconds` and `peak_bytes` (what loading it and running it once adds
     to the memory of a process) are None where they were not measured.
@@ -181,7 +182,14 @@ class EdgeLadder(Rows):
                 after_low=to_after["ratio_low"],
                 after_high=to_after["ratio_high"],
             )
-        self._change(name, seconds=middle, turns=len(turns), **ratio_and_range(ratios))
+        self._change(
+            name,
+            seconds=middle,
+            seconds_low=min(seconds),
+            seconds_high=max(seconds),
+            turns=len(turns),
+            **ratio_and_range(ratios),
+        )
 
     # --- what it says ---
 

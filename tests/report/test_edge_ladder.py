@@ -53,6 +53,7 @@ def test_turns_compare_round_by_round(ladder, monkeypatch):
     ladder.take_turns(rounds=2)
     student = ladder["student"]
     assert (student.ratio, student.ratio_low, student.ratio_high) == (0.5, 0.5, 0.5)
+    assert (student.seconds, student.seconds_low, student.seconds_high) == (2.5, 1.0, 4.0)
     assert (ladder["fp32"].ratio, ladder["fp32"].turns) == (1.0, 2)
     assert ladder.table()[2][-1] == "2.00× (2.00–2.00)"
 
