@@ -1,6 +1,6 @@
 """MobileNetV2 in 8 bits through ONNX Runtime: its time at several image sizes, and its accuracy.
 
-python -m benchmarks.int8_images                    some four minutes of one core
+python -m benchmarks.int8_images                    some six minutes of one core
 python -m benchmarks.int8_images --parts times      once more, without training
 python -m benchmarks.int8_images --short            fewer images and turns
 
@@ -49,7 +49,7 @@ from recipes_lib.edge.onnx_export import (
 
 FILE = "int8_images.json"
 PARTS = ("accuracy", "layers", "times")
-PIXELS = 64  # of a side, in the network that is trained
+PIXELS = 96  # of a side, in the network that is trained
 SIZES = (32, 64, 96, 128, 160, 224)
 WIDTH = 1.0
 FP32 = "fp32"
