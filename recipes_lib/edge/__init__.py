@@ -1,6 +1,6 @@
 """Models on devices: one file that runs without Python.
 
-cpp_runner    a .pte in a program of forty lines of C++, built with the headers of the wheel
+cpp_runner    a .pte in a program of some fifty lines of C++, built with the headers of the wheel
 export        a model as a .pte file of ExecuTorch, its operators on the kernels of a backend
 export_process  an export in another process, its noise in a file, its result kept
 gguf_export   a language model as one file for llama.cpp: weights, settings, tokenizer

@@ -1,4 +1,4 @@
-"""The .pte in C++: a program of forty lines, built with what the wheel of ExecuTorch brings.
+"""The .pte in C++: a program of some fifty lines, built with what the wheel of ExecuTorch brings.
 
 Problem    The app on the device is no Python. Does the file run there, with the same numbers, and
            how much memory does it take without Python around it?
