@@ -16,6 +16,13 @@ from recipes_lib.report.figure import WIDTH, Key, blank_figure, muted, page
 from recipes_lib.report.style import RECIPE, TERMS
 
 OUTSIDE = TERMS["gradients"]  # red: what to look at
+ROOM = 1.35  # of the longest bar: its number stands beside it
+# Names of PyTorch that say little, or are wider than the bars.
+WORDS = {
+    "_native_batch_norm_legit_no_training": "batch norm",
+    "hardtanh": "activation (hardtanh)",
+    "addmm": "linear (addmm)",
+}
 
 
 class Operator(Protocol):
@@ -44,12 +51,14 @@ def delegation_chart(
 
     Args:
         exports: by name, side by side; all of the same model.
-        most: so many operators, the most frequent first; the rest is one bar.
+        most: so many operators have a bar of their own; the rest is one bar. Half of these places
+            go to what is outside most often, the others to the most frequent. What is outside most
+            often is on top.
     Raises ValueError if there is nothing to draw.
     """
     counts = {name: _counts(export) for name, export in exports.items()}
-    operators = _most_frequent(counts, most)
-    rows = [{"name": name} for name in operators]
+    operators = _chosen(counts, most)
+    rows = [{"name": WORDS.get(name, name)} for name in operators]
     slots = Slots(rows)
     figure, axes = blank_figure(
         rows,
@@ -68,7 +77,7 @@ def delegation_chart(
         total = sum(inside for inside, _ in of_export.values())
         calls = sum(sum(both) for both in of_export.values())
         without_scale(column, f"{name}:\n{total:,} of {calls:,} inside")
-        column.set_xlim(0, 1.25 * largest)
+        column.set_xlim(0, ROOM * largest)
     slots.write_names(axes[0][0])
     return figure
 
@@ -80,15 +89,25 @@ def _counts(export: Delegated) -> dict[str, tuple[int, int]]:
     return {row.name: (row.inside, row.outside) for row in export.rows}
 
 
-def _most_frequent(counts: Mapping[str, dict[str, tuple[int, int]]], most: int) -> list[str]:
+def _chosen(counts: Mapping[str, dict[str, tuple[int, int]]], most: int) -> list[str]:
+    """The operators with a bar of their own, and `REST` if there are more."""
     calls: dict[str, int] = {}
+    outside: dict[str, int] = {}
     for of_export in counts.values():
         for name, both in of_export.items():
             calls[name] = max(calls.get(name, 0), sum(both))
-    names = sorted(calls, key=calls.__getitem__, reverse=True)
-    if len(names) > most:
-        return [*names[:most], REST]
-    return names
+            outside[name] = max(outside.get(name, 0), both[1])
+    frequent = sorted(calls, key=calls.__getitem__, reverse=True)
+    stay_outside = sorted(frequent, key=outside.__getitem__, reverse=True)
+    # Red is what to look at, so it has names, and is not a part of the rest.
+    chosen = [name for name in stay_outside[: (most + 1) // 2] if outside[name]]
+    for name in frequent:
+        if len(chosen) < most and name not in chosen:
+            chosen.append(name)
+    drawn = [name for name in stay_outside if name in chosen]
+    if len(calls) > most:
+        return [*drawn, REST]
+    return drawn
 
 
 def _summed(counts: dict[str, tuple[int, int]], operators: list[str]) -> list[tuple[int, int]]:

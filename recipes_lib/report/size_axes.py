@@ -54,9 +54,13 @@ def set_scales(axes: Any, places: Sequence[Place]) -> None:
     axes.set_ylim(low - room, high + room)
 
 
-def draw_front(axes: Any, places: Sequence[Place]) -> list[tuple[Place, Place]]:
-    """A thin line through the places that are worth having; returns its parts."""
-    axes.plot(*zip(*places), color=faint(), linewidth=1.6, zorder=1)
+def draw_front(
+    axes: Any, places: Sequence[Place], *, color: str | None = None
+) -> list[tuple[Place, Place]]:
+    """A thin line through the places that are worth having, faint by default; returns its parts."""
+    if color is None:
+        color = faint()
+    axes.plot(*zip(*places), color=color, linewidth=1.6, zorder=1)
     return list(itertools.pairwise(places))
 
 

@@ -5,22 +5,24 @@
     size_error_chart(points)
 
 Both axes grow with what is bad: bytes to the right, wrong answers or perplexity upwards. Nothing
-that lies to the right of a point and above it is worth having. A thin line joins the rest.
+that lies to the right of a point and above it is worth having. A thin line joins the rest. Points
+that would cover each other are one point with both names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recipes_lib.core.checks import check_number, check_share
-from recipes_lib.report.figure import WIDTH, blank_figure, muted, page
+from recipes_lib.report.figure import WIDTH, Key, blank_figure, muted, page
 from recipes_lib.report.point_labels import name_points
 from recipes_lib.report.size_axes import draw_front, set_scales, worth_having
 from recipes_lib.report.style import RECIPE, REFERENCE
 
 MEGABYTE = 10**6
+SAME_PLACE = 1.02  # files whose sizes differ by less than this factor cover each other on paper
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,30 @@ class SizeError:
 
 @page()
 def size_error_chart(
-    points: Sequence[SizeError], *, title: str | None = None, source: str | None = None
+    points: Sequence[SizeError],
+    *,
+    leave_out: Collection[str] = (),
+    title: str | None = None,
+    source: str | None = None,
 ) -> Any:
     """Draw what is wrong against the size of the file, with a name beside each point.
 
     Args:
         points: the first is what the others are compared with: a line goes through its quality.
+        leave_out: names of points that only stretch an axis; a line above the chart says so.
         title: the message.
         source: where the numbers are from; by default this machine and today.
-    Raises ValueError if there are no points, and for points of two kinds.
+    Raises ValueError if there are no points, for points of two kinds, and for a name to leave out
+    that no point has, or that the first has.
     """
+    points = _without(points, leave_out)
+    key = [Key("no smaller file is as good", REFERENCE, "—")]
+    if points:
+        key.append(Key(f"as good as: {points[0].name}", REFERENCE, "dashes"))
+    if leave_out:
+        key.append(Key(f"not drawn: {', '.join(leave_out)}", muted(), "×"))
     figure, axes = blank_figure(
-        points, (WIDTH, 3.9), title=title or "What a smaller file costs", source=source
+        points, (WIDTH, 3.9), title=title or "What a smaller file costs", source=source, key=key
     )
     kinds = {point.accuracy is None for point in points}
     if len(kinds) > 1:
@@ -79,11 +93,14 @@ def size_error_chart(
     if kinds == {True}:
         words = "perplexity (lower is better)"
     axes.set(xlabel="file, MB (millions of bytes)", ylabel=words)
+    heaps = _in_one_place(points)
+    points = [heap[0] for heap in heaps]
     places = [_place(point) for point in points]
     set_scales(axes, places)
     level = points[0].error
     axes.axhline(level, color=REFERENCE, linestyle="--", linewidth=1, zorder=1)
-    lines = draw_front(axes, [_place(point) for point in worth_having(points, _place)])
+    front = [_place(point) for point in worth_having(points, _place)]
+    lines = draw_front(axes, front, color=REFERENCE)
     colors = []
     for point in points:
         color = muted() if point is points[0] else RECIPE
@@ -91,9 +108,35 @@ def size_error_chart(
         colors.append(color)
     left, right = axes.get_xlim()
     lines.append(((left, level), (right, level)))
-    names = [point.name for point in points]
+    names = [" · ".join(point.name for point in heap) for heap in heaps]
     name_points(axes, places, names, colors=colors, lines=lines)
     return figure
+
+
+def _without(points: Sequence[SizeError], leave_out: Collection[str]) -> list[SizeError]:
+    if isinstance(leave_out, str):
+        raise ValueError(f"leave_out={leave_out!r}: give a list of names")
+    names = [point.name for point in points]
+    for name in leave_out:
+        if name not in names:
+            raise ValueError(f"leave_out has {name!r}: the points are {', '.join(names)}")
+        if name == names[0]:
+            raise ValueError(f"leave_out has {name!r}: the others are compared with it, so keep it")
+    return [point for point in points if point.name not in leave_out]
+
+
+def _in_one_place(points: Sequence[SizeError]) -> list[list[SizeError]]:
+    """Points of the same quality and nearly the same size together, the others alone."""
+    heaps: list[list[SizeError]] = []
+    for point in points:
+        for heap in heaps:
+            sizes = (heap[0].file_bytes, point.file_bytes)
+            if heap[0].error == point.error and max(sizes) < SAME_PLACE * min(sizes):
+                heap.append(point)
+                break
+        else:
+            heaps.append([point])
+    return heaps
 
 
 def _place(point: SizeError) -> tuple[float, float]:

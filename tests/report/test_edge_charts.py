@@ -32,6 +32,15 @@ def test_rare_operators_are_one_bar():
     assert [patch.get_width() for patch in axes.patches][:4] == [7, 6, 5, 1 + 2 + 3 + 4]
 
 
+def test_what_is_outside_has_a_name_and_is_on_top():
+    """Catches red calls in the bar of the rest, and blue ones that lose all their bars to red."""
+    frequent = [(f"fast{number}", 90 - number, 0) for number in range(4)]
+    rows = export(*frequent, ("hardtanh", 0, 2), ("slice_copy", 1, 5), ("view_copy", 0, 1))
+    (axes,) = delegation_chart({"all": rows}, most=4).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["slice_copy", "activation (hardtanh)", "fast0", "fast1", "all others"]
+
+
 def test_runtimes_have_time_and_size():
     figure = runtime_chart(
         [

@@ -29,6 +29,29 @@ def test_the_chart_draws_wrong_answers_and_names_every_point():
     assert dots == pytest.approx([1.9, 2.5, 2.1, 3.0])
 
 
+def test_points_that_cover_each_other_are_one_point_with_both_names():
+    """Catches two names beside what looks like one point, and points joined across qualities."""
+    near = SizeError("fp32, exported", 2_880_000, accuracy=0.981)
+    worse = SizeError("fp32, other seed", 2_890_000, accuracy=0.98)
+    (axes,) = size_error_chart([*POINTS, near, worse]).axes
+    assert {"fp32 · fp32, exported", "fp32, other seed"} <= set(texts(axes))
+    assert sum(line.get_marker() == "o" for line in axes.lines) == 5
+
+
+def test_a_point_that_stretches_the_axis_can_be_left_out():
+    """Catches an axis that still reaches to what is not drawn."""
+    far = SizeError("zeros", 2_900_000, accuracy=0.9)
+    (axes,) = size_error_chart([*POINTS, far], leave_out=["zeros"]).axes
+    assert "zeros" not in texts(axes)
+    assert axes.get_ylim()[1] < 4
+    with pytest.raises(ValueError, match="leave_out has 'zero': the points are fp32"):
+        size_error_chart(POINTS, leave_out=["zero"])
+    with pytest.raises(ValueError, match="so keep it"):
+        size_error_chart(POINTS, leave_out=["fp32"])
+    with pytest.raises(ValueError, match="give a list of names"):
+        size_error_chart(POINTS, leave_out="int8")
+
+
 def test_one_quality_for_all_points():
     with pytest.raises(ValueError, match="either accuracy= or perplexity="):
         SizeError("both", 1, accuracy=0.9, perplexity=3.0)
