@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,8 +209,10 @@ class EdgeLadder(Rows):
         """Header and rows as text cells."""
         return [HEADER, *(cells(row, first=self.first_of(row.group)) for row in self.rows)]
 
-    def chart(self, group: str, *, title: str | None = None) -> Any:
-        """Size against quality: a point for each row of the group.
+    def chart(
+        self, group: str, *, leave_out: Collection[str] = (), title: str | None = None
+    ) -> Any:
+        """Size against quality: a point for each row of the group but those to leave out.
 
         Raises ValueError for a group without rows, and for one whose quality is an agreement: it
         says how near a file is to its model, and not how good.
@@ -219,7 +221,7 @@ class EdgeLadder(Rows):
         for row in self.rows:
             if row.group == group:
                 points.append(point_of(row))
-        return size_error_chart(points, title=title)
+        return size_error_chart(points, leave_out=leave_out, title=title)
 
     def _check_quality(self, group: str, **qualities: float | None) -> None:
         given = [kind for kind, value in qualities.items() if value is not None]
