@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.core.exported_file import ExportedFile
+from recipes_lib.edge import export_process
 from recipes_lib.edge.export_process import in_background, key_of
 from tests.edge.slow_exports import export_badly, export_forever, export_quickly
+from tests.edge.test_gguf_export import tokenizer_of
+from tests.small_models import small_model
 
 PATIENCE = 120  # seconds, on a machine that computes something else
 
@@ -135,3 +139,69 @@ def test_a_job_waits_for_the_one_before_it(tmp_path):
     third = in_background(export_quickly, path=tmp_path / "c.pte", after=second, **quick)
     third.result(timeout=PATIENCE)  # a job that has ended delays nothing
     assert calls.read_text() == "called\ncalled\n"
+
+
+def test_the_key_sees_what_else_a_file_takes():
+    model = small_model("Llama")
+    key = key_of(export_quickly, {"model": model})
+    model.generation_config.eos_token_id = 7
+    assert key != key_of(export_quickly, {"model": model})
+    tokenizer = tokenizer_of()
+    key = key_of(export_quickly, {"tokenizer": tokenizer})
+    tokenizer(["a", "abc"], padding=False, truncation=True, max_length=2)
+    assert key == key_of(export_quickly, {"tokenizer": tokenizer})
+    tokenizer.eos_token = "hell"
+    ended = key_of(export_quickly, {"tokenizer": tokenizer})
+    assert key != ended
+    tokenizer.chat_template = "{{ messages }}"
+    assert ended != key_of(export_quickly, {"tokenizer": tokenizer})
+
+
+def test_a_model_with_masks_leaves_no_folder(tmp_path):
+    masked = apply_pruning(nn.Sequential(nn.Linear(4, 4)), share=0.5)
+    with pytest.raises(ValueError, match="cannot be sent to another process"):
+        in_background(export_quickly, model=masked, text="x", path=tmp_path / "a.pte")
+    assert leftovers(tmp_path) == []
+
+
+def test_the_record_of_an_older_file_goes_before_the_file(tmp_path, monkeypatch):
+    """A process that ends between file and record leaves no other weights under the old key."""
+    path = tmp_path / "a.pte"
+    old = key_of(export_quickly, {"text": "old"})
+    path.write_text("old")
+    export_process._keep(path, old, value=None)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "a.pte").write_text("new")
+
+    def write(*, path):
+        path.write_text("new")
+
+    export_process._call(write, folder, path, {})
+    assert path.read_text() == "new"
+    assert export_process._kept(path, old) is None
+
+
+def test_two_jobs_for_one_path(tmp_path):
+    first = in_background(
+        export_quickly, model=nn.Linear(2, 2), text=str(tmp_path / "1"), path=tmp_path / "a.pte"
+    )
+    second = in_background(
+        export_quickly,
+        model=nn.Linear(2, 2),
+        text=str(tmp_path / "2"),
+        path=tmp_path / "a.pte",
+        after=first,
+    )
+    second.result(timeout=PATIENCE)
+    with pytest.raises(RuntimeError, match="give each job a path of its own"):
+        first.result(timeout=PATIENCE)
+
+
+def test_the_process_ends_well(tmp_path):
+    job = in_background(
+        export_quickly, model=nn.Linear(2, 2), text=str(tmp_path / "calls"), path=tmp_path / "a.pte"
+    )
+    job.result(timeout=PATIENCE)
+    assert job._process.returncode == 0
+    assert "Fatal" not in job.log.read_text()

@@ -1,8 +1,10 @@
+import gguf
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.edge.gguf_export import (
     export_to_gguf,
     in_pairs,
@@ -94,6 +96,29 @@ def test_the_tokenizer_travels_with_the_model(tmp_path):
     assert back.eos_token_id == tokenizer.eos_token_id
 
 
+def test_heads_that_were_pruned_away_make_no_other_wider(tmp_path):
+    """llama.cpp divides the hidden size by the heads, unless the file says how wide one is."""
+    model = small_model("Llama", num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    export_to_gguf(model, path=tmp_path / "model.gguf", kind="f32")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    for name in ("key_length", "value_length"):
+        assert fields[f"llama.attention.{name}"].contents() == 16
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_first_token_of_a_text(begins, tmp_path):
+    """Llama 3 puts one before each text; without it in the file llama.cpp would not."""
+    tokenizer = tokenizer_of()
+    if begins:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<end> $A", special_tokens=[("<end>", tokenizer.bos_token_id)]
+        )
+    path = tmp_path / "model.gguf"
+    export_to_gguf(model_of("Llama"), path=path, tokenizer=tokenizer, pre_tokenizer="smollm")
+    field = gguf.GGUFReader(path).fields["tokenizer.ggml.add_bos_token"]
+    assert field.contents() is begins  # processors: from tokenizers
+
+
 def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     model = model_of("Llama")
     path = tmp_path / "model.gguf"
@@ -118,6 +143,21 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
         export_to_gguf(small_model("Llama", vocab_size=64), path=path, tokenizer=tokenizer_of())
     with pytest.raises(ValueError, match="quantized by apply_int8"):
         export_to_gguf(apply_int8(model_of("Llama")), path=path)
+    with pytest.raises(ValueError, match=r"llama\.cpp computes silu"):
+        export_to_gguf(small_model("Llama", hidden_act="gelu"), path=path)
+    windowed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(ValueError, match="a window of 4 tokens"):
+        export_to_gguf(small_model("Qwen2", **windowed), path=path)
+    masked = apply_pruning(model_of("Llama"), share=0.5)
+    with pytest.raises(ValueError, match=r"no name for .*original: a technique has changed"):
+        export_to_gguf(masked, path=path)
+    large = model_of("Llama")
+    large.lm_head.weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match="16 bits end at 65504"):
+        export_to_gguf(large, path=path, kind="f16")
+    large.lm_head.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        export_to_gguf(large, path=path)
     with pytest.raises(ValueError, match="no such file"):
         load_gguf(path)
     assert list(tmp_path.iterdir()) == []

@@ -238,6 +238,10 @@ def test_settings_are_all_given():
     parameters = llama_parameters(config)
     assert parameters["rope_theta"] == 5e5
     assert parameters["use_scaled_rope"] and parameters["rope_scale_factor"] == 32
+    config = model_of(
+        rope_parameters=stretched | {"factor": 1.5}, max_position_embeddings=8192
+    ).config
+    assert llama_parameters(config)["rope_scale_factor"] == 1.5, "cut to 1, the angles are others"
     assert parameters["norm_eps"] == SHAPE["rms_norm_eps"]
     assert llama_parameters(model_of("Qwen2").config)["attention_qkv_bias"]
 
@@ -269,6 +273,20 @@ def test_other_models_are_refused_before_anything_is_written(tmp_path):
     refused(apply_int8(model_of()), "quantized by apply_int8 already")
     converted = convert_quantization_aware(apply_quantization_aware(model_of(), group=32))
     refused(converted, "quantized by convert_quantization_aware already", group=32)
+    windowed = model_of()
+    windowed.config._attn_implementation = "recipes_sliding_window"
+    refused(windowed, "would hold full attention", group=32)
+    own = model_of()
+    own.model.layers[0].mlp.up_proj.__class__ = type(
+        "Doubled", (nn.Linear,), {"forward": nn.Linear.extra_repr}
+    )
+    refused(own, r"layers\.0\.mlp\.up_proj is a Doubled: give a model with nn\.Linear", group=32)
+    broken = model_of()
+    broken.model.norm.weight.data[0] = float("nan")
+    refused(broken, "not finite: the model has diverged", group=32)
+    refused(
+        model_of(max_position_embeddings=64), "trained for 64 positions", max_length=65, group=32
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,6 +301,11 @@ def test_grids_that_do_not_fit_are_refused(tmp_path):
     refused(model_of(), "weight_bits=3", weight_bits=3)
     refused(model_of(), "embedding_bits=4", embedding_bits=4)
     refused(model_of(), "max_length=1", max_length=1)
+    refused(model_of(), "output_bits=None", output_bits=None, group=32)
+    coarse = apply_quantization_aware(model_of(), group=32, activation_bits=4)
+    refused(coarse, "trains with activation_bits=4, and the file has 8", group=32)
+    coarse = apply_quantization_aware(model_of(), group=32, embedding_bits=4)
+    refused(coarse, "the embedding trains with weight_bits=4", group=32)
     aware = apply_quantization_aware(model_of(intermediate_size=96), group=96)
     refused(aware, "trains with weight_bits=4 and group=96", group=32)
     rounded = model_of()

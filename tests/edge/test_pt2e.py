@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from recipes_lib.core.classify import image_logits
 from recipes_lib.edge.export import export_to_executorch
 from recipes_lib.edge.pt2e import (
     plain_fake_quantize,
@@ -141,3 +142,32 @@ def test_one_scale_for_a_whole_weight():
 def test_bad_input(calibration, options, message):
     with pytest.raises(ValueError, match=message):
         quantize_pt2e(tiny(), calibration, **options)
+
+
+def test_a_look_at_the_accuracy_does_not_train():
+    """Without the setter of `training`, image_logits runs with the batch norms of training."""
+    moved = []
+
+    def train(module):
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        image_logits(module, 5 * images(8))
+        assert module.training
+        after = module.state_dict()
+        moved.extend(
+            name for name in after if "running" in name and (after[name] != before[name]).any()
+        )
+
+    quantize_pt2e(tiny(), images(), train=train)
+    assert not moved
+
+
+def test_a_training_that_diverged_is_refused():
+    """The conversion would make whole numbers of a NaN."""
+
+    def train(module):
+        next(module.parameters()).data.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match="not finite after the training"):
+        quantize_pt2e(tiny(), images(), train=train)
+    with pytest.raises(ValueError, match="train=5: give a function"):
+        quantize_pt2e(tiny(), images(), train=5)
