@@ -65,18 +65,27 @@ def without_adapters(model: Any) -> Any:
 
 
 def decoder_blocks(model: Any) -> nn.ModuleList:
-    """The transformer blocks of a Hugging Face causal LM: its longest ModuleList."""
+    """The transformer blocks of a Hugging Face causal LM: the list with the most modules inside.
+
+    Other lists may be longer: norms of heads or experts inside of a block, small projections
+    beside the blocks. Raises ValueError for a model without a list.
+    """
     lists = _module_lists(model)
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks: a decoder-only causal LM is needed"
         )
-    return max(lists, key=len)
+    return max(lists, key=_modules_inside)
 
 
 def _module_lists(model: nn.Module) -> list[nn.ModuleList]:
     modules = model.modules()
     return [module for module in modules if isinstance(module, nn.ModuleList) and len(module) > 0]
+
+
+def _modules_inside(module: nn.Module) -> int:
+    """A list has more of them than each list inside of it."""
+    return sum(1 for _ in module.modules())
 
 
 def trunk(model: Any) -> nn.Module:

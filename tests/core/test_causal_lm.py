@@ -67,12 +67,38 @@ def test_bert_as_a_decoder_passes():
     require_causal_lm(transformers.BertLMHeadModel(config))
 
 
-def test_the_blocks_are_the_longest_list(llama):
+def test_the_blocks_are_the_largest_list(llama):
     """A mixture of experts has lists of experts as well, and a list may come before the blocks."""
     llama.model.embed_tokens.parts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     first = llama.model.layers[0]
     first.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     assert decoder_blocks(llama) is llama.model.layers
+
+
+def test_lists_inside_of_blocks_are_no_blocks():
+    """More heads, experts or parts of a block than blocks: the longest list is another one."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    normed = small_model("StableLm", qk_layernorm=True, **sizes)
+    assert len(normed.model.layers[0].self_attn.q_layernorm.norms) == 4
+    assert decoder_blocks(normed) is normed.model.layers
+    assert trunk(normed) is normed.model
+    with torch.device("meta"):
+        # One block with lists of two attentions, two MLPs and two norms.
+        paired = transformers.LongcatFlashForCausalLM(
+            transformers.LongcatFlashConfig(vocab_size=64, hidden_size=32, num_layers=1)
+        )
+    assert decoder_blocks(paired) is paired.model.layers
+    mixture = small_model("Llama", num_hidden_layers=1)
+    experts = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(8))
+    mixture.model.layers[0].mlp.experts = experts
+    assert decoder_blocks(mixture) is mixture.model.layers
+
+
+def test_a_long_list_beside_the_blocks():
+    """Gemma 3n has a list of three projections beside its blocks, which may be fewer."""
+    model = small_model("Llama", num_hidden_layers=2)
+    model.model.projections = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+    assert decoder_blocks(model) is model.model.layers
 
 
 def test_a_model_without_blocks():
