@@ -67,9 +67,16 @@ class AwareEmbedding:
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, S] -> [B, S, D]."""
-        rows = super().forward(ids)
+        rows = nn.Embedding.forward(self, ids)
         flat = RoundedWeight.apply(rows.flatten(0, -2), self.weight_bits, None)
-        return flat.view_as(rows)
+        rounded = flat.view_as(rows)
+        factor = getattr(self, "embed_scale", None)
+        if factor is None:
+            return rounded
+        # Gemma's. Behind it a number half-way between two levels may go to the other one.
+        if isinstance(factor, Tensor):
+            factor = factor.to(rounded.dtype)
+        return rounded * factor
 
 
 # --- convolutions ---------------------------------------------------------------------------------

@@ -164,6 +164,13 @@ def _check_layer(name: str, layer: nn.Module) -> None:
                 f"{name} is a {type(layer).__name__} with a forward of its own, which differs from "
                 f"that of nn.{kind.__name__}: give a model with plain layers"
             )
+    if isinstance(layer, nn.Embedding):
+        plain = unmixed_class(layer).forward is nn.Embedding.forward
+        if not plain and not hasattr(layer, "embed_scale"):
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} with a forward of its own, which does more "
+                f"than to read rows and to multiply them by embed_scale: give embedding_bits=None"
+            )
     if not layer.weight.is_floating_point():
         raise ValueError(
             f"{name} has weights in {layer.weight.dtype}: give a model that is not quantized yet"

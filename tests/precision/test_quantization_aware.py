@@ -35,6 +35,7 @@ from recipes_lib.precision.quantization_aware import (
     remove_quantization_aware,
 )
 from tests.conftest import assert_same_gradients, gradients
+from tests.small_models import small_model
 
 logging.getLogger("torchao").setLevel(logging.ERROR)
 GROUP = 16
@@ -261,6 +262,36 @@ def test_tables_with_two_grids(output_bits):
         of_output = to_grid(masters, bits=output_bits).weight()
     assert torch.equal(model.lm_head.weight, of_output)
     assert not model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3Text"])
+def test_a_table_with_a_factor_has_one_grid(family):
+    """Gemma multiplies each row: rounded behind the factor, another level is the nearest one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "head_dim": 16, "query_pre_attn_scalar": 16}
+    model = apply_quantization_aware(small_model(family, **sizes), group=GROUP)
+    embedding = model.get_input_embeddings()
+    table = to_grid(embedding.weight.detach(), bits=8).weight()
+    factor = embedding.embed_scale
+    assert torch.equal(embedding(IDS), table[IDS] * factor)
+    expected = model.eval()(input_ids=IDS, use_cache=False).logits
+    embedding(IDS).sum().backward()
+    assert embedding.weight.grad.max() == factor * 1, "each of these tokens is read once"
+    convert_quantization_aware(model)
+    assert torch.equal(model(input_ids=IDS, use_cache=False).logits, expected)
+
+
+def test_a_table_that_is_read_in_another_way():
+    """What its forward does to the rows would be left out of the training, and nobody told."""
+
+    class Shifted(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) + 1
+
+    model = causal_lm()
+    model.get_input_embeddings().__class__ = Shifted
+    with pytest.raises(ValueError, match="a Shifted with a forward of its own"):
+        apply_quantization_aware(model, group=GROUP)
 
 
 def test_tables_with_one_grid_stay_one():
