@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -75,6 +76,13 @@ def check_choice(allowed: Iterable[Any], **given: Any) -> None:
     for name, value in given.items():
         if value not in choices:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+
+
+def check_file(*, example: str, **given: Any) -> None:
+    """Each of `given` is the name of a file, as a text or a Path. Raises ValueError."""
+    for name, value in given.items():
+        if not isinstance(value, str | os.PathLike) or value == "":
+            raise ValueError(f'{name}={value!r}: give the name of a file, such as "{example}"')
 
 
 def check_several(**given: Any) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from recipes_lib.core.checks import check_file
 from recipes_lib.core.exported_file import ExportedFile, read_delegation, require_delegated
 from recipes_lib.core.graph_capture import capture_graph, check_example, explained
 from recipes_lib.core.linears import require_module
@@ -105,6 +106,7 @@ def export_to_executorch(
     not take, an operator that the runtime does not have, and, with `delegate`, for heavy operators
     that stay outside. No file is written then. Raises ImportError without ExecuTorch.
     """
+    check_file(example="model.pte", path=path)
     require_module(model)
     example = check_example(example)
     started = time.perf_counter()

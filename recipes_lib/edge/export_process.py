@@ -8,7 +8,8 @@ of lines. So a process of its own does it:
     exported = job.result(timeout=600)            an ExportedFile, or the error of the export
 
 The result is kept under the path, with a hash of everything that it depends on: the weights, the
-settings, the versions of the libraries. The same job a second time is done at once.
+settings, the code of the export, the versions of the libraries. The same job a second time is done
+at once.
 
     smollm2.pte             the file: it appears when it is complete
     smollm2.pte.job         the hash, and what the function returned; written last
@@ -25,6 +26,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import pickle
@@ -48,6 +50,8 @@ from torch import Tensor, nn
 from recipes_lib.core.checks import check_number
 from recipes_lib.core.machine import runs_dir
 
+PACKAGE = Path(__file__).resolve().parents[1]
+FOLDERS = ("edge", "core")  # of the package: the code that makes a file
 LIBRARIES = ("torch", "torchao", "executorch", "transformers", "onnx", "gguf")
 LOOK_AGAIN = 0.2  # seconds between two looks at the job before
 LINES_SHOWN = 20  # of the log, in the report of a process that was killed
@@ -206,15 +210,29 @@ def in_background(
 
 
 def key_of(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """A hash of the function's name, of all arguments, and of the libraries' versions."""
+    """A hash of the function's name and code, all arguments, and the libraries' versions."""
     digest = hashlib.sha256()
     _add(digest, f"{function.__module__}.{function.__qualname__}")
+    for source in sources_of(function):
+        _add(digest, source.read_bytes())
     for name in sorted(arguments):
         _add(digest, name)
         _add(digest, arguments[name])
     for library in LIBRARIES:
         _add(digest, f"{library} {_version(library)}")
     return digest.hexdigest()
+
+
+def sources_of(function: Callable[..., Any]) -> list[Path]:
+    """The files whose code decides what `function` writes, in an order that stays the same.
+
+    That of its module; for a function of this package also all of its floors `FOLDERS`.
+    """
+    found = {Path(inspect.getsourcefile(function)).resolve()}
+    if PACKAGE in next(iter(found)).parents:
+        for folder in FOLDERS:
+            found |= set((PACKAGE / folder).rglob("*.py"))
+    return sorted(found)
 
 
 def _add(digest: Any, value: Any) -> None:

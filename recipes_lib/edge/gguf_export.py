@@ -44,7 +44,7 @@ from recipes_lib.core.causal_lm import (
     require_full_attention,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_file
 from recipes_lib.core.exported_file import ExportedFile
 from recipes_lib.core.linears import quantized_layers
 from recipes_lib.core.machine import require
@@ -101,6 +101,7 @@ def export_to_gguf(
     large for the kind, widths that 32 does not divide, and a tokenizer of another kind. ImportError
     without `gguf`.
     """
+    check_file(example="model.gguf", path=path)
     path = Path(path)
     if path.suffix != ".gguf":
         raise ValueError(f"path={str(path)!r}: give the name of a file that ends in .gguf")

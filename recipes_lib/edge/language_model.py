@@ -55,7 +55,7 @@ from recipes_lib.core.causal_lm import (
     require_full_attention,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_file, check_whole
 from recipes_lib.core.exported_file import ExportedFile, require_delegated
 from recipes_lib.core.integer_grid import check_group_divides
 from recipes_lib.core.linears import quantized_layers
@@ -139,9 +139,11 @@ def export_language_model(
         max_length: positions of the cache, those of the prompt and of the answer together; at most
             those that the model was trained for.
         tokenizer: of the model; the ids that begin and end a text are written into the file.
+            None: those of the model's generation_config, as far as it has them.
     Raises ValueError, before anything is written, for a model that ExecuTorch's Llama cannot be,
     for layers that are quantized already or train on another grid, for weights that are not finite,
-    and for a group that does not divide all layers.
+    for a group that does not divide all layers, and for a tokenizer without a token that ends a
+    text, unless the model has one.
     RuntimeError if a layer was left unquantized or outside of XNNPACK: no file stays.
     """
     path = _checked_path(path)
@@ -159,6 +161,7 @@ def export_language_model(
             output_bits=output_bits,
             embedding_bits=embedding_bits,
         )
+    metadata = _special_tokens(model, tokenizer)
     _require_libraries()
     start = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +178,7 @@ def export_language_model(
             embedding_bits=embedding_bits,
             custom_attention=custom_attention,
             max_length=max_length,
-            metadata=_special_tokens(model, tokenizer),
+            metadata=metadata,
         )
         _check_lowered(model, delegation, quantized, wanted=weight_bits is not None)
         os.replace(unfinished, path)
@@ -203,6 +206,7 @@ def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageMod
 
 
 def _checked_path(path: str | Path) -> Path:
+    check_file(example="model.pte", path=path)
     path = Path(path)
     if path.suffix != ".pte":
         raise ValueError(f"path={str(path)!r}: give the name of a file that ends in .pte")
@@ -381,7 +385,10 @@ def _check_lowered(model: Any, delegation: Any, quantized: int, *, wanted: bool)
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The ids that begin and end a text, for the runner: its own defaults are other tokens."""
+    """The ids that begin and end a text, for the runner: its own defaults are other tokens.
+
+    Raises ValueError for a tokenizer where neither it nor the model says what ends a text.
+    """
     source = model.generation_config
     if tokenizer is not None:
         source = tokenizer
@@ -389,10 +396,17 @@ def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
     if source.bos_token_id is not None:
         found["get_bos_id"] = int(source.bos_token_id)
     ends = source.eos_token_id
+    if ends is None:
+        ends = model.generation_config.eos_token_id
     if isinstance(ends, int):
         ends = [ends]
     if ends:
         found["get_eos_ids"] = [int(token) for token in ends]
+    elif tokenizer is not None:
+        raise ValueError(
+            "there is no token that ends a text, and the runner would take one of its own: set "
+            "tokenizer.eos_token or model.generation_config.eos_token_id"
+        )
     return found
 
 

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_file, check_whole
 from recipes_lib.core.exported_file import ExportedFile
 from recipes_lib.core.graph_capture import capture_graph, check_example, explained
 from recipes_lib.core.linears import require_module
@@ -97,6 +97,7 @@ def export_to_onnx(
     not take, and an operator without a counterpart in ONNX. No file is written then. Raises
     ImportError without onnx and onnxscript.
     """
+    check_file(example="model.onnx", path=path)
     require_module(model)
     example = check_example(example)
     path = Path(path)

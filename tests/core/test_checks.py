@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import numpy
 import pytest
@@ -6,6 +7,7 @@ import torch
 
 from recipes_lib.core.checks import (
     check_choice,
+    check_file,
     check_heads,
     check_number,
     check_several,
@@ -102,3 +104,15 @@ def test_one_thing_is_no_list(value, message):
     """A text is a sequence of letters, and the first letter would be called a wrong name."""
     with pytest.raises(ValueError, match=message):
         check_several(names=value)
+
+
+@pytest.mark.parametrize("value", ["model.pte", Path("runs", "model.pte")])
+def test_names_of_files_pass(value):
+    check_file(example="model.pte", path=value)
+
+
+@pytest.mark.parametrize("value", [None, "", 5, b"model.pte"])
+def test_no_name_of_a_file(value):
+    """Path(None) is a TypeError about os.PathLike, after a minute of work."""
+    with pytest.raises(ValueError, match=r'give the name of a file, such as "model\.pte"'):
+        check_file(example="model.pte", path=value)

@@ -1,3 +1,4 @@
+import importlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from torch import nn
 from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.core.exported_file import ExportedFile
 from recipes_lib.edge import export_process
-from recipes_lib.edge.export_process import in_background, key_of
+from recipes_lib.edge.export_process import in_background, key_of, sources_of
+from recipes_lib.edge.gguf_export import export_to_gguf
 from tests.edge.slow_exports import export_badly, export_forever, export_quickly
 from tests.edge.test_gguf_export import tokenizer_of
 from tests.small_models import small_model
@@ -205,3 +207,18 @@ def test_the_process_ends_well(tmp_path):
     job.result(timeout=PATIENCE)
     assert job._process.returncode == 0
     assert "Fatal" not in job.log.read_text()
+
+
+def test_the_key_sees_the_code(tmp_path, monkeypatch):
+    """Catches a file of yesterday's export that today's code would make otherwise."""
+    source = tmp_path / "an_exporter.py"
+    source.write_text("def export(*, path):\n    path.write_text('old')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    exporter = importlib.import_module("an_exporter")
+    key = key_of(exporter.export, {})
+    assert key == key_of(exporter.export, {})
+    source.write_text("def export(*, path):\n    path.write_text('new')\n")
+    assert key != key_of(exporter.export, {})
+    files = [path.relative_to(export_process.PACKAGE) for path in sources_of(export_to_gguf)]
+    for name in ("edge/gguf_export.py", "edge/language_model_lowering.py", "core/integer_grid.py"):
+        assert files.count(Path(name)) == 1

@@ -124,6 +124,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     path = tmp_path / "model.gguf"
     with pytest.raises(ValueError, match="give the name of a file"):
         export_to_gguf(model, path=tmp_path / "model.bin")
+    with pytest.raises(ValueError, match="path=None: give the name of a file"):
+        export_to_gguf(model, path=None)
     with pytest.raises(ValueError, match="kind='q3'"):
         export_to_gguf(model, path=path, kind="q3")
     with pytest.raises(ValueError, match="Qwen3ForCausalLM is no model of"):

@@ -290,6 +290,22 @@ def test_other_models_are_refused_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_text_has_to_end(tmp_path):
+    """Without an end in the file, the runner in C++ stops at the token 2, whatever that is."""
+    model = model_of(eos_token_id=None)
+    tokenizer = ascii_tokenizer()
+    tokenizer.eos_token = None
+    model.generation_config.eos_token_id = None
+    path = tmp_path / "model.pte"
+    with pytest.raises(ValueError, match=r"no token that ends a text.*tokenizer\.eos_token"):
+        export_language_model(model, path=path, group=32, tokenizer=tokenizer)
+    assert list(tmp_path.iterdir()) == []
+    model.generation_config.eos_token_id = [7, 9]
+    found = language_model._special_tokens(model, tokenizer)
+    assert found["get_eos_ids"] == [7, 9], "those of the model, where the tokenizer has none"
+    assert "get_eos_ids" in language_model._special_tokens(model, ascii_tokenizer())
+
+
 def test_grids_that_do_not_fit_are_refused(tmp_path):
     def refused(model, words, **options):
         with pytest.raises(ValueError, match=words):
@@ -315,6 +331,8 @@ def test_grids_that_do_not_fit_are_refused(tmp_path):
     refused(rounded, "rounded to 4 bits already", group=32)
     with pytest.raises(ValueError, match="give the name of a file"):
         export_language_model(model_of(), path=tmp_path / "model.bin")
+    with pytest.raises(ValueError, match="path=None: give the name of a file"):
+        export_language_model(model_of(), path=None)
     assert list(tmp_path.iterdir()) == []
 
 
