@@ -171,10 +171,11 @@ def row_in_file(run: Run, name: str) -> str:
         first = row_of(run, after)
         speed = sentences.as_fast_in_words(row, "after_ratio", "after_low", "after_high")
     file = percent(row["file_bytes"] / first["file_bytes"] - 1)
-    parts = [f"{file} file", sentences.quality_of_file(row), f"{speed} as fast"]
-    if after is not None:
-        parts.append(f"against {first['name'].replace(', ', ' in ')}")
-    return unbroken(parts)
+    words = unbroken([f"{file} file", sentences.quality_of_file(row), f"{speed} as fast"])
+    if after is None:
+        return words
+    # What this row changes, it changes in one runtime, and its reader knows in which.
+    return f"{words} as {first['name'].partition(', ')[0]}"
 
 
 # What a row says, by the number of the notebook; all others count bytes.

@@ -91,9 +91,10 @@ def block(run: Run | None) -> str:
     after = run["layers"][INT8]
     depthwise = after["depthwise"] / sum(after.values())
     return (
-        f"{in_words(run)}. The 1 × 1 convolutions gain {_gain(run, '1 x 1'):.1f}×, for an "
-        f"instruction sums four of their products. A depthwise convolution sums over no channels, "
-        f"and gains {_gain(run, 'depthwise'):.1f}×: in 8 bits it is {depthwise:.0%} of the time."
+        f"{in_words(run)} of {run['settings']['test']:,} digits. The 1 × 1 convolutions gain "
+        f"{_gain(run, '1 x 1'):.1f}×, for an instruction sums four of their products. A depthwise "
+        f"convolution sums over no channels, and gains {_gain(run, 'depthwise'):.1f}×: in 8 bits "
+        f"it is {depthwise:.0%} of the time."
         f"\n\n{both(run)}"
     )
 
@@ -102,11 +103,10 @@ def in_words(run: Run) -> str:
     """Speed and accuracy of the trained network, for a sentence or a cell."""
     row = next(each for each in run["times"] if each["pixels"] == run["pixels"])
     files = run["accuracy"]["files"]
-    size = f"{run['pixels']} × {run['pixels']} pixels"
     return (
-        f"MobileNetV2 at {size} is {_times(ratios(row, INT8))} as fast in 8 bits, and reads "
-        f"{files[INT8]['accuracy']:.1%} of {run['settings']['test']:,} digits in place of "
-        f"{files[FP32]['accuracy']:.1%}"
+        f"MobileNetV2 at {run['pixels']} × {run['pixels']} pixels: "
+        f"{_times(ratios(row, INT8))} as fast in 8 bits, {files[INT8]['accuracy']:.2%} right "
+        f"instead of {files[FP32]['accuracy']:.2%}"
     )
 
 

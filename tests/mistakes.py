@@ -335,7 +335,7 @@ CORE = [
     mistake(
         "longest list of blocks",
         file="core/causal_lm.py",
-        right="return max(lists, key=len)",
+        right="return max(lists, key=_modules_inside)",
         wrong="return lists[0]",
         tests="core/test_causal_lm.py",
         suffers="In a model with a second list of modules the recipes change that one.",

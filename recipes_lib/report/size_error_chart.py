@@ -108,9 +108,13 @@ def size_error_chart(
         colors.append(color)
     left, right = axes.get_xlim()
     lines.append(((left, level), (right, level)))
-    names = [" · ".join(point.name for point in heap) for heap in heaps]
+    names = [_joined_names(heap) for heap in heaps]
     name_points(axes, places, names, colors=colors, lines=lines)
     return figure
+
+
+def _joined_names(heap: Sequence[SizeError]) -> str:
+    return " · ".join(point.name for point in heap)
 
 
 def _without(points: Sequence[SizeError], leave_out: Collection[str]) -> list[SizeError]:

@@ -110,7 +110,7 @@ def test_a_run_that_was_cut_is_not_complete():
 
 def test_the_run_in_words_and_numbers():
     text = render_int8_images.block(machine_facts() | a_run())
-    assert "is 2.00× (2.00 to 2.00) as fast in 8 bits, and reads 96.0% of 2,000" in text
+    assert "2.00× (2.00 to 2.00) as fast in 8 bits, 96.00% right instead of" in text
     assert "1 × 1 convolutions gain 3.0×" in text
     assert "gains 2.0×: in 8 bits it is 20% of the time" in text
     assert "| 96 × 96 | 2.00 | 1.00 | 2.00× (2.00 to 2.00) |" in text
