@@ -67,8 +67,8 @@ clean:  ## Remove the environment and all caches; runs/ and lab/ stay
 
 # The stamp comes last, so an interrupted set-up has none and is taken up again next time.
 $(READY): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	    echo "Python 3.10 or newer is needed. Name one with: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed. Name one with: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 	    echo "This Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "Setting up $(VENV) (once, a few minutes)"

@@ -62,7 +62,7 @@ def write(path: Path = PAGE) -> Path:
     sheet.pdf.set_title("LLM training recipes: the cheatsheet")
     sheet.pdf.set_keywords(digest())
     # The same text gives the same file.
-    sheet.pdf.set_creation_date(datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc))
+    sheet.pdf.set_creation_date(datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
     path.parent.mkdir(exist_ok=True)
     sheet.pdf.output(str(path))
     return path
