@@ -98,6 +98,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, held, out, sums = ctx.saved_tensors
         group, scale, zig_zag = ctx.options

@@ -83,6 +83,7 @@ class _HeadsToRanks(torch.autograd.Function):
         return _heads_to_ranks(tensor, group)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _tokens_to_ranks(gradient, ctx.group), None
 
@@ -96,6 +97,7 @@ class _TokensToRanks(torch.autograd.Function):
         return _tokens_to_ranks(tensor, group)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _heads_to_ranks(gradient, ctx.group), None
 

@@ -108,6 +108,7 @@ class _Logits(torch.autograd.Function):
         return logits.flatten(-2)[..., : layer.vocabulary].contiguous()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer = ctx.layer
         padding = layer.parts * layer.rows - layer.vocabulary

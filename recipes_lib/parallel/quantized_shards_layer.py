@@ -119,6 +119,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         weight = ctx.layer.weight_of(*ctx.saved_tensors).to(gradient.dtype)
         return gradient @ weight, None, None, None, None

@@ -80,6 +80,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         return (sum_of_exponentials.log() - label_logit).where(counted, 0.0)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         softmax, column, is_here, counted = context.saved_tensors
         gradient = gradient.where(counted, 0.0)  # [T]
