@@ -22,6 +22,7 @@ WORDS = {
     "aware + teacher": "with the rounding, and a teacher",
 }
 AWARE = "aware"
+TAUGHT = "aware + teacher"
 
 
 def grids(run: Run | None) -> str:
@@ -69,8 +70,15 @@ def block(run: Run | None) -> str:
         f"{run['settings']['steps']} steps. The control trains in full precision, and is rounded "
         f"at the end: {_full(run, CONTROL)} becomes {_rounded(run, CONTROL)}. Another copy trains "
         f"with the rounding: {_rounded(run, AWARE)}. So training with the rounding wins back "
-        f"{percent(_of_control(run, AWARE))} of what rounding costs the control.\n\n{grids(run)}"
+        f"{percent(_of_control(run, AWARE))} of what rounding costs the control"
+        f"{_with_a_teacher(run)}.\n\n{grids(run)}"
     )
+
+
+def _with_a_teacher(run: Run) -> str:
+    if TAUGHT not in run["settings"]["ways"]:
+        return ""
+    return f", and with a teacher besides {percent(_of_control(run, TAUGHT))}"
 
 
 def won_back(run: Run) -> str:

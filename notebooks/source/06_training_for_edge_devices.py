@@ -619,7 +619,7 @@ print(f"  logits differ from PyTorch's by {difference:.0e}")
 # %% [markdown]
 # The student has three rows now: in PyTorch, on portable kernels, and with XNNPACK. It gives the same answers in all of them, and the times are far apart. PyTorch spends its time between the operators, the portable kernels spend it inside of them, and XNNPACK does neither. That is the answer to the guess: tens of times as fast as in PyTorch. And here the student is faster than its teacher, as its multiply-adds say.
 #
-# (The list above has 205 operators and the figure has 153, because 52 of the list only make empty tensors. The names in the figure are those of PyTorch's operators: `hardtanh` is the activation function, and `addmm` is the linear layer before the backend has recognized it.)
+# (The list above has 205 operators and the figure has 153, because 52 of the list only make empty tensors. The linear layer is an `addmm` until the backend has recognized it.)
 #
 # So look at the figure before you copy a file to a device. `export_to_executorch` does it for you, and raises an error if a convolution, a product or a pooling stays outside. The pooling of transformers' EfficientNet is such an operator: its window is as wide as the network has channels, which XNNPACK does not take. `efficient_net` replaces it by one that computes the same.
 #
@@ -897,19 +897,19 @@ del rounded
 # That answers the guess: with four bits everywhere the perplexity more than doubles. Most of that comes from the output layer, whose rounded weights change every logit. With eight bits there, about half of the original perplexity comes on top. Can training win it back? A recorded run trains the whole model on the grid, and beside it a control that trains as long in full precision and is rounded at the end. Training on the text lowers the perplexity by itself, so only the comparison with the control says what the rounding in training is worth.
 #
 # <!-- numbers:grids-06 -->
-# Rounding takes the perplexity of SmolLM2 from 11.03 to 16.77, 1.52×. Copies of it then train for 30 steps. The control trains in full precision, and is rounded at the end: 9.15 becomes 13.33. Another copy trains with the rounding: 10.70. So training with the rounding wins back 63 % of what rounding costs the control.
+# Rounding takes the perplexity of SmolLM2 from 11.03 to 16.77, 1.52×. Copies of it then train for 30 steps. The control trains in full precision, and is rounded at the end: 9.12 becomes 13.24. Another copy trains with the rounding: 10.99. So training with the rounding wins back 54 % (48 to 63) of what rounding costs the control, and with a teacher besides 62 % (60 to 66).
 #
 # | training | full precision | rounded | won back, against the control |
 # |---|--:|--:|--:|
 # | no further training | 11.03 | 16.77 |  |
-# | in full precision, rounded at the end | 9.15 | 13.33 |  |
-# | with the rounding | 10.12 | 10.70 | 63 % |
-# | with the rounding, and a teacher | 10.59 | 10.57 | 66 % |
+# | in full precision, rounded at the end | 9.12 | 13.24 |  |
+# | with the rounding | 10.18 | 10.99 | 54 % (48 to 63) |
+# | with the rounding, and a teacher | 10.56 | 10.68 | 62 % (60 to 66) |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, one seed. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Won back: the part of what rounding costs the control, which trained as long in full precision, that training with the rounding saves.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Won back: the part of what rounding costs the control, which trained as long in full precision, that training with the rounding saves. In brackets are the smallest and the largest of the seeds.*
 # <!-- end -->
 #
-# **Why not more?** Thirty steps of one seed on little text: the loss still falls when they end, with and without the rounding.
+# **Why not more?** Thirty steps on little text: the loss still falls when they end, with and without the rounding.
 #
 # **How do I use it?** `apply_quantization_aware(model)` before your training loop. Then give the model to `export_language_model` as it is: the export rounds the weights on the same grid. In torchao it is `quantize_(model, QATConfig(…, step="prepare"))`.
 #
