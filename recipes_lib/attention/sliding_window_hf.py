@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
@@ -161,6 +162,11 @@ def _refuse_packed_rows(module: nn.Module, options: dict[str, Any]) -> None:
     if module.layer_idx != 0 or active_fake_mode():
         return
     positions = options.get("position_ids")
+    if positions is None and torch.compiler.is_compiling():
+        raise ValueError(
+            "torch.compile hides from this attention whether rows are packed, because the model "
+            "gives it no positions: run this model without torch.compile"
+        )
     if positions is not None and (positions.diff() != 1).any():
         raise ValueError(
             "positions restart, as in packed rows: give one text per row, padded on the right"
@@ -184,9 +190,10 @@ def _no_mask(
     left_padding = False
     if attention_mask is not None:
         left_padding = (attention_mask[:, 1:] > attention_mask[:, :-1]).any()
-    # transformers forbids to leave the mask out where rows are packed. A static cache has keys
-    # behind the last query.
-    packed = not allow_is_causal_skip
+    # transformers forbids to leave the mask out where rows are packed. While torch.compile traces,
+    # it cannot look for that, and forbids it for all rows. Then `_refuse_packed_rows` looks.
+    packed = not allow_is_causal_skip and not torch.compiler.is_compiling()
+    # A static cache has keys behind the last query.
     static_cache = q_offset + q_length != kv_offset + kv_length
     if left_padding or packed or static_cache:
         raise ValueError(

@@ -63,12 +63,15 @@ def _shortened(head: nn.Module, seen: list[torch.Tensor]) -> Iterator[None]:
     """
     no_autocast = contextlib.ExitStack()
 
+    # torch.compile cannot follow an autocast that begins in one hook and ends in another.
+    @torch.compiler.disable
     def before(head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         hidden = inputs[0]  # [B, S, D]
         seen.append(hidden)
         no_autocast.enter_context(torch.autocast(hidden.device.type, enabled=False))
         return two_tokens(hidden, head.weight)  # [1, 2, D]: what the output layer sees
 
+    @torch.compiler.disable
     def after(*_: Any) -> None:
         no_autocast.close()
 

@@ -148,13 +148,11 @@ class _Checkpointed:
         args, kwargs = without_caches(args, kwargs)
         # A reentrant checkpoint, the older kind, gives weights no gradient if the block's input
         # needs none. So it is with adapters on a frozen base.
-        return checkpoint(
-            super().forward,
-            *args,
-            use_reentrant=False,
-            context_fn=self.checkpoint_contexts,
-            **kwargs,
-        )
+        options = {"use_reentrant": False}
+        # torch.compile knows no contexts but the selective ones, not even those that do nothing.
+        if self.checkpoint_contexts is not noop_context_fn:
+            options["context_fn"] = self.checkpoint_contexts
+        return checkpoint(super().forward, *args, **options, **kwargs)
 
 
 # What "selective" keeps: results that take many operations per byte to make again.
