@@ -11,7 +11,6 @@ It writes runs/architecture.json: the machine, and the parts `norms`, `healing`,
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write_whole
+from benchmarks.record import parts_to_keep, write_whole
 from recipes_lib.core.machine import machine, provenance, runs_dir
 from recipes_lib.workflows.bench.clock import now
 from recipes_lib.workflows.bench.norms import compare_norms
@@ -37,9 +36,6 @@ SMALL = {"hidden": 64, "layers": 2, "rows": 8, "seq_len": 64}
 
 # Rows and hidden size of x: that of a long prompt in a model like Llama-3.2-1B, and one token.
 NORM_SIZES = {"prefill": (8192, 2048), "decode": (1, 2048)}
-
-# What has to be the same for parts that stand in one file.
-SAME = ("name", "native_bf16", "date", "fast", "threads")
 
 # --- the parts ------------------------------------------------------------------------------------
 
@@ -132,27 +128,13 @@ def main(arguments: list[str] | None = None) -> Path:
     options = parser.parse_args(arguments)
     path = runs_dir() / FILE
     facts = provenance() | {"threads": options.threads}
-    content = facts | parts_to_keep(path, facts, options.parts)
+    kept = [part for part in PARTS if part not in options.parts]
+    content = facts | parts_to_keep(path, facts, kept)
     torch.set_num_threads(options.threads)
     for part in options.parts:
         content[part] = {"short": options.short} | PARTS[part](short=options.short)
         write_whole(path, content)
     return path
-
-
-def parts_to_keep(path: Path, facts: dict[str, Any], asked: list[str]) -> dict[str, Any]:
-    """The parts of the file that do not run again, if they fit to this machine and day."""
-    if not path.exists():
-        return {}
-    old = json.loads(path.read_text())
-    kept = {part: old[part] for part in PARTS if part in old and part not in asked}
-    for key in SAME:
-        if kept and old[key] != facts[key]:
-            raise ValueError(
-                f"{path} holds {', '.join(kept)} with {key} {old[key]}, and now it is "
-                f"{facts[key]}: run all parts, or move the file away"
-            )
-    return kept
 
 
 if __name__ == "__main__":

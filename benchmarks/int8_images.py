@@ -24,8 +24,7 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,13 +33,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.record import write_whole
+from benchmarks import turns
+from benchmarks.record import parts_to_keep, write_whole
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.classify import accuracy, train_classifier
 from recipes_lib.core.images import Images, handwritten_digits
 from recipes_lib.core.machine import provenance, runs_dir
 from recipes_lib.edge.onnx_export import (
-    OnnxModel,
     export_to_onnx,
     load_onnx,
     operators_that_run,
@@ -199,7 +198,9 @@ def times(
         if pixels != PIXELS or trained is None:
             files = untrained_files(pixels, settings, folder / str(pixels))
         models = {way: load_onnx(path) for way, path in files.items()}
-        of_ways = in_turns(models, an_image(pixels), settings)
+        of_ways = turns.in_turns(
+            models, an_image(pixels), turns=settings.turns, seconds=settings.seconds
+        )
         rows.append({"pixels": pixels, "milliseconds": of_ways})
         print(line_of(rows[-1]), flush=True)
         yield rows
@@ -217,43 +218,10 @@ def an_image(pixels: int) -> torch.Tensor:
     return enlarged(images.first(1), pixels).images
 
 
-def in_turns(
-    models: dict[str, OnnxModel], image: torch.Tensor, settings: Settings
-) -> dict[str, list[float]]:
-    """By way, the median of each turn."""
-    found: dict[str, list[float]] = {way: [] for way in models}
-    for model in models.values():  # the first call allocates
-        model(image)
-    for _ in range(settings.turns):
-        for way, model in models.items():
-            found[way].append(one_turn(model, image, settings.seconds))
-    return found
-
-
-def one_turn(model: Callable[[torch.Tensor], Any], image: torch.Tensor, seconds: float) -> float:
-    """Milliseconds of one forward: the median of those that `seconds` has room for.
-
-    The clock counts what this thread computes, so other programs disturb it little.
-    """
-    forwards = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(forwards) < 5:
-        start = time.thread_time()
-        model(image)
-        forwards.append(1e3 * (time.thread_time() - start))
-    return statistics.median(forwards)
-
-
 def ratios(row: dict[str, Any], way: str = INT8) -> list[float]:
     """Time of fp32 over that of `way`, turn by turn, in rising order."""
     of_ways = row["milliseconds"]
-    return sorted(slow / fast for slow, fast in zip(of_ways[FP32], of_ways[way]))
-
-
-def middle_half(values: list[float]) -> tuple[float, float, float]:
-    """The median, and between which numbers the middle half of the turns lies."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return median, low, high
+    return turns.ratios(of_ways[FP32], of_ways[way])
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -264,8 +232,7 @@ def line_of(row: dict[str, Any]) -> str:
     of_fp32 = statistics.median(row["milliseconds"][FP32])
     parts = [f"{row['pixels']:4d} pixels: fp32 {of_fp32:.2f} ms"]
     for way in WAYS:
-        median, low, high = middle_half(ratios(row, way))
-        parts.append(f"{way} {median:.2f}× ({low:.2f} … {high:.2f})")
+        parts.append(f"{way} {turns.in_words(ratios(row, way))}")
     return "; ".join(parts)
 
 
@@ -280,20 +247,19 @@ def main(arguments: list[str] | None = None) -> Path:
         settings = SHORT
     torch.set_num_threads(1)
     path = runs_dir() / FILE
-    content: dict[str, Any] = {}
-    if path.exists():
-        content = json.loads(path.read_text())
-    content |= {
+    facts = provenance() | {
         "short": options.short,
         "settings": asdict(settings),
         "pixels": PIXELS,
         "width": WIDTH,
         "onnxruntime": version("onnxruntime"),
     }
+    kept = [part for part in PARTS if part not in options.parts]
+    content = facts | parts_to_keep(path, facts, kept)
     folder = runs_dir() / "int8_images"
     for part, found in measured(options.parts, settings, folder):
         content[part] = found
-        write_whole(path, content | provenance())
+        write_whole(path, content)
     return path
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ FACTS = (
     "date",
     "commit",
 )
+
+# What has to be the same for parts that stand in one file of a program.
+SAME = ("name", "native_bf16", "date", "fast", "threads", "short", "settings")
 
 # --- write --------------------------------------------------------------------------------------
 
@@ -93,6 +97,27 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(scratch, path)
+
+
+def parts_to_keep(path: Path, facts: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    """Those of `parts` that a program's older file holds and that do not run again.
+
+    Args:
+        facts: of the run that begins. The older file has to agree with all that are in `SAME`, or
+            its parts would get the date and machine of today.
+    Raises ValueError where it does not, and holds one of the parts.
+    """
+    if not path.exists():
+        return {}
+    old = json.loads(path.read_text())
+    kept = {part: old[part] for part in parts if part in old}
+    for key in SAME:
+        if kept and old.get(key) != facts.get(key):
+            raise ValueError(
+                f"{path} holds {', '.join(kept)} with {key} {old.get(key)}, and now it is "
+                f"{facts.get(key)}: run all parts, or move the file away"
+            )
+    return kept
 
 
 def keep_run(path: Path, *, folder: Path | None = None) -> Path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.int8_images import FP32, INT8, WAYS, middle_half, ratios
+from benchmarks import turns
+from benchmarks.int8_images import FP32, INT8, WAYS, ratios
 from benchmarks.record import machine_line
 from benchmarks.table_text import line, table
 
@@ -34,7 +35,7 @@ def times(run: Run | None) -> str:
         cells = [f"{row['pixels']} × {row['pixels']}"]
         for way in (FP32, INT8):
             cells.append(f"{statistics.median(row['milliseconds'][way]):.2f}")
-        cells += [_times(ratios(row, way)) for way in WAYS]
+        cells += [turns.in_words(ratios(row, way)) for way in WAYS]
         lines.append(line(cells))
     settings = run["settings"]
     notes = [
@@ -103,16 +104,11 @@ def in_words(run: Run) -> str:
     """Speed and accuracy of the trained network, for a sentence or a cell."""
     row = next(each for each in run["times"] if each["pixels"] == run["pixels"])
     files = run["accuracy"]["files"]
+    speed = turns.in_words(ratios(row, INT8))
     return (
-        f"MobileNetV2 at {run['pixels']} × {run['pixels']} pixels: "
-        f"{_times(ratios(row, INT8))} as fast in 8 bits, {files[INT8]['accuracy']:.2%} right "
-        f"instead of {files[FP32]['accuracy']:.2%}"
+        f"MobileNetV2 at {run['pixels']} × {run['pixels']} pixels: {speed} as fast in 8 bits, "
+        f"{files[INT8]['accuracy']:.2%} right instead of {files[FP32]['accuracy']:.2%}"
     )
-
-
-def _times(found: list[float]) -> str:
-    median, low, high = middle_half(found)
-    return f"{median:.2f}× ({low:.2f} to {high:.2f})"
 
 
 def _gain(run: Run, kind: str) -> float:

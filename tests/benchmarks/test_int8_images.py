@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from benchmarks import complete, int8_images, render_int8_images
+from benchmarks import complete, int8_images, render_int8_images, turns
 from tests.benchmarks.test_record import machine_facts
 
 
@@ -68,8 +68,8 @@ def test_ratios_are_those_of_the_same_turn():
     """The machine may be slower in one turn than in another: both sides are."""
     found = int8_images.ratios(row([2.0, 4.0, 9.0], [1.0, 2.0, 3.0]))
     assert found == pytest.approx([2, 2, 3])
-    assert int8_images.middle_half(found) == pytest.approx((2, 2, 2.5))
-    assert "8 bits 2.00× (2.00 … 2.50)" in int8_images.line_of(row([2.0, 4.0, 9.0], [1, 2, 3]))
+    assert turns.middle_half(found) == pytest.approx((2, 2, 2.5))
+    assert "8 bits 2.00× (2.00 to 2.50)" in int8_images.line_of(row([2.0, 4.0, 9.0], [1, 2, 3]))
 
 
 def test_enlarged_images_keep_their_labels():

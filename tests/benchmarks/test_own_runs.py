@@ -73,11 +73,14 @@ def test_parts_of_another_day_do_not_get_the_date_of_today(tmp_path):
     """The mistake: one part runs again, and the others seem to be measured with it."""
     path = own_runs.written(tmp_path, "architecture", own_runs.architecture())
     facts = machine_facts() | {"threads": 1}
-    assert list(architecture.parts_to_keep(path, facts, ["norms"])) == ["healing", "small_models"]
+    others = ["healing", "small_models"]
+    assert list(record.parts_to_keep(path, facts, others)) == others
     later = facts | {"date": "2026-01-03"}
-    assert architecture.parts_to_keep(path, later, list(architecture.PARTS)) == {}
+    assert record.parts_to_keep(path, later, []) == {}
     with pytest.raises(ValueError, match="with date 2026-01-02"):
-        architecture.parts_to_keep(path, later, ["norms"])
+        record.parts_to_keep(path, later, others)
+    with pytest.raises(ValueError, match="with short None, and now it is True"):
+        record.parts_to_keep(path, facts | {"short": True}, others)
 
 
 # --- no more than what the seeds allow ----------------------------------------------------------
