@@ -23,6 +23,7 @@ import torch
 from recipes_lib.core.chat import IGNORED, Row, tokenize_pair
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import Batch, collate
+from recipes_lib.core.output_layer import at_least_fp32
 
 # A model's own generation_config may sample, or penalize repetition, also that of the padding.
 GREEDY = {
@@ -120,7 +121,7 @@ def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
         learnt = row_labels != IGNORED
         # Row by row, the copy in fp32 stays small.
         targets = row_labels[learnt]
-        predictions = row_logits[learnt].float()
+        predictions = at_least_fp32(row_logits[learnt])
         sums.append(torch.nn.functional.cross_entropy(predictions, targets, reduction="sum"))
     return torch.stack(sums)
 

@@ -41,6 +41,11 @@ def output_layer_of(causal: Any) -> OutputLayer:
     return OutputLayer(head.weight, getattr(head, "bias", None), final_softcap(causal))
 
 
+def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
+    """The logits in a dtype that a loss can be computed in: 16 bits become fp32, fp64 stays."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 # --- the forward ----------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from recipes_lib.core.causal_lm import longest_text
 from recipes_lib.core.decoding import is_decoder, require_causal_lm_or_decoder
 from recipes_lib.core.evaluation import evaluating
+from recipes_lib.core.output_layer import at_least_fp32
 from recipes_lib.core.token_ids import token_rows
 
 
@@ -117,7 +118,7 @@ def _read(model: Any, row: Tensor, token_by_token: bool) -> tuple[float, Tensor]
     loss = 0.0
     likeliest = []
     for logits, targets in next_token_logits(model, row, token_by_token=token_by_token):
-        logits = logits.float()  # [K, V]
+        logits = at_least_fp32(logits)  # [K, V]
         targets = targets.to(logits.device)  # [K]
         loss += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
         likeliest.append(logits.argmax(-1).cpu())

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.output_layer import at_least_fp32
 from recipes_lib.core.ranks import group_device, require_group, world_size
 
 Batch = dict[str, torch.Tensor]
@@ -52,7 +53,7 @@ def sum_of_losses(model: Any, batch: Batch) -> torch.Tensor:
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits  # [B, S, V]
-    logits = logits.float().flatten(0, 1)
+    logits = at_least_fp32(logits).flatten(0, 1)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

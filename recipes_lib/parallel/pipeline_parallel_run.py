@@ -18,6 +18,7 @@ from recipes_lib.core.causal_lm import without_adapters
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.output_layer import at_least_fp32
 from recipes_lib.core.pipeline_grid import Action
 from recipes_lib.parallel.pipeline_parallel_clock import Clock, timed_stage
 from recipes_lib.parallel.pipeline_parallel_stage import Stage, drop_all_but
@@ -211,7 +212,7 @@ class Pipeline:
     def _loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The part of one micro-batch in the loss of the step; logits [B/M, S, V]."""
         total = functional.cross_entropy(
-            logits.flatten(0, 1).float(),
+            at_least_fp32(logits.flatten(0, 1)),
             targets.flatten(),
             ignore_index=IGNORED,
             reduction="sum",

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from recipes_lib.core.output_layer import at_least_fp32
+
 NOT_COUNTED = -100
 
 
@@ -61,7 +63,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         context: Any, part: Tensor, targets: Tensor, counted: Tensor, mesh: DeviceMesh
     ) -> Tensor:
         group = mesh.get_group()
-        logits = part.float()
+        logits = at_least_fp32(part)
         largest = logits.amax(dim=-1)  # [T], of this rank's tokens
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # and now of all
         shifted = logits - largest[:, None]  # 0 at most, so no exponential overflows

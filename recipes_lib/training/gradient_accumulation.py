@@ -34,6 +34,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.marks import STEPS_IN_BACKWARD, any_marked
+from recipes_lib.core.output_layer import at_least_fp32
 from recipes_lib.core.plain_step import embedding_copies, head_trains, loss_bytes
 from recipes_lib.core.sizes import tensor_bytes
 
@@ -73,10 +74,10 @@ def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
     # The model predicts token t+1 from token t, so the labels move one to the left.
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
     # Without labels: the model would compute a loss of its own, and its logits in fp32 with it.
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    output = model(**inputs, use_cache=False)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    output = model(**inputs | {"use_cache": False})
     _refuse_auxiliary_loss(output)
-    logits = output.logits.float().flatten(0, 1)  # [B*S, V]
+    logits = at_least_fp32(output.logits).flatten(0, 1)  # [B*S, V]
     del output  # 16-bit logits are free now: the loss keeps what it needs
     return torch.nn.functional.cross_entropy(
         logits, shifted.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -96,7 +97,8 @@ def accumulate_gradients(
 
     Args:
         batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target), or a
-            sequence of such batches, of any lengths, that make up the whole one.
+            sequence of such batches, of any lengths, that make up the whole one. Every micro-batch
+            gets what has no rows: tensors [1, ...], such as `position_ids` [1, S], and options.
         micro_batches: k, into which one batch is split; must divide B. Not for a sequence, which is
             split already.
         loss_sum: the sum of the losses of a micro-batch's targets.
@@ -104,8 +106,8 @@ def accumulate_gradients(
         backward: replaces `loss.backward()` (loss scaling).
     Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its
     target tokens.
-    Raises ValueError if k does not divide B, if no label is left to train on, or if the model adds
-    a loss of its own.
+    Raises ValueError if k does not divide B, for a tensor with another number of rows, if no label
+    is left to train on, or if the model adds a loss of its own.
     """
     micros = _split(batch, micro_batches)
     _refuse_steps_in_backward(model, len(micros))
@@ -118,7 +120,7 @@ def accumulate_gradients(
         with autocast():
             loss = loss_sum(model, micro) / targets
         backward(loss)  # frees this micro-batch's activations
-        total += loss.detach()
+        total = total + loss.detach()  # in fp64, if the loss is
     return total
 
 
@@ -143,11 +145,25 @@ def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Ba
         raise ValueError(
             f"micro_batches={micro_batches}: give a number that divides the batch size {rows}"
         )
-    parts = {name: tensor.chunk(micro_batches) for name, tensor in batch.items()}  # k x [B/k, S]
+    parts = {name: _parts_of(name, value, rows, micro_batches) for name, value in batch.items()}
     micros = []
     for number in range(micro_batches):
         micros.append({name: chunks[number] for name, chunks in parts.items()})
     return micros
+
+
+def _parts_of(name: str, value: Any, rows: int, micro_batches: int) -> Sequence[Any]:
+    """What each of the micro-batches gets of one entry: k x [B/k, S], or k times the same."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return [value] * micro_batches  # an option of the model
+    if len(value) == rows:
+        return value.chunk(micro_batches)
+    if len(value) == 1:
+        return [value] * micro_batches  # the same for all rows
+    raise ValueError(
+        f"{name} {[*value.shape]} beside {rows} rows of input_ids: give tensors with {rows} rows, "
+        f"or with one row that counts for all"
+    )
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------

@@ -8,10 +8,12 @@ from recipes_lib.core.marks import STEPS_IN_BACKWARD, mark
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.rank_step import sum_of_losses
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
     accumulated_by_hand,
+    cross_entropy_sum,
     estimate_gradient_accumulation,
 )
 from tests.conftest import assert_same_gradients, gradients, make_batch
@@ -36,6 +38,28 @@ def test_equals_the_full_batch_and_the_loop_by_hand(tiny, batch):
     tiny.zero_grad()
     accumulated_by_hand(tiny, batch, micro_batches=4)
     assert_same_gradients(gradients(tiny), expected)
+
+
+def test_what_has_no_rows_goes_to_every_micro_batch(llama, batch):
+    """Positions [1, S] for all rows, and options that are no tensors, cannot be split."""
+    positions = 2 * torch.arange(batch["input_ids"].shape[1])[None]  # [1, S], not the default
+    batch |= {"position_ids": positions, "output_attentions": False}
+    expected_loss, expected = full_batch(llama, batch)
+    loss = accumulate_gradients(llama, batch | {"use_cache": False}, micro_batches=2)
+    torch.testing.assert_close(loss, expected_loss)
+    assert_same_gradients(gradients(llama), expected)
+    with pytest.raises(ValueError, match=r"position_ids \[3, .* give tensors with 4 rows"):
+        three_rows = batch | {"position_ids": positions.expand(3, -1)}
+        accumulate_gradients(llama, three_rows, micro_batches=2)
+
+
+@pytest.mark.parametrize("loss_sum", [cross_entropy_sum, completion_only_loss, sum_of_losses])
+def test_the_loss_of_an_fp64_model_has_all_its_digits(llama, batch, loss_sum):
+    llama.double()
+    logits = llama(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:])
+    loss = accumulate_gradients(llama, batch, micro_batches=2, loss_sum=loss_sum)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
