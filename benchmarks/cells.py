@@ -20,6 +20,7 @@ from benchmarks import (
     render_depths,
     render_distillation,
     render_edge,
+    render_image_students,
     render_int8_images,
     render_peers,
     render_quantization_aware,
@@ -209,5 +210,6 @@ OWN_RUNS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "edge file": ("edge", render_edge.in_words),
     "quantization aware": ("quantization_aware", render_quantization_aware.won_back),
     "images in 8 bits": ("int8_images", render_int8_images.in_words),
+    "a teacher of images": ("image_students", render_image_students.few_images),
     "servers": ("inference_peers", render_peers.servers),
 }

@@ -13,6 +13,7 @@ Run = dict[str, Any]
 
 ARCHITECTURE = ("norms", "healing", "small_models")
 EDGE = ("export", "quality", "load", "times")
+IMAGE_STUDENTS = ("seeds", "times")
 INT8_IMAGES = ("accuracy", "layers", "times")
 INT8_SIZES = (32, 64, 96, 128, 160, 224)  # pixels of a side
 ROUNDS = 5  # of programs in turns, at least
@@ -97,12 +98,26 @@ def lacking_in_int8_images(run: Run) -> list[str]:
     return lacking
 
 
+def lacking_in_image_students(run: Run) -> list[str]:
+    """The parts of `benchmarks.image_students` that did not run, and its seeds."""
+    if run["short"]:
+        return ["the run without --short"]
+    lacking = [f"the part {part}" for part in IMAGE_STUDENTS if part not in run]
+    ended = {row["seed"] for row in run.get("seeds", [])}
+    if ended:
+        for seed in range(run["settings"]["seeds"]):
+            if seed not in ended:
+                lacking.append(f"the seed {seed}")
+    return lacking
+
+
 # By the name of the file, which is that of the program and of the part.
 LACKING: dict[str, Callable[[Run], list[str]]] = {
     "architecture": lacking_in_architecture,
     "depths": lacking_in_depths,
     "distillation": lacking_in_distillation,
     "edge": lacking_in_edge,
+    "image_students": lacking_in_image_students,
     "inference_peers": lacking_in_peers,
     "int8_images": lacking_in_int8_images,
     "quantization_aware": lacking_in_quantization_aware,
