@@ -102,9 +102,10 @@ def export_to_executorch(
         allow_outside: with `delegate`, also write a file of which convolutions, matrix products
             or poolings stay outside of the backend.
         log: a file for what the libraries print. None: it is not kept.
-    Raises ValueError for a model that cannot be written down as a graph, an example that it does
-    not take, an operator that the runtime does not have, and, with `delegate`, for heavy operators
-    that stay outside. No file is written then. Raises ImportError without ExecuTorch.
+    Raises ValueError for a path that is none, a model that cannot be written down as a graph, an
+    example that it does not take, an operator that the runtime does not have, and, with `delegate`,
+    for heavy operators that stay outside. No file is written then. Raises ImportError without
+    ExecuTorch.
     """
     check_file(example="model.pte", path=path)
     require_module(model)

@@ -93,9 +93,9 @@ def export_to_onnx(
         any_batch: the first dimension of all inputs may differ from call to call. Give an example
             of 2 or more then.
         log: a file for what the libraries print. None: it is not kept.
-    Raises ValueError for a model that cannot be written down as a graph, an example that it does
-    not take, and an operator without a counterpart in ONNX. No file is written then. Raises
-    ImportError without onnx and onnxscript.
+    Raises ValueError for a path that is none, a model that cannot be written down as a graph, an
+    example that it does not take, and an operator without a counterpart in ONNX. No file is written
+    then. Raises ImportError without onnx and onnxscript.
     """
     check_file(example="model.onnx", path=path)
     require_module(model)

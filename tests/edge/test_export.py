@@ -111,3 +111,5 @@ def test_what_is_no_model_or_no_example(net, tmp_path):
         export_to_executorch(net, ([1, 2],), path=path)
     with pytest.raises(ValueError, match="does not run on the example"):
         export_to_executorch(net, (torch.randn(1, 3, 16, 16),), path=path)
+    with pytest.raises(ValueError, match="path=None: give the name of a file"):
+        export_to_executorch(net, (torch.randn(SHAPE),), path=None)

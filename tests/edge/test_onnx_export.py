@@ -203,6 +203,8 @@ def test_what_cannot_be_exported_or_loaded(tmp_path, capfd):
     path = tmp_path / "m.onnx"
     with pytest.raises(ValueError, match="uses an operator that ONNX does not have"):
         export_to_onnx(NoCounterpart(), (torch.randn(4, 4),), path=path)
+    with pytest.raises(ValueError, match="path=None: give the name of a file"):
+        export_to_onnx(NoCounterpart(), (torch.randn(4, 4),), path=None)
     assert list(tmp_path.iterdir()) == []
     for read in (load_onnx, operators_that_run):
         path.unlink(missing_ok=True)
