@@ -1487,7 +1487,7 @@ WORKFLOWS = [
     mistake(
         "held-out pairs trained on",
         file="workflows/finetune/data.py",
-        right="others = [pair for pair in pairs if json.dumps(pair) not in known]",
+        right="others = [each for each in pairs if json.dumps(each.pair) not in known]",
         wrong="others = pairs",
         tests="workflows/finetune/test_data.py",
         suffers="Repeated pairs are trained on and held out, so the loss promises too much.",

@@ -23,6 +23,9 @@ WEIGHTS = "What is trained"
 TRAINING = "How it is trained"
 OUTPUT = "What is kept"
 
+AUTO = "auto"  # --seq-len: as long as the longest row
+REPLACED = 1  # tokens, until the rows are read
+
 
 def _option(panel: str, text: str, *names: str) -> Any:
     """An option under the heading `panel`; `names` where they are not those of the parameter."""
@@ -32,13 +35,19 @@ def _option(panel: str, text: str, *names: str) -> Any:
 # --- what is trained on ---------------------------------------------------------------------------
 DataFile = Annotated[
     str,
-    _option(DATA, ".jsonl with prompt and completion, or messages; else docstrings", "--data"),
+    _option(
+        DATA,
+        "pairs: JSON Lines, JSON, CSV, Parquet, a saved data set or a hub id, with prompt and "
+        "completion, or messages; else docstrings",
+        "--data",
+    ),
 ]
-HeldOut = Annotated[
-    str | None, _option(DATA, ".jsonl of held-out pairs; else every tenth pair of --data")
-]
+HeldOut = Annotated[str | None, _option(DATA, "held-out pairs; else every tenth pair of --data")]
 Limit = Annotated[int | None, _option(DATA, "use the first pairs only, to try a run")]
-SeqLen = Annotated[int, _option(DATA, "tokens of the longest row, and of a packed one")]
+SeqLen = Annotated[
+    str, _option(DATA, "tokens of the longest row, and of a packed one; auto: what the data needs")
+]
+DropLong = Annotated[bool, _option(DATA, "leave out rows beyond --seq-len", "--drop-long")]
 NoPacking = Annotated[bool, _option(DATA, "pad each micro-batch instead", "--no-packing")]
 
 # --- what is trained ------------------------------------------------------------------------------
@@ -90,7 +99,8 @@ def finetune(
     data_file: DataFile = "",
     held_out: HeldOut = None,
     limit: Limit = None,
-    seq_len: SeqLen = 256,
+    seq_len: SeqLen = "256",
+    drop_long: DropLong = False,
     no_packing: NoPacking = False,
     method: Method = "lora",
     rank: Rank = 16,
@@ -116,8 +126,16 @@ def finetune(
 
     run = _settings(context.params)
     print(machine())
-    with working("fine-tuning"):
-        command.finetune(run, held_out_file=held_out, limit=limit, resume=resume)
+    with working("fine-tuning") as announce:
+        command.finetune(
+            run,
+            held_out_file=_without_tilde(held_out),
+            limit=limit,
+            longest=seq_len == AUTO,
+            drop_long=drop_long,
+            resume=resume,
+            announce=announce,
+        )
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -127,8 +145,9 @@ def _settings(options: dict[str, Any]) -> Settings:
     fields = {field.name for field in dataclasses.fields(Settings)}
     settings = {name: value for name, value in options.items() if name in fields}
     settings["packing"] = not options["no_packing"]
-    # The shell expands a `~` at the start of a word only, not in --output=~/runs.
-    settings["output_dir"] = str(Path(options["output_dir"]).expanduser())
+    for name in ("output_dir", "data_file", "base_model"):
+        settings[name] = _without_tilde(options[name])
+    settings["seq_len"] = _whole_length(options["seq_len"])
     if options["precision"] is None:
         settings["precision"] = _fastest_precision()
     if options["learning_rate"] is None:
@@ -137,6 +156,23 @@ def _settings(options: dict[str, Any]) -> Settings:
     if options["warmup_steps"] >= options["steps"]:
         settings["warmup_steps"] = 0
     return Settings(**settings)
+
+
+def _without_tilde(path: str | None) -> str | None:
+    """The shell expands a `~` at the start of a word only, not in --output=~/runs."""
+    if path is None or not path.startswith("~"):
+        return path
+    return str(Path(path).expanduser())
+
+
+def _whole_length(text: str) -> int:
+    """The number of --seq-len; for "auto" one that the longest row will replace."""
+    if text == AUTO:
+        return REPLACED
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"--seq-len {text}: give a number of tokens, or {AUTO}") from error
 
 
 def _fastest_precision() -> str:

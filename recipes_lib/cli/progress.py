@@ -46,12 +46,23 @@ def _plain_line(verb: str) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """A turning wheel and the time gone by, below whatever is printed inside."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """A turning wheel and the time gone by, below whatever is printed inside.
+
+    Call what it gives with a few words on what is going on now: they stand beside the wheel.
+    """
     if not sys.stdout.isatty():
-        yield
+        yield _say_nothing
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield
+        task = progress.add_task(what, total=None)
+
+        def announce(words: str) -> None:
+            progress.update(task, description=words)
+
+        yield announce
+
+
+def _say_nothing(words: str) -> None:
+    """A pipe has the lines that the command prints."""

@@ -41,6 +41,7 @@ operations      how many operations of matrix products a step needs
 operator_profile  seconds of a step by kind of operator
 output_layer    a causal LM up to its output layer, for losses that make the logits
 overhead_fit    a token's time as a fixed part, and bytes over bandwidth
+pair_columns    a row as a pair or a conversation, whatever its columns are called
 pipeline_grid   which rank computes what from when to when, and what of it is idle
 plain_step      the arithmetic of a plain training step, before any recipe
 quality         perplexity and agreement of a model with other weights or kernels
@@ -54,6 +55,7 @@ ranks           who am I among the ranks, and where do my tensors have to be
 read_bandwidth  how many bytes per second this device reads: the limit of decoding
 recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
 rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 bits
+row_files       rows of a local file or folder, whatever its format, each with its place
 row_order       the rows that a step trains on, as a function of the step alone
 run_state       what all checkpoints share: random states, and the facts that name a run
 saved_states    load an optimizer's states in the dtypes in which they were saved

@@ -3,15 +3,15 @@
 `load_instructions` gives instruction pairs (a function's source → its docstring), formatted by the
 model's chat template (`chat.py`), with the loss on the answer only. `load_text` gives long running
 text. Both are split by *module*, so no module is in training and in validation. A data set of the
-hub, a local JSON Lines file or a list of pairs takes the same way.
+hub, a local file (`row_files.py`) or a list of pairs takes the same way. Its columns may have any
+of the names in `pair_columns.py`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ import torch
 from recipes_lib.core.chat import IGNORED, Row, tokenize_chat, tokenize_pair
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.corpus import docstring_pairs, modules
+from recipes_lib.core.pair_columns import Pair, pair_of
+from recipes_lib.core.row_files import read_rows
 
 SPLITS = ("train", "validation")
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".txt")
 
 Batch = dict[str, torch.Tensor]  # `input_ids` and `labels`, each [B, S]
 
@@ -47,12 +50,13 @@ def load_instructions(
     """Tokenized instruction pairs as a `datasets.Dataset` with columns `input_ids` and `labels`.
 
     Args:
-        split: "train" or "validation". max_tokens: pairs that are longer are left out, never cut: a
-        cut answer teaches to stop anywhere. limit: how many rows at most. The order is shuffled
-        once, the same on every machine with this
-            Python.
+        split: "train" or "validation".
+        max_tokens: pairs that are longer are left out, never cut: a cut answer teaches to stop
+            anywhere.
+        limit: how many rows at most. The order is shuffled once, the same on every machine with
+            this Python.
         dataset: None for the standard library. Else rows with `prompt` and `completion`, or with
-            `messages` (turns with `role` and `content`): an iterable, a local `.jsonl` file, or a
+            `messages` (turns with `role` and `content`): an iterable, a local file or folder, or a
             hub id (needs the hub).
     Raises ValueError for an unknown split, sizes below 1, and no pair left. It raises one for
     another split than "train" of a file or an iterable, too: they have none, and the same rows
@@ -65,7 +69,10 @@ def load_instructions(
         check_whole(limit=limit)
     rows: list[Row] = []
     for pair in load_pairs(split=split, dataset=dataset):
-        found = _rows_of(tokenizer, pair)
+        try:
+            found = rows_of(tokenizer, pair)
+        except ValueError as error:
+            raise ValueError(f"{error} (in {str(pair)[:100]})") from error
         rows += [row for row in found if len(row["input_ids"]) <= max_tokens]
         if limit is not None and len(rows) >= limit:
             break
@@ -78,65 +85,96 @@ def load_instructions(
     return Dataset.from_list(rows[:limit])
 
 
-def _rows_of(tokenizer: Any, pair: dict[str, Any]) -> list[Row]:
-    try:
-        if "messages" in pair:
-            return tokenize_chat(tokenizer, pair["messages"])
-        return [tokenize_pair(tokenizer, **pair)]
-    except ValueError as error:
-        raise ValueError(f"{error} (in {str(pair)[:100]})") from error
+def rows_of(tokenizer: Any, pair: Pair) -> list[Row]:
+    """The rows of one pair or conversation; several where the template rewrites earlier turns.
+
+    Raises ValueError for what cannot be learnt, as an empty answer.
+    """
+    if "messages" in pair:
+        return tokenize_chat(tokenizer, pair["messages"])
+    return [tokenize_pair(tokenizer, **pair)]
+
+
+@dataclass(frozen=True)
+class PlacedPair:
+    """A pair or conversation, the place where it stands, and the columns that it was taken from.
+
+    Both are words for people: "pairs.jsonl, line 7", and "" for the usual columns.
+    """
+
+    place: str
+    pair: Pair
+    columns: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a pair has no completion, so that there is nothing to learn from it."""
+        return "messages" not in self.pair and not self.pair["completion"].strip()
 
 
 def load_pairs(
     *, split: str = "train", dataset: str | Iterable[dict] | None = None
-) -> Iterator[dict[str, str]]:
+) -> Iterator[Pair]:
     """The pairs of `load_instructions`, with its errors, as text.
 
     Pairs with an empty completion are left out, and a warning counts them.
     """
-    check_choice(SPLITS, split=split)
-    if dataset is None:
-        yield from docstring_pairs(split)
-        return
-    from_the_hub = isinstance(dataset, str) and not os.path.exists(dataset)
-    if split != "train" and not from_the_hub:
-        raise ValueError(
-            f"split={split!r}: these pairs have no splits: "
-            f"give the held-out ones as a data set of their own"
-        )
     empty = 0
-    for pair in _checked_pairs(dataset, split):
-        if "messages" in pair or pair["completion"].strip():
-            yield pair
-        else:
+    for placed in placed_pairs(split=split, dataset=dataset):
+        if placed.is_empty:
             empty += 1
+        else:
+            yield placed.pair
     if empty:
         warnings.warn(f"left out, for their completion is empty: {empty} pairs", stacklevel=2)
 
 
-def _checked_pairs(dataset: str | Iterable[dict], split: str) -> Iterator[dict[str, Any]]:
-    if not isinstance(dataset, str):
-        yield from map(_pair, dataset)
-    elif os.path.exists(dataset):
-        yield from _read_file(dataset)
-    else:
-        yield from map(_pair, _read_hub(dataset, split))
+def placed_pairs(
+    *, split: str = "train", dataset: str | Iterable[dict] | None = None
+) -> Iterator[PlacedPair]:
+    """The pairs of `load_instructions`, each with its place, also those that are empty.
 
-
-def _read_file(name: str) -> Iterator[dict[str, Any]]:
-    """The checked rows of a JSON Lines file; an error names the line."""
-    # `splitlines` would also cut at characters that JSON allows inside a text.
-    lines = Path(name).read_text(encoding="utf-8").split("\n")
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise ValueError(
-            f"{name} is empty (no rows): give lines with `prompt` and `completion`, or `messages`"
-        )
-    for number, line in numbered:
+    An error about a pair begins with its place.
+    """
+    check_choice(SPLITS, split=split)
+    if dataset is None:
+        for number, pair in enumerate(docstring_pairs(split)):
+            yield PlacedPair(f"function {number} of the standard library", pair)
+        return
+    for place, row in _placed_rows(dataset, split):
         try:
-            yield _pair(json.loads(line))
+            pair, columns = pair_of(row)
         except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
+        yield PlacedPair(place, pair, columns)
+
+
+def _placed_rows(dataset: str | Iterable[dict], split: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(dataset, str) and not _is_a_path(dataset):
+        for number, row in enumerate(_read_hub(dataset, split)):
+            yield f"{dataset}, row {number} (from 0)", row
+        return
+    if split != "train":
+        raise ValueError(
+            f"split={split!r}: these pairs have no splits: "
+            f"give the held-out ones as a data set of their own"
+        )
+    if isinstance(dataset, str):
+        yield from read_rows(dataset)
+        return
+    for number, row in enumerate(dataset):
+        yield f"row {number} (from 0)", row
+
+
+def _is_a_path(name: str) -> bool:
+    """Whether `name` is a file or a folder, or can be nothing else.
+
+    A name of the hub has at most one slash, and no ending of a data file.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return True
+    return path.is_absolute() or name.count("/") > 1 or path.suffix in DATA_FILES
 
 
 def _read_hub(name: str, split: str) -> Iterable[Any]:
@@ -147,36 +185,8 @@ def _read_hub(name: str, split: str) -> Iterable[Any]:
     except Exception as error:  # of many types: a missing name, split, network or token
         raise ValueError(
             f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a "
-            f".jsonl file with `prompt` and `completion`, or a hub id that this machine can reach"
+            f"file with `prompt` and `completion`, or a hub id that this machine can reach"
         ) from error
-
-
-def _pair(row: Any) -> dict[str, Any]:
-    """The columns that count, if they are what they should be."""
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"a row is {str(row)[:40]!r}: "
-            f"give an object with `prompt` and `completion`, or `messages`"
-        )
-    chat = row.get("messages")
-    if chat is None and _has_texts(row, "prompt", "completion"):
-        return {"prompt": row["prompt"], "completion": row["completion"]}
-    if not _is_conversation(chat):
-        raise ValueError(
-            f"a row has the columns {sorted(row)}; the texts `prompt` and `completion` are needed "
-            f"(rename them), or `messages`, a list of turns with the texts `role` and `content`"
-        )
-    return {"messages": chat}
-
-
-def _is_conversation(chat: Any) -> bool:
-    if not isinstance(chat, list) or not chat:
-        return False
-    return all(isinstance(turn, dict) and _has_texts(turn, "role", "content") for turn in chat)
-
-
-def _has_texts(row: dict[str, Any], *names: str) -> bool:
-    return all(isinstance(row.get(name), str) for name in names)
 
 
 # --- from rows to batches -------------------------------------------------------------------------

@@ -72,6 +72,20 @@ def load_model(
     return model.to(device).train()
 
 
+def load_config(name: str = "smollm2") -> Any:
+    """Load the configuration that belongs to `load_model(name)`: its sizes, without its weights.
+
+    Raises ValueError if there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        where = resolve(name)
+        return AutoConfig.from_pretrained(where, local_files_only=offline(where))
+    except (OSError, ValueError) as error:
+        raise ValueError(_unknown(name)) from error
+
+
 def load_tokenizer(name: str = "smollm2") -> Any:
     """Load the tokenizer that belongs to `load_model(name)`; it always has a padding token."""
     from transformers import AutoTokenizer

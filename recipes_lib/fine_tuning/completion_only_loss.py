@@ -92,14 +92,17 @@ def completion_only_loss(model: Any, batch: Batch) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
-def check_labels(rows: Iterable[Row], tokenizer: Any) -> float:
+def check_labels(rows: Iterable[Row], tokenizer: Any, *, place: str = "") -> float:
     """Refuse rows whose labels teach the wrong thing; returns the share of tokens that carry loss.
 
     Looks for what trains without an error: rows with no target, labels shifted in the data,
     tokens of the template that are learnt (the prompt is not masked), and an end mark that is not
     (masked as padding, because the padding token is the end mark: such a model never stops).
-    Raises ValueError with the number of the row, its problem and an excerpt of what would be
-    learnt.
+
+    Args:
+        place: where all of these rows come from, such as "pairs.jsonl, line 7".
+    Raises ValueError with the place, or the number of the row, its problem and an excerpt of what
+    would be learnt.
     """
     ends = _end_marks(tokenizer)
     markers = set(tokenizer.all_special_ids) - ends
@@ -110,7 +113,10 @@ def check_labels(rows: Iterable[Row], tokenizer: Any) -> float:
         problem = _problem_of(row, ends, markers)
         if problem:
             shown = tokenizer.decode(learnt[:30])
-            raise ValueError(f"row {number} {problem}. Its targets begin with {shown!r}")
+            name = f"row {number}"
+            if place:
+                name = f"{place}: the row"
+            raise ValueError(f"{name} {problem}. Its targets begin with {shown!r}")
         tokens += len(row["input_ids"])
         targets += len(learnt)
     if not tokens:

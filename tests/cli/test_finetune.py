@@ -42,14 +42,21 @@ def test_the_defaults(settings_of):
         save_steps=10,
         report_to="tensorboard",
     )
-    assert others == {"held_out_file": None, "limit": None, "resume": False}
+    assert callable(others.pop("announce"))
+    assert others == {
+        "held_out_file": None,
+        "limit": None,
+        "longest": False,
+        "drop_long": False,
+        "resume": False,
+    }
 
 
 ALL_OPTIONS = """
---model a/b --data pairs.jsonl --held-out held.jsonl --limit 9 --output out --resume --method qlora
---rank 4 --alpha 8 --dropout 0.1 --learning-rate 0.5 --optimizer adamw_8bit --max-grad-norm 2
---steps 7 --warmup-steps 3 --rows-per-step 6 --micro-batch-size 2 --seq-len 64 --no-packing
---precision bf16 --gradient-checkpointing --seed 5 --save-steps 4 --report-to none
+--model a/b --data pairs.jsonl --held-out held.jsonl --limit 9 --drop-long --output out --resume
+--method qlora --rank 4 --alpha 8 --dropout 0.1 --learning-rate 0.5 --optimizer adamw_8bit
+--max-grad-norm 2 --steps 7 --warmup-steps 3 --rows-per-step 6 --micro-batch-size 2 --seq-len 64
+--no-packing --precision bf16 --gradient-checkpointing --seed 5 --save-steps 4 --report-to none
 """
 
 
@@ -79,12 +86,36 @@ def test_every_option_reaches_its_setting(settings_of):
         save_steps=4,
         report_to="none",
     )
-    assert others == {"held_out_file": "held.jsonl", "limit": 9, "resume": True}
+    del others["announce"]
+    assert others == {
+        "held_out_file": "held.jsonl",
+        "limit": 9,
+        "longest": False,
+        "drop_long": True,
+        "resume": True,
+    }
+
+
+def test_the_length_is_a_number_or_auto(settings_of, command):
+    assert settings_of("--output", "out", "--seq-len", "auto")[1]["longest"]
+    status, _, err = command("finetune", "--output", "out", "--seq-len", "long")
+    assert status == 1
+    assert "error: --seq-len long: give a number of tokens, or auto" in err
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(settings_of):
+    """The shell expands it at the start of a word only."""
+    options = ["--output=~/runs", "--data=~/a.jsonl", "--held-out=~/b.jsonl", "--model=~/base"]
+    run, others = settings_of(*options)
+    home = str(Path.home())
+    assert run.output_dir == f"{home}/runs"
+    assert run.data_file == f"{home}/a.jsonl"
+    assert run.base_model == f"{home}/base"
+    assert others["held_out_file"] == f"{home}/b.jsonl"
 
 
 def test_what_is_not_given_follows_the_rest(settings_of):
-    run, _ = settings_of("--output=~/runs", "--method", "full", "--steps", "5")
-    assert run.output_dir == str(Path.home() / "runs")
+    run, _ = settings_of("--output", "out", "--method", "full", "--steps", "5")
     assert run.learning_rate == 1e-4
     assert run.warmup_steps == 0  # 5 steps would be nothing but warm-up
 

@@ -28,7 +28,8 @@ def test_a_pipe_gets_a_plain_line_per_part(capsys):
     with counting("measuring", total=2) as announce:
         announce("baseline")
         announce("lora")
-    with working("fine-tuning"):
+    with working("fine-tuning") as announce:
+        announce("training: 1 of 3 done")
         print("step 0")
     assert capsys.readouterr().out == "measuring baseline\nmeasuring lora\nstep 0\n"
 
@@ -48,8 +49,9 @@ def test_a_terminal_gets_a_bar_that_counts_what_is_done(open_terminal):
 
 def test_what_is_printed_stands_above_the_wheel(open_terminal):
     terminal = open_terminal()
-    with working("fine-tuning"):
+    with working("fine-tuning") as announce:
+        announce("held-out loss before: 32 of 400 rows done")
         print("step 0: loss 2.5")
     shown = terminal.getvalue()
-    assert "fine-tuning" in shown
+    assert "held-out loss before: 32 of 400 rows done" in shown
     assert "step 0: loss 2.5\n" in shown

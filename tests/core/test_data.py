@@ -126,6 +126,15 @@ def test_text():
     assert len(text) > 100_000 and "def " in text
 
 
+def test_what_the_hub_does_not_give_is_one_sentence(tokenizer, monkeypatch):
+    def load_dataset(name, split):
+        raise ConnectionError(f"no {name} here")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"cannot load split 'train' .*no nobody/none here"):
+        load_instructions(tokenizer, dataset="nobody/none")
+
+
 def test_bad_input(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="choose one of train, validation"):
         load_instructions(tokenizer, split="test")
@@ -139,7 +148,7 @@ def test_bad_input(tokenizer, tmp_path):
         )
     with pytest.raises(ValueError, match="`prompt` and `completion` are needed"):
         load_instructions(tokenizer, dataset=[{"text": "a"}])
-    with pytest.raises(ValueError, match="cannot load split"):
+    with pytest.raises(ValueError, match="there is no file"):
         load_instructions(tokenizer, dataset=str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match="nothing to learn"):
         tokenize_pair(tokenizer, "a", "")

@@ -18,6 +18,7 @@ import dataclasses
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,15 +31,23 @@ import torch
 from recipes_lib.core.chat import Row
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.model import load_config, load_model, load_tokenizer
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
-from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, read_back, track
 from recipes_lib.workflows.finetune.data import load_data
+from recipes_lib.workflows.finetune.evaluation import (
+    Announce,
+    Evaluation,
+    in_words,
+    precision_of_base,
+    precision_of_result,
+    say_nothing,
+)
 from recipes_lib.workflows.finetune.export import WRITTEN, write_production
 from recipes_lib.workflows.finetune.loop import (
+    CHECKPOINT,
     Step,
     adapt,
     check_run,
@@ -50,7 +59,6 @@ from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settin
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
-RELIABLE_ROWS = 30  # held out; with fewer the interval is too narrow
 
 # --- the command ----------------------------------------------------------------------------------
 
@@ -60,16 +68,22 @@ def finetune(
     *,
     held_out_file: str | None = None,
     limit: int | None = None,
+    longest: bool = False,
+    drop_long: bool = False,
     resume: bool = False,
+    announce: Announce = say_nothing,
 ) -> None:
     """Read and check the data, train, compare the held-out loss, and save all that is promised.
 
     Prints what it does, a line per step. `run.output_dir` gets all that it leaves.
 
     Args:
-        held_out_file: JSON Lines of held-out pairs; without one every tenth pair is held out.
+        held_out_file: held-out pairs; without them every tenth pair is held out.
         limit: take the first pairs only.
+        longest: set `run.seq_len` to the length of the longest row.
+        drop_long: leave out the rows that are longer than `run.seq_len`.
         resume: go on from the checkpoint in `run.output_dir`; begin, if there is none.
+        announce: is called with a few words on what is going on now, for a terminal.
     Raises ValueError before training for bad data, and for an output folder with another run or
     with a result.
     """
@@ -77,35 +91,57 @@ def finetune(
     folder = Path(run.output_dir)
     result = result_folder(run)
     check_output(folder, result, inputs=[run.data_file, held_out_file], resume=resume)
+    announce("reading the data")
     tokenizer = load_tokenizer(run.base_model)
     pad = tokenizer.pad_token_id
-    pairs, rows, held_out = load_data(tokenizer, run=run, held_out_file=held_out_file, limit=limit)
-    print(f"{len(rows)} rows to train on, {len(held_out)} held out")
-    rows = _packed(rows, run=run)
+    data = load_data(
+        tokenizer,
+        run=run,
+        held_out_file=held_out_file,
+        limit=limit,
+        longest=longest,
+        drop_long=drop_long,
+    )
+    run = data.run
+    check_positions(run, longest=max(len(r["input_ids"]) for r in [*data.rows, *data.held_out]))
+    print(f"{len(data.rows)} rows to train on, {len(data.held_out)} held out")
+    rows = _packed(data.rows, run=run)
     check_run(rows, run=run, folder=folder, resume=resume)
     passes = run.steps * run.rows_per_step / len(rows)
     print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
+    if resume:
+        print(_what_it_resumes(folder))
 
+    announce("loading the model")
     seed_everything(run.seed)  # of the adapters and of dropout
     model = load_base(run)
     base = base_fingerprint(model)  # adapters and 4 bits will hide it
     if run.packing:
         check_packing(model, rows, run=run, pad_token_id=pad)
 
-    # The same rows before and after: the comparison is paired.
-    before = held_out_losses(model, held_out, pad_token_id=pad)
+    # The same rows before and after, in the same batches: the comparison is paired.
+    evaluation = Evaluation(data.held_out, run=run, pad_token_id=pad, announce=announce)
+    before = evaluation.losses(model, "before", what=precision_of_base(model))
     model = _adapted(model, rows, run=run, pad_token_id=pad)
     steps = training_steps(
         model, rows, run=run, pad_token_id=pad, folder=folder, resume=resume, base=base
     )
-    log_steps(steps, run)
-    after = held_out_losses(model, held_out, pad_token_id=pad)
-    print(f"held-out loss: {compare(before, after)}{_caution(len(held_out))}")
+    log_steps(steps, run, announce=announce)
+    after = evaluation.losses(model, "after", what=precision_of_result(model, run))
+    print(evaluation.difference(before, after))
 
     # The result comes last: a run is finished when it is there.
-    write_production(run, pairs)
+    announce("saving")
+    write_production(run, data.pairs)
     save_result(model, tokenizer, result, run=run, base=base)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+
+
+def _what_it_resumes(folder: Path) -> str:
+    """Whether there is something to go on from: a mistyped folder would begin anew in silence."""
+    if (folder / CHECKPOINT).exists():
+        return f"going on from {folder / CHECKPOINT}"
+    return f"nothing to go on from, there is no {folder / CHECKPOINT}: beginning at step 0"
 
 
 def _packed(rows: list[Row], *, run: Settings) -> list[Row]:
@@ -158,12 +194,6 @@ def save_result(model: Any, tokenizer: Any, result: Path, *, run: Settings, base
     os.replace(scratch, result)
 
 
-def _caution(held_out_rows: int) -> str:
-    if held_out_rows >= RELIABLE_ROWS:
-        return ""
-    return f" (of {held_out_rows} rows, too few to rely on: hold out {RELIABLE_ROWS} or more)"
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -201,15 +231,36 @@ def check_packing(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_i
         raise ValueError(f"{error} (--no-packing)") from error
 
 
+def check_positions(run: Settings, *, longest: int) -> None:
+    """Raise ValueError if a row of `longest` tokens is more than the base model was made for.
+
+    It would read positions that it has never seen, without an error. A packed row may be longer:
+    each of its documents begins at position 0.
+    """
+    config = load_config(run.base_model)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        return
+    # Stretched positions, as YaRN's: the configuration may name those of before.
+    stretched = getattr(config, "rope_parameters", None) or {}
+    positions = int(positions * stretched.get("factor", 1))
+    if longest > positions:
+        raise ValueError(
+            f"the longest row has {longest} tokens, and {run.base_model} knows {positions} "
+            f"positions: leave out the long rows with --seq-len {positions} --drop-long"
+        )
+
+
 # --- the log --------------------------------------------------------------------------------------
 
 
-def log_steps(steps: Iterable[Step], run: Settings) -> None:
+def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_nothing) -> None:
     """Print every step, and log it to the tracker of `run.report_to`.
 
     On a CPU the memory account slows every operator, so it ends with the third step: AdamW has
     its states by then.
     """
+    seconds: list[float] = []
     with contextlib.ExitStack() as log, contextlib.ExitStack() as account:
         tracker: Tracker | None = None
         memory = account.enter_context(PeakMemory())
@@ -229,10 +280,22 @@ def log_steps(steps: Iterable[Step], run: Settings) -> None:
                 )
                 if keeps_checkpoint(step.number, run=run):
                     tracker.flush()  # the checkpoint comes next
-            line = f"step {step.number}: loss {step.loss:.6f}, {speed:,.0f} tokens/s"
+            seconds.append(step.seconds)
+            done = f"{step.number + 1} of {run.steps} done{_rest(seconds, step.number, run)}"
+            line = f"step {step.number}: loss {step.loss:.6f}, {speed:,.0f} tokens/s, {done}"
             print(line, flush=True)
+            announce(f"training: {done}")
             if count == 3 and machine().device == "cpu":
                 account.close()
+
+
+def _rest(seconds: Sequence[float], number: int, run: Settings) -> str:
+    """The time that the steps after step `number` will take: ", 3 min left"."""
+    steps = run.steps - number - 1
+    if steps == 0:
+        return ""
+    # The last ones: the first steps of a process are slower.
+    return f", {in_words(steps * statistics.median(seconds[-5:]))} left"
 
 
 def open_log(run: Settings, *, first_step: int) -> Tracker:

@@ -1,82 +1,160 @@
-"""The data of a fine-tuning run: pairs read, checked, and a part of them held out."""
+"""The data of a fine-tuning run: pairs read, checked, and a part of them held out.
+
+    data = load_data(tokenizer, run=settings)
+    data.rows, data.held_out          # tokens and labels
+    data.run                          # the settings, with the length that was found
+
+Every message about a pair names the place where it stands: the line of the user's file, and not a
+number that the split has given it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from recipes_lib.core.chat import Row, tokenize_pair
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data import load_instructions, load_pairs
+from recipes_lib.core.data import PlacedPair, load_pairs, placed_pairs, rows_of
+from recipes_lib.core.pair_columns import Pair
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 from recipes_lib.workflows.finetune.loop import check_run
 from recipes_lib.workflows.finetune.settings import Settings
 
-Pair = dict[str, Any]  # `prompt` and `completion`, or `messages`
 HELD_OUT_EVERY = 10  # the first of every ten pairs
 DEFAULT_LIMIT = 400  # pairs of the standard library
 
 
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What a run trains on, and what it keeps out.
+
+    `run` is the settings with the length of the longest row, where that was asked for.
+    """
+
+    pairs: list[Pair]  # to train on, as text
+    rows: list[Row]  # the same, as tokens
+    held_out: list[Row]
+    run: Settings
+
+
 def load_data(
-    tokenizer: Any, *, run: Settings, held_out_file: str | None = None, limit: int | None = None
-) -> tuple[list[Pair], list[Row], list[Row]]:
-    """Pairs to train on, their rows, and held-out rows.
+    tokenizer: Any,
+    *,
+    run: Settings,
+    held_out_file: str | None = None,
+    limit: int | None = None,
+    longest: bool = False,
+    drop_long: bool = False,
+) -> Data:
+    """Pairs to train on, their rows, and held-out rows. Prints what it leaves out.
 
     They are those of `run.data_file`, or of the standard library if it is "". Without a file of
     held-out pairs, every tenth pair is held out.
 
     Args:
         limit: take the first pairs only.
-    Raises ValueError for what `load_instructions`, `check_labels` and `check_run` refuse, and for
-    fewer than two held-out rows.
+        longest: set `seq_len` to the length of the longest row, held out or not.
+        drop_long: leave out the rows that are longer than `run.seq_len`.
+    Raises ValueError for what `placed_pairs`, `check_labels` and `check_run` refuse, for a row that
+    is too long, and for fewer than two held-out rows.
     """
-    if limit is not None:
-        check_whole(limit=limit)
+    _check_options(run, held_out_file, limit=limit, longest=longest, drop_long=drop_long)
     if run.data_file:
         pairs, held_out_pairs = _pairs_of_file(run, held_out_file, limit)
-    elif held_out_file:
-        raise ValueError(
-            f"held_out_file={held_out_file}: give the file of pairs to train on as well"
-        )
     else:
         pairs, held_out_pairs = _pairs_of_standard_library(tokenizer, run, limit)
 
     # Checked before packing, which would hide which row is too long.
-    rows = _rows_of(tokenizer, pairs)
-    held_out = _rows_of(tokenizer, held_out_pairs)
+    trained = _tokenized(tokenizer, pairs)
+    held_out = _tokenized(tokenizer, held_out_pairs)
+    if longest:
+        run = dataclasses.replace(run, seq_len=_length_of_the_longest([*trained, *held_out]))
+    elif drop_long:
+        _say_what_is_long([*trained, *held_out], run.seq_len)
+        trained = [each for each in trained if each.length <= run.seq_len]
+        held_out = [each for each in held_out if each.length <= run.seq_len]
+    _require_short_rows([*trained, *held_out], run.seq_len)
+
+    rows = [row for each in trained for row in each.rows]
+    held_out_rows = [row for each in held_out for row in each.rows]
     check_run(rows, run=run, folder=None, resume=False)
-    check_labels(rows, tokenizer)
-    if len(held_out) < 2:
+    for each in [*trained, *held_out]:
+        check_labels(each.rows, tokenizer, place=each.place)
+    if len(held_out_rows) < 2:
         raise ValueError(
-            f"{len(held_out)} held-out rows: give 20 pairs or more, or a file of held-out ones"
+            f"{len(held_out_rows)} held-out rows: give 20 pairs or more, or a file of held-out ones"
         )
-    return pairs, rows, held_out
+    return Data([each.pair for each in trained], rows, held_out_rows, run)
+
+
+def _check_options(
+    run: Settings, held_out_file: str | None, *, limit: int | None, longest: bool, drop_long: bool
+) -> None:
+    if limit is not None:
+        check_whole(limit=limit)
+    if held_out_file and not run.data_file:
+        raise ValueError(
+            f"held_out_file={held_out_file}: give the file of pairs to train on as well"
+        )
+    if longest and drop_long:
+        raise ValueError(
+            "the length is that of the longest row (--seq-len auto), so no row is too long: "
+            "leave out one of --seq-len auto and --drop-long"
+        )
+    if longest and not run.data_file:
+        raise ValueError(
+            "the functions of the standard library have every length: give seq_len a number, "
+            "or a file of pairs (--data) with --seq-len auto"
+        )
+
+
+# --- pairs ----------------------------------------------------------------------------------------
 
 
 def _pairs_of_file(
     run: Settings, held_out_file: str | None, limit: int | None
-) -> tuple[list[Pair], list[Pair]]:
+) -> tuple[list[PlacedPair], list[PlacedPair]]:
     """Pairs to train on, and pairs held out: what is trained on proves nothing."""
-    pairs = list(itertools.islice(load_pairs(dataset=str(run.data_file)), limit))
+    pairs = _with_an_answer(itertools.islice(placed_pairs(dataset=str(run.data_file)), limit))
     if held_out_file:
-        held_out = list(load_pairs(dataset=held_out_file))
+        held_out = _with_an_answer(placed_pairs(dataset=held_out_file))
     else:
         held_out = pairs[::HELD_OUT_EVERY]
         pairs = [pair for i, pair in enumerate(pairs) if i % HELD_OUT_EVERY != 0]
+    for columns in dict.fromkeys(each.columns for each in [*pairs, *held_out] if each.columns):
+        print(f"columns: {columns}")
 
     # The same pair may stand in the file twice, or in both files.
-    known = {json.dumps(pair) for pair in held_out}
-    others = [pair for pair in pairs if json.dumps(pair) not in known]
+    known = {json.dumps(each.pair) for each in held_out}
+    others = [each for each in pairs if json.dumps(each.pair) not in known]
+    if pairs and not others:
+        raise ValueError(
+            f"the {len(pairs) + len(held_out)} pairs repeat each other, only {len(known)} of them "
+            f"differ: every pair to train on is held out as well; give pairs that differ"
+        )
     if len(others) < len(pairs):
         print(f"left out, for they are held out too: {len(pairs) - len(others)} pairs")
     return others, held_out
 
 
+def _with_an_answer(pairs: Iterable[PlacedPair]) -> list[PlacedPair]:
+    pairs = list(pairs)
+    empty = [each for each in pairs if each.is_empty]
+    if empty:
+        print(
+            f"left out, for their completion is empty: {len(empty)} pairs, "
+            f"the first of them {empty[0].place}"
+        )
+    return [each for each in pairs if not each.is_empty]
+
+
 def _pairs_of_standard_library(
     tokenizer: Any, run: Settings, limit: int | None
-) -> tuple[list[Pair], list[Pair]]:
+) -> tuple[list[PlacedPair], list[PlacedPair]]:
     """Pairs of at most `run.seq_len` tokens.
 
     Longer ones of a user's file are refused; of these there are enough.
@@ -90,13 +168,81 @@ def _pairs_of_standard_library(
     for split, wanted in counts.items():
         pairs = load_pairs(split=split)
         short = (p for p in pairs if len(tokenize_pair(tokenizer, **p)["labels"]) <= run.seq_len)
-        found.append(list(itertools.islice(short, wanted)))
+        chosen = itertools.islice(short, wanted)
+        found.append([PlacedPair(f"{split} function {i}", pair) for i, pair in enumerate(chosen)])
     train, validation = found
     return train, validation
 
 
-def _rows_of(tokenizer: Any, pairs: list[Pair]) -> list[Row]:
-    """All pairs as rows, whatever their length: a long one is refused by name, not left out."""
+# --- rows, and how long they are ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokenized:
+    """A pair with its place and its rows: some templates make several of one conversation."""
+
+    place: str
+    pair: Pair
+    rows: list[Row]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest of its rows."""
+        return max(len(row["input_ids"]) for row in self.rows)
+
+
+def _tokenized(tokenizer: Any, pairs: Sequence[PlacedPair]) -> list[_Tokenized]:
+    """All pairs as rows, whatever their length: a long one is refused by name."""
+    found = []
+    for each in pairs:
+        try:
+            rows = rows_of(tokenizer, each.pair)
+        except ValueError as error:
+            raise ValueError(f"{each.place}: {error}") from error
+        found.append(_Tokenized(each.place, each.pair, rows))
+    return found
+
+
+def _longest_of(pairs: Sequence[_Tokenized]) -> _Tokenized:
+    return max(pairs, key=lambda each: each.length)
+
+
+def _length_of_the_longest(pairs: Sequence[_Tokenized]) -> int:
+    """Tokens of the longest row; prints which it is, for one odd row can be far from the others."""
     if not pairs:
-        return []
-    return list(load_instructions(tokenizer, dataset=pairs, max_tokens=sys.maxsize))
+        raise ValueError("there is no pair whose length could be taken: give 20 pairs or more")
+    longest = _longest_of(pairs)
+    lengths = sorted(each.length for each in pairs)
+    print(
+        f"seq_len {longest.length:,}: the longest row is {longest.place}; "
+        f"half of the rows have at most {lengths[len(lengths) // 2]:,} tokens"
+    )
+    return longest.length
+
+
+def _say_what_is_long(pairs: Sequence[_Tokenized], seq_len: int) -> None:
+    long = [each for each in pairs if each.length > seq_len]
+    if long:
+        longest = _longest_of(long)
+        print(
+            f"left out, for they are longer than {seq_len} tokens: {len(long)} of {len(pairs)} "
+            f"pairs, the longest is {longest.place} with {longest.length:,} tokens"
+        )
+
+
+def _require_short_rows(pairs: Sequence[_Tokenized], seq_len: int) -> None:
+    """Raise ValueError for rows of more than `seq_len` tokens, held out or not.
+
+    They are not cut, because a cut answer teaches to stop anywhere. A held-out row takes memory,
+    too.
+    """
+    long = [each for each in pairs if each.length > seq_len]
+    if not long:
+        return
+    longest = _longest_of(long)
+    raise ValueError(
+        f"{len(long)} of {len(pairs)} rows are longer than seq_len={seq_len}; the longest is "
+        f"{longest.place} with {longest.length:,} tokens. --seq-len {longest.length} or "
+        f"--seq-len auto holds all of them, --drop-long leaves the long ones out; "
+        f"they are not cut, because a cut answer teaches to stop anywhere"
+    )

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import stat
 import sys
 
@@ -18,6 +19,7 @@ from recipes_lib.workflows.finetune.command import (
     STEP_LINE,
     check_output,
     check_packing,
+    check_positions,
     finetune,
     run_command,
 )
@@ -113,7 +115,7 @@ def whole(small_model, pairs, tmp_path_factory):
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
-    whole, small_model, pairs, tmp_path, monkeypatch
+    whole, small_model, pairs, tmp_path, monkeypatch, capsys
 ):
     """SIGKILL before the first checkpoint: it begins again. After one: it goes on from there."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other threads sum in another order
@@ -128,14 +130,16 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
     with pytest.raises(ValueError, match="log would be overwritten: resume"):
         finetune_here(run)
 
-    second = run_command(*as_options(run), "--resume", kill_at=SAVE_STEPS + 1)
+    second = run_command(*as_options(run), "--resume", kill_at=SAVE_STEPS + 1, echo=True)
+    assert f"there is no {folder / CHECKPOINT}: beginning" in capsys.readouterr().out
     assert min(second) == 0, "there was no checkpoint: it begins again"
     assert STEPS - 1 not in second
     with pytest.raises(ValueError, match="would be overwritten: resume"):
         finetune_here(run)
 
-    third, _ = finetune_here(run, resume=True)
+    third, printed = finetune_here(run, resume=True)
     assert min(third) >= SAVE_STEPS, "it goes on from the checkpoint"
+    assert f"going on from {folder / CHECKPOINT}" in printed
     for part in (first, second, third):
         assert part == {step: expected[step] for step in part}
     assert sorted(second | third) == list(range(STEPS))
@@ -156,10 +160,23 @@ def test_the_folder_holds_all_that_was_promised(whole, small_model):
     assert sorted(losses) == list(range(STEPS))
     files = {path.name for path in folder.iterdir()}
     assert files == {"adapter", "log", CHECKPOINT, *WRITTEN}
-    assert "held-out loss: " in printed
     assert "too few to rely on" in printed  # of 4 rows
     assert "36 rows to train on, 4 held out" in printed
     assert f"path: {folder}/train.jsonl" in (folder / "axolotl.yml").read_text()
+
+
+def test_it_says_how_far_it_is_and_what_it_found(whole):
+    """The mistake: no total, no time left, and a difference of two losses that nobody sees."""
+    _, _, printed = whole
+    assert re.search(r"step 3: loss \S+ \S+ tokens/s, 4 of 10 done, \d+ s left\n", printed)
+    assert re.search(r"step 9: loss \S+ \S+ tokens/s, 10 of 10 done\n", printed)
+    before = float(re.search(r"held-out loss before: (\S+) nats per token", printed)[1])
+    after = float(re.search(r"held-out loss after: (\S+) nats per token", printed)[1])
+    difference = float(re.search(r"\ndifference: (\S+) nats per token", printed)[1])
+    assert after - before == pytest.approx(difference, abs=1e-3)
+    assert after < before
+    assert "nats per token, the base in fp32 with adapters in fp32\n" in printed
+    assert "four bits" not in printed
 
 
 def test_a_finished_run_is_not_begun_again(whole, small_model, pairs):
@@ -184,7 +201,10 @@ def test_a_full_model_and_a_4_bit_one_are_saved(small_model, pairs, tmp_path):
     assert not (tmp_path / "full" / "log").exists()
 
     adapted = settings(small_model, pairs, tmp_path / "qlora", method="qlora", **short)
-    finetune_here(adapted)
+    _, printed = finetune_here(adapted)
+    assert "nats per token, the base in fp32\n" in printed
+    assert "nats per token, the base in 4 bits with adapters in fp32\n" in printed
+    assert "what four bits cost" in printed
     assert load_adapter(base, tmp_path / "qlora" / "adapter").peft_config
 
 
@@ -234,6 +254,14 @@ def test_bad_data_is_refused_before_the_folder_is_made(small_model, tmp_path):
     with pytest.raises(ValueError, match="no rows"):
         finetune_here(settings(small_model, path, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_beyond_the_positions_of_the_base_are_refused(small_model, pairs, tmp_path):
+    """The mistake: positions that the model has never seen are read without an error."""
+    run = settings(small_model, pairs, tmp_path / "out")
+    check_positions(run, longest=2048)
+    with pytest.raises(ValueError, match=r"2049 tokens, .* knows 2048 positions.*--drop-long"):
+        check_positions(run, longest=2049)
 
 
 def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):

@@ -2,9 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from recipes_lib.core.data import rows_of
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.workflows.finetune import data
 from recipes_lib.workflows.finetune.data import load_data
@@ -31,21 +33,19 @@ def run_of(path, **values):
 
 def test_every_tenth_pair_is_held_out(tokenizer, tmp_path):
     path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
-    trained, rows, held_out = load_data(tokenizer, run=run_of(path))
-    assert trained == pairs_of(i for i in range(40) if i % 10)
-    assert (len(rows), len(held_out)) == (36, 4)
-    limited, _, _ = load_data(tokenizer, run=run_of(path), limit=20)
-    assert len(limited) == 18
+    found = load_data(tokenizer, run=run_of(path))
+    assert found.pairs == pairs_of(i for i in range(40) if i % 10)
+    assert (len(found.rows), len(found.held_out)) == (36, 4)
+    limited = load_data(tokenizer, run=run_of(path), limit=20)
+    assert len(limited.pairs) == 18
 
 
 def test_what_is_held_out_is_not_trained_on(tokenizer, tmp_path, capsys):
     path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
     held_out_file = write(tmp_path / "held_out.jsonl", pairs_of(range(5)))
-    trained, rows, held_out = load_data(
-        tokenizer, run=run_of(path), held_out_file=str(held_out_file)
-    )
-    assert trained == pairs_of(range(5, 40))
-    assert (len(rows), len(held_out)) == (35, 5)
+    found = load_data(tokenizer, run=run_of(path), held_out_file=str(held_out_file))
+    assert found.pairs == pairs_of(range(5, 40))
+    assert (len(found.rows), len(found.held_out)) == (35, 5)
     assert "held out too: 5 pairs" in capsys.readouterr().out
 
 
@@ -59,9 +59,9 @@ def test_pairs_of_the_standard_library_are_left_out_where_they_are_long(tokenize
         return [long, *pairs_of(range(100))]
 
     monkeypatch.setattr(data, "load_pairs", found)
-    trained, rows, held_out = load_data(tokenizer, run=change(seq_len=64), limit=24)
-    assert trained == pairs_of(range(24))
-    assert (len(rows), len(held_out)) == (24, 3)
+    found = load_data(tokenizer, run=change(seq_len=64), limit=24)
+    assert found.pairs == pairs_of(range(24))
+    assert (len(found.rows), len(found.held_out)) == (24, 3)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_pairs_of_the_standard_library_are_left_out_where_they_are_long(tokenize
         ([*pairs_of(range(31)), {"prompt": "a", "completion": "b " * 200}], "longer than seq_len"),
         ([{"text": "a"}], "`prompt` and `completion` are needed"),
         (pairs_of(range(5)), "1 held-out rows: give 20 pairs or more"),
-        ([{"prompt": "a", "completion": "b"}] * 30, "data set is empty"),  # all are held out
+        ([{"prompt": "a", "completion": "b"}] * 30, "30 pairs repeat each other, only 1 of them"),
     ],
     ids=["no rows", "long", "columns", "few", "repeated"],
 )
@@ -81,9 +81,84 @@ def test_bad_data_is_refused(tokenizer, tmp_path, rows, error):
         load_data(tokenizer, run=run_of(path))
 
 
+LONG = {"prompt": "long", "completion": "b " * 80}
+LONGER = {"prompt": "longer", "completion": "b " * 200}
+
+
+@pytest.fixture
+def with_long_rows(tokenizer, tmp_path):
+    """Pairs of which line 11, held out, and line 14 are longer than 64 tokens."""
+    rows = pairs_of(range(40))
+    rows[10] = LONGER
+    rows[13] = LONG
+    path = write(tmp_path / "pairs.jsonl", rows)
+    return path, len(rows_of(tokenizer, LONGER)[0]["input_ids"])
+
+
+def test_the_longest_row_is_named_by_its_line(tokenizer, with_long_rows):
+    """The mistake: the first long row of those behind the split, and none that is held out."""
+    path, length = with_long_rows
+    error = rf"2 of 40 rows .*longest is {path}, line 11 with {length} tokens. --seq-len {length} "
+    with pytest.raises(ValueError, match=error):
+        load_data(tokenizer, run=run_of(path))
+
+
+def test_a_long_row_of_the_held_out_file_is_refused(tokenizer, tmp_path):
+    """The mistake: only rows to train on are checked, and 10 MB in one line take all memory."""
+    path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
+    held_out = write(tmp_path / "held_out.jsonl", [*pairs_of(range(40, 45)), LONG])
+    with pytest.raises(ValueError, match=rf"the longest is {held_out}, line 6 with"):
+        load_data(tokenizer, run=run_of(path), held_out_file=str(held_out))
+
+
+def test_the_length_is_found_or_long_rows_are_left_out(tokenizer, with_long_rows, capsys):
+    path, length = with_long_rows
+    found = load_data(tokenizer, run=run_of(path), longest=True)
+    assert found.run == replace(run_of(path), seq_len=length)
+    assert (len(found.rows), len(found.held_out)) == (36, 4)
+    assert f"seq_len {length}: the longest row is {path}, line 11" in capsys.readouterr().out
+
+    found = load_data(tokenizer, run=run_of(path), drop_long=True)
+    assert found.run.seq_len == 64
+    assert (len(found.pairs), len(found.rows), len(found.held_out)) == (35, 35, 3)
+    assert LONG not in found.pairs
+    assert f"2 of 40 pairs, the longest is {path}, line 11 with" in capsys.readouterr().out
+
+
+def test_a_pair_that_cannot_be_learnt_is_named_by_its_line(tokenizer, tmp_path, capsys):
+    """The mistake: a number that the split has given it, or none."""
+    chat = {"messages": [{"role": "human", "content": "2 + 2?"}]}
+    path = write(tmp_path / "chat.jsonl", [*pairs_of(range(24)), chat])
+    with pytest.raises(ValueError, match=rf"{path}, line 25: nothing to learn"):
+        load_data(tokenizer, run=run_of(path))
+
+    marks = {"prompt": "?", "completion": "<|im_start|>"}
+    path = write(tmp_path / "marks.jsonl", [*pairs_of(range(24)), marks])
+    with pytest.raises(ValueError, match=rf"{path}, line 25: the row learns tokens of the templ"):
+        load_data(tokenizer, run=run_of(path))
+
+    path = write(
+        tmp_path / "empty.jsonl", [*pairs_of(range(24)), {"prompt": "?", "completion": ""}]
+    )
+    load_data(tokenizer, run=run_of(path))
+    assert f"1 pairs, the first of them {path}, line 25" in capsys.readouterr().out
+
+
+def test_columns_with_other_names_are_said(tokenizer, tmp_path, capsys):
+    rows = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(40)]
+    path = write(tmp_path / "gsm8k.jsonl", rows)
+    found = load_data(tokenizer, run=run_of(path))
+    assert found.pairs[0] == {"prompt": "1 + 1?", "completion": "#### 2"}
+    assert "columns: `question` is the prompt, `answer` the completion" in capsys.readouterr().out
+
+
 def test_bad_options_are_refused(tokenizer, tmp_path):
     path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
     with pytest.raises(ValueError, match="give the file of pairs to train on"):
         load_data(tokenizer, run=change(data_file=""), held_out_file=str(path))
     with pytest.raises(ValueError, match="limit=0"):
         load_data(tokenizer, run=run_of(path), limit=0)
+    with pytest.raises(ValueError, match="leave out one of --seq-len auto and --drop-long"):
+        load_data(tokenizer, run=run_of(path), longest=True, drop_long=True)
+    with pytest.raises(ValueError, match="the standard library have every length"):
+        load_data(tokenizer, run=change(data_file=""), longest=True)
