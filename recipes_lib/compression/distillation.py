@@ -130,8 +130,8 @@ def apply_distillation(
     same, have vocabularies of different sizes, or (with pairs) hidden states of different widths;
     for a student that has a teacher, is quantized, has no parameter that trains, or computes its
     loss itself; and for an output layer with adapters or in few bits. The forward of the student
-    raises it for logits that are more than a linear layer and the soft cap of the configuration,
-    for a teacher on another device, and for `inputs_embeds`.
+    raises it for logits that are more than a linear layer, the factor and the soft cap of the
+    configuration, for a teacher on another device, and for `inputs_embeds`.
     """
     require_causal_lm(student)
     require_causal_lm(teacher)

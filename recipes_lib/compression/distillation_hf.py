@@ -27,6 +27,7 @@ from recipes_lib.core.output_layer import (
     OutputLayer,
     beside_weight_and_bias,
     makes_plain_logits,
+    options_by_name,
     output_layer_of,
     run_to_the_output_layer,
     targets_of,
@@ -80,8 +81,9 @@ class Taught:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; but with labels in training mode the output has no logits."""
+        kwargs = options_by_name(super().forward, args, kwargs)
         if kwargs.get("labels") is None or not self.training:
-            return super().forward(*args, **kwargs)
+            return super().forward(**kwargs)
         _check_inputs(kwargs)
         teaching = self.teaching
         teacher = without_adapters(teaching.teacher)
@@ -90,9 +92,9 @@ class Taught:
         inputs = {name: value for name, value in kwargs.items() if name not in OF_THE_LOSS}
         inputs["return_dict"] = True
         with evaluating(teacher):
-            run_teacher = partial(teacher, *args, **inputs | {"use_cache": False})
+            run_teacher = partial(teacher, **inputs | {"use_cache": False})
             taught_by = run_keeping_blocks(teacher, run_teacher, teaching.of_teacher)
-        run_student = partial(super().forward, *args, **inputs)
+        run_student = partial(super().forward, **inputs)
         student = run_keeping_blocks(self, run_student, teaching.of_student)
         if "aux_loss" in student.output:
             raise ValueError(
@@ -133,7 +135,7 @@ def run_keeping_blocks(causal: Any, forward: Callable[[], Any], blocks: Iterable
     layer = output_layer_of(causal)
     if not makes_plain_logits(output, hidden, layer):
         raise ValueError(
-            f"{type(causal).__name__} scales its logits or changes them otherwise, and the loss of "
+            f"{type(causal).__name__} changes its logits behind its output layer, and the loss of "
             f"distillation would not: give models whose logits come straight from their output "
             f"layer"
         )

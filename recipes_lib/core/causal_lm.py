@@ -152,6 +152,25 @@ def final_softcap(model: Any) -> float | None:
     return getattr(config, "final_logit_softcapping", None)
 
 
+def logit_factor(model: Any) -> float:
+    """f, if the model makes its logits f times what its output layer returns; 1 otherwise.
+
+    Cohere and Falcon-H1 multiply by a factor of their configuration, Granite divides by it.
+    """
+    config = without_adapters(model).config.get_text_config()
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if value is not None:
+            factor *= value
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None or config.model_type == "minicpm3":  # divides the hidden states by it
+        return factor
+    if config.model_type == "hyperclovax":
+        return factor * scaling
+    return factor / scaling
+
+
 def is_layer_norm(norm: nn.Module) -> bool:
     """Whether it is a LayerNorm, which saves its input as it is. An RMSNorm saves it in fp32."""
     return isinstance(norm, nn.LayerNorm)

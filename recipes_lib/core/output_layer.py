@@ -16,19 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from recipes_lib.core.causal_lm import final_softcap
+from recipes_lib.core.causal_lm import final_softcap, logit_factor
 from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.measure import dry
 
 
 class OutputLayer(NamedTuple):
-    """What makes logits of hidden states: `c tanh((hidden @ weight.T + bias) / c)`, c the cap."""
+    """What makes logits of hidden states: `c tanh((hidden @ weight.T + bias) / c)`, c the cap.
+
+    Where a model multiplies its logits by a factor, hidden and bias are multiplied by it already.
+    """
 
     weight: torch.Tensor  # [V, D]
     bias: torch.Tensor | None = None  # [V]
@@ -38,7 +41,11 @@ class OutputLayer(NamedTuple):
 def output_layer_of(causal: Any) -> OutputLayer:
     """The output layer of a causal LM, as its configuration describes it."""
     head = causal.get_output_embeddings()
-    return OutputLayer(head.weight, getattr(head, "bias", None), final_softcap(causal))
+    bias = getattr(head, "bias", None)
+    factor = logit_factor(causal)
+    if bias is not None and factor != 1:
+        bias = bias * factor
+    return OutputLayer(head.weight, bias, final_softcap(causal))
 
 
 def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
@@ -52,12 +59,17 @@ def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
 def run_to_the_output_layer(causal: Any, forward: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
     """Run `forward`, that of a causal LM, without all logits: its output, and hidden [B, S, D].
 
-    The logits of the output are [1, 2, V], those of `two_tokens`.
+    The logits of the output are [1, 2, V], those of `two_tokens`. Hidden is what the output layer
+    reads, times the factor of the logits, if the model has one.
     """
     seen: list[torch.Tensor] = []
     with _shortened(causal.get_output_embeddings(), seen):
         output = forward()
-    return output, seen[0]
+    (hidden,) = seen
+    factor = logit_factor(causal)
+    if factor != 1:  # f (W h) is W (f h), and h is smaller than the logits
+        hidden = hidden * factor
+    return output, hidden
 
 
 @contextlib.contextmanager
@@ -82,6 +94,17 @@ def _shortened(head: nn.Module, seen: list[torch.Tensor]) -> Iterator[None]:
 
     with head.register_forward_pre_hook(before), head.register_forward_hook(after), no_autocast:
         yield
+
+
+def options_by_name(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of `forward`, all of them by name: labels may come by position."""
+    if not args:
+        return dict(kwargs)
+    signature = inspect.signature(forward)
+    signature.bind_partial(*args, **kwargs)  # raises TypeError for too many, or the same twice
+    return dict(zip(signature.parameters, args)) | dict(kwargs)
 
 
 def targets_of(options: Mapping[str, Any]) -> torch.Tensor:
@@ -112,8 +135,8 @@ def with_loss(causal: Any, output: Any, loss: torch.Tensor, options: Mapping[str
 def two_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One token of hidden [B, S, D], and 64 times that token: [1, 2, D], in the dtype of `weight`.
 
-    What a model does with its logits shows in them. A factor (Cohere, Granite) changes the logits
-    of both. A soft cap c tanh(logits / c) hardly changes small logits, such as those of an
+    What a model does with its logits shows in them. A factor that nobody expects changes the
+    logits of both. A soft cap c tanh(logits / c) hardly changes small logits, such as those of an
     untrained model; those of 64 times the token it does change.
     """
     factors = weight.new_tensor([[1.0], [64.0]])  # [2, 1]

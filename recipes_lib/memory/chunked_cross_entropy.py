@@ -100,8 +100,8 @@ def apply_chunked_cross_entropy(
 
     Raises ValueError for wrong arguments, for a model that computes its loss itself or has a
     forward of its own, as a device map sets it, and if the loss is chunked already. The model's
-    forward raises it if the logits are more than a linear layer and the soft cap of the
-    configuration.
+    forward raises it if the logits are more than a linear layer, the factor and the soft cap
+    of the configuration.
     """
     require_causal_lm(model)
     options = {"chunk_size": chunk_size, "label_smoothing": label_smoothing, "z_loss": z_loss}

@@ -18,6 +18,7 @@ from recipes_lib.core.output_layer import (
     OutputLayer,
     beside_weight_and_bias,
     makes_plain_logits,
+    options_by_name,
     output_layer_of,
     run_to_the_output_layer,
     targets_of,
@@ -39,11 +40,12 @@ class LossFromHidden:
         """As ever; but with labels in training mode, or with `skip_logits`, there are no logits."""
         if skip_logits is None:
             skip_logits = self.training
+        kwargs = options_by_name(super().forward, args, kwargs)
         if kwargs.get("labels") is None or not skip_logits:
-            return super().forward(*args, **kwargs)
+            return super().forward(**kwargs)
 
         without_loss = kwargs | {"labels": None, "return_dict": True}
-        run = partial(super().forward, *args, **without_loss)
+        run = partial(super().forward, **without_loss)
         output, hidden = run_to_the_output_layer(self, run)
         layer = output_layer_of(self)
         problem = _why_not(self, output, hidden, layer)

@@ -27,6 +27,7 @@ from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
 from tests.conftest import assert_same_gradients, gradients, make_batch, run
+from tests.small_models import small_model
 
 
 def make_tensors(tokens=(3, 37), widths=(24, 40), vocab=101, dtype=torch.float32, device="cpu"):
@@ -445,21 +446,24 @@ def test_refuses_wrong_options(llama, options, message):
         apply_distillation(llama, teacher_of("tiny-llama"), **options)
 
 
-def test_refuses_logits_that_the_loss_would_not_make(llama, batch):
-    """A teacher that scales its logits, as Granite does: its distribution would be another one."""
-    from transformers import GraniteConfig, GraniteForCausalLM
+def test_a_teacher_that_scales_its_logits(llama, batch):
+    """Without the factor of Granite its distribution would be another one."""
+    teacher = small_model("Granite", logits_scaling=1 / 50)
+    apply_distillation(llama.train(), teacher, teacher_share=1.0)
+    ids, labels = batch["input_ids"], batch["labels"]
+    loss = llama(ids, batch["attention_mask"], None, None, None, labels, use_cache=False).loss
+    counted = labels[:, 1:] != -100
+    inputs = {"input_ids": ids, "attention_mask": batch["attention_mask"]}
+    asked = llama.eval()(**inputs).logits[:, :-1][counted].log_softmax(-1)
+    taught = teacher(**inputs).logits[:, :-1][counted].log_softmax(-1)
+    expected = torch.nn.functional.kl_div(asked, taught, log_target=True, reduction="batchmean")
+    torch.testing.assert_close(loss, expected)
 
-    config = GraniteConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        logits_scaling=8.0,
-    )
-    apply_distillation(llama, GraniteForCausalLM(config))
-    with pytest.raises(ValueError, match=r"Granite.*scales its logits"):
+
+def test_refuses_logits_that_the_loss_would_not_make(llama, batch):
+    """A teacher with a cap that nobody knows: its distribution would be another one."""
+    apply_distillation(llama, small_model("RecurrentGemma", lru_width=64, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"RecurrentGemma.*changes its logits"):
         run(llama, batch)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from recipes_lib.core import output_layer as module
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.output_layer import (
@@ -53,16 +54,36 @@ def test_hidden_states_and_layer_make_the_logits(tiny, batch):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("Cohere", {}),
+        ("Cohere", {"logit_scale": 0.3}),
         ("Granite", {"logits_scaling": 8.0}),
-        # A cap of 30 under another name. These logits are small: the cap shows in those of 64 times
-        # the token only.
-        ("RecurrentGemma", {"lru_width": 64}),
+        ("HyperCLOVAX", {"logits_scaling": 8.0}),
+        ("MiniCPM3", {"dim_model_base": 16, "num_key_value_heads": 4}),
     ],
 )
-def test_logits_that_are_more_than_a_layer(family, options, batch):
-    config = getattr(transformers, f"{family}Config")(**SMALL, **options)
+def test_a_factor_of_the_logits_is_in_the_hidden_states(family, options, batch):
+    """Two multiply, Granite divides, and MiniCPM3 divides in front of its output layer."""
+    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.randn(128))
+    output, hidden = stopped(model, batch)
+    layer = output_layer_of(model)
+    logits = torch.nn.functional.linear(hidden, layer.weight, layer.bias)
+    torch.testing.assert_close(logits, model(**batch).logits)
+    assert makes_plain_logits(output, hidden, layer)
+
+
+def test_logits_that_are_more_than_a_layer(batch, monkeypatch):
+    # A cap of 30 under another name. These logits are small: the cap shows in those of 64 times
+    # the token only.
+    config = transformers.RecurrentGemmaConfig(**SMALL, lru_width=64)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    output, hidden = stopped(model, batch)
+    assert not makes_plain_logits(output, hidden, output_layer_of(model))
+    # A factor that its configuration has, and nobody has told us of.
+    config = transformers.CohereConfig(**SMALL)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(module, "logit_factor", lambda model: 1)
     output, hidden = stopped(model, batch)
     assert not makes_plain_logits(output, hidden, output_layer_of(model))
 

@@ -599,10 +599,38 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize(
+    ("family", "options"), [("Cohere", {"logit_scale": 0.3}), ("Granite", {"logits_scaling": 8.0})]
+)
+def test_logits_with_a_factor(family, options, batch):
+    """One factor of the configuration: multiplying will do, and nothing has to be refused."""
+    config = getattr(transformers, f"{family}Config")(**SMALL, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    losses = []
+    found = []
+    for each in (model, apply_chunked_cross_entropy(copy.deepcopy(model), chunk_size=16)):
+        loss = each(**batch, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        found.append(gradients(each))
+    torch.testing.assert_close(losses[1], losses[0])
+    assert_same_gradients(found[1], found[0])
+
+
+def test_labels_by_position(llama, batch):
+    """They would bring all logits, and nobody would be told."""
+    apply_chunked_cross_entropy(llama.train())
+    expected = llama(**batch, use_cache=False)
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    output = llama(ids, mask, None, None, None, labels, use_cache=False)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected.loss)
+    with pytest.raises(TypeError, match="multiple values"):
+        llama(ids, input_ids=ids)
+
+
+@pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("Cohere", {}, "scales its logits"),
-        ("Granite", {"logits_scaling": 8.0}, "scales its logits"),
         # A cap of 30, which its configuration calls logits_soft_cap. These logits are small: the
         # cap shows in those of 64 times the token only.
         ("RecurrentGemma", {"lru_width": 64}, "scales its logits"),
