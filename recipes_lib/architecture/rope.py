@@ -30,6 +30,8 @@ Shapes: B batch, H heads, S sequence, E head dimension.
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from typing import Any
 
@@ -38,6 +40,8 @@ from torch import Tensor
 
 from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.evaluation import evaluating
+from recipes_lib.core.measure import dry
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -63,23 +67,23 @@ KINDS = ("linear", "dynamic", "yarn")
 # than once are slowed by the whole factor.
 FAST_TURNS = 32
 SLOW_TURNS = 1
+PROBE_TOKENS = 8
 
 
 def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
     """Scale the rotary embedding of `model` in place, for texts `factor` times its trained length.
 
     The configuration changes with it, so that `save_pretrained` keeps the scaling. Returns `model`.
-    Raises ValueError for another kind, factor <= 1, and a model without one rotary embedding for
-    all of its layers.
+    Raises ValueError, before anything changes, for another kind, factor <= 1, a model without one
+    rotary embedding for all of its layers, attention that does not read it (ALiBi), and a family
+    whose configuration cannot hold the scaling, so that a saved model could not be loaded.
     """
     require_causal_lm(model)
     check_choice(KINDS, kind=kind)
     check_number(factor=factor, above=1)
     causal = without_adapters(model)
-    config = causal.config
-    rotary = getattr(causal.base_model, "rotary_emb", None)
     known = _rope_parameters(causal)
-    if rotary is None or "rope_type" not in known:
+    if getattr(causal.base_model, "rotary_emb", None) is None or "rope_type" not in known:
         raise ValueError(
             f"{type(model).__name__} has no single rotary embedding to scale: "
             f"it cannot be stretched here"
@@ -89,16 +93,17 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
             f"the model is scaled already ({known['rope_type']}): load the original configuration"
         )
 
-    config.rope_parameters = {
-        **known,
-        "rope_type": kind,
-        "factor": float(factor),
-        "original_max_position_embeddings": config.max_position_embeddings,
-    }
-    # dynamic compares the text with the trained length, which therefore stays.
-    if kind != "dynamic":
-        config.max_position_embeddings = int(config.max_position_embeddings * factor)
-    causal.base_model.rotary_emb = type(rotary)(config=config).to(rotary.inv_freq.device)
+    scaled = _scaled_config(causal, kind, factor)
+    _require_loadable(scaled)
+    rotary = _rotary_of(causal, scaled)
+    _require_effect(causal, factor)
+    # From here on nothing is refused any more: the model changes.
+    config = causal.config
+    for name in ("rope_parameters", "max_position_embeddings", "head_dim"):
+        if hasattr(scaled, name):
+            setattr(config, name, getattr(scaled, name))
+    rotary.config = config
+    causal.base_model.rotary_emb = rotary
     return model
 
 
@@ -199,6 +204,88 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _scaled_config(causal: Any, kind: str, factor: float) -> Any:
+    """A copy of the model's configuration, with the scaling in it."""
+    scaled = copy.deepcopy(causal.config)
+    scaled.rope_parameters = {
+        **_rope_parameters(causal),
+        "rope_type": kind,
+        "factor": float(factor),
+        "original_max_position_embeddings": scaled.max_position_embeddings,
+    }
+    # dynamic compares the text with the trained length, which therefore stays.
+    if kind != "dynamic":
+        scaled.max_position_embeddings = int(scaled.max_position_embeddings * factor)
+    # Mixtral leaves the width of a head open, and transformers computes with it for these kinds.
+    if getattr(scaled, "head_dim", 0) is None:
+        scaled.head_dim = scaled.hidden_size // scaled.num_attention_heads
+    return scaled
+
+
+def _require_loadable(scaled: Any) -> None:
+    """Raise ValueError unless the configuration is the same one after saving and loading."""
+    kind = scaled.rope_parameters["rope_type"]
+    settings = json.loads(scaled.to_json_string(use_diff=False))
+    try:
+        loaded = type(scaled).from_dict(settings)
+    except Exception as error:  # each family has its own checks, and its own kinds of errors
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(
+            f"{type(scaled).__name__} does not take rope_type={kind!r}, and the saved model could "
+            f"not be loaded: {reason}"
+        ) from error
+    if loaded.rope_parameters["rope_type"] != kind:
+        raise ValueError(
+            f"{type(scaled).__name__} turns rope_type={kind!r} into "
+            f"{loaded.rope_parameters['rope_type']!r} when it is loaded: give another kind"
+        )
+
+
+def _rotary_of(causal: Any, config: Any) -> Any:
+    """The rotary embedding that this family makes of `config`, beside the one of the model."""
+    own = causal.base_model.rotary_emb
+    try:
+        return type(own)(config=config).to(own.inv_freq.device)
+    except Exception as error:
+        raise ValueError(
+            f"{type(own).__name__} cannot be made with rope_type="
+            f"{config.rope_parameters['rope_type']!r} ({type(error).__name__}: {error}): keep this "
+            f"model as it is"
+        ) from error
+
+
+@torch.no_grad()
+def _require_effect(causal: Any, factor: float) -> None:
+    """Raise ValueError if other angles leave the logits as they are: attention does not read them.
+
+    Falcon with ALiBi has a rotary embedding all the same. A few tokens tell, with linear scaling,
+    which changes short texts as well.
+    """
+    if dry() or any(parameter.is_meta for parameter in causal.parameters()):
+        return
+    trunk = causal.base_model
+    own = trunk.rotary_emb
+    tokens = torch.arange(PROBE_TOKENS, device=causal.device) % causal.config.vocab_size
+    slowed = _rotary_of(causal, _scaled_config(causal, "linear", factor))
+    with evaluating(causal):
+        before = causal(input_ids=tokens[None], use_cache=False).logits
+        trunk.rotary_emb = slowed
+        try:
+            after = causal(input_ids=tokens[None], use_cache=False).logits
+        except Exception as error:
+            raise ValueError(
+                f"{type(causal).__name__} cannot run with scaled angles "
+                f"({type(error).__name__}: {error}): keep this model as it is"
+            ) from error
+        finally:
+            trunk.rotary_emb = own
+    if torch.equal(before, after):
+        raise ValueError(
+            f"{type(causal).__name__} does not read its rotary embedding, as with ALiBi: scaling "
+            f"would change nothing"
+        )
 
 
 def check_length(model: Any, seq_len: int) -> int:

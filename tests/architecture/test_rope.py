@@ -13,6 +13,7 @@ from recipes_lib.architecture.rope import (
 )
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
+from tests.small_models import small_model
 
 TRAINED = 64
 SHORT = torch.arange(1, 33)[None]
@@ -198,3 +199,49 @@ def test_models_that_cannot_be_stretched_are_refused():
     with pytest.raises(ValueError, match="scaled already"):
         apply_rope_scaling(model, kind="yarn", factor=4)
     assert model.config.max_position_embeddings == 4 * TRAINED
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options", "message"),
+    [
+        ("Phi3", "linear", {}, "could not be loaded"),
+        ("Phi3", "yarn", {}, "could not be loaded"),
+        ("Falcon", "yarn", {"alibi": True}, "does not read its rotary embedding"),
+        ("Falcon", "dynamic", {"alibi": True}, "does not read its rotary embedding"),
+    ],
+)
+def test_scaling_without_effect_or_without_a_way_back_is_refused(family, kind, options, message):
+    """Phi-3 was saved and could not be loaded; ALiBi was scaled, and nothing happened."""
+    model = small_model(family, num_key_value_heads=4, **options)
+    rotary = model.base_model.rotary_emb
+    config = str(model.config)
+    with pytest.raises(ValueError, match=message) as refusal:
+        apply_rope_scaling(model, kind=kind, factor=2)
+    assert "\n" not in str(refusal.value)
+    assert str(model.config) == config
+    assert model.base_model.rotary_emb is rotary
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+@torch.no_grad()
+def test_a_configuration_that_leaves_the_width_of_a_head_open(kind, tmp_path):
+    """Mixtral ended in a TypeError of transformers, with a configuration that was scaled."""
+    model = small_model("Mixtral", num_key_value_heads=2, num_local_experts=2, head_dim=None)
+    apply_rope_scaling(model, kind=kind, factor=2)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(LONG).logits, model(LONG).logits)
+
+
+def test_a_rotary_embedding_that_cannot_be_made_leaves_the_model_as_it_was(monkeypatch):
+    """An error in the middle of the change would leave a configuration that is not the model's."""
+    model = small("tiny-llama")
+    config = str(model.config)
+
+    def broken(self, config):
+        raise TypeError("no width")
+
+    monkeypatch.setattr(type(model.model.rotary_emb), "__init__", broken)
+    with pytest.raises(ValueError, match=r"cannot be made with rope_type='yarn' \(TypeError: no"):
+        apply_rope_scaling(model, kind="yarn", factor=2)
+    assert str(model.config) == config
