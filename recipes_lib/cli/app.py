@@ -6,8 +6,11 @@ Importing a command is quick. Torch and the recipes are imported when the comman
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -26,10 +29,43 @@ python -m recipes_lib doctor --model llama-3.1-8b --memory 24 --seq-len 2048
 python -m recipes_lib finetune --data pairs.jsonl --output runs/my-adapter
 """
 
+# What a report of a defect has to name. Their numbers are read without importing them.
+PACKAGES = ("llm-training-recipes", "torch", "transformers", "peft", "bitsandbytes")
+
 # A traceback in colours, with the values of variables, helps nobody who mistyped an option.
 app = typer.Typer(
     help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+def print_versions(wanted: bool) -> None:
+    """Print the version of the recipes and of what they stand on, and end."""
+    if not wanted:
+        return
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        print(f"{package} {version}")
+    print(f"python {platform.python_version()}, {platform.platform()}")
+    raise typer.Exit()
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=print_versions, is_eager=True, help="the versions, for a report"
+    ),
+]
+
+
+# The decorator takes the help of this function in place of HELP, unless it is named again.
+@app.callback(help=HELP)
+def options_of_all(version: Version = False) -> None:
+    """What stands before a command."""
+
+
 app.command(name="list")(list_techniques)
 app.command()(bench)
 app.command()(doctor)

@@ -22,7 +22,7 @@ finally:
 
 def test_help_and_list_answer_at_once():
     """Importing torch takes more than a second, and neither needs it."""
-    for arguments in (["--help"], ["bench", "--help"], ["list"]):
+    for arguments in (["--help"], ["--version"], ["bench", "--help"], ["list"]):
         line = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -34,6 +34,14 @@ def test_help_names_every_command(command):
     for name in COMMANDS:
         assert f" {name} " in out
         assert command(name, "--help")[0] == 0
+
+
+def test_the_versions_are_those_that_are_installed(command):
+    """The mistake: a report of a defect cannot say with what it was found."""
+    status, out, _ = command("--version")
+    assert status == 0
+    assert f"torch {torch.__version__}\n" in out
+    assert "llm-training-recipes " in out
 
 
 def test_without_a_command_there_is_help(command):
