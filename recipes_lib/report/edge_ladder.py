@@ -210,10 +210,16 @@ class EdgeLadder(Rows):
         return [HEADER, *(cells(row, first=self.first_of(row.group)) for row in self.rows)]
 
     def chart(
-        self, group: str, *, leave_out: Collection[str] = (), title: str | None = None
+        self,
+        group: str,
+        *,
+        leave_out: Collection[str] = (),
+        tested: int | None = None,
+        title: str | None = None,
     ) -> Any:
         """Size against quality: a point for each row of the group but those to leave out.
 
+        `tested` is how many images the accuracies were counted on: it draws the band of chance.
         Raises ValueError for a group without rows, and for one whose quality is an agreement: it
         says how near a file is to its model, and not how good.
         """
@@ -221,7 +227,7 @@ class EdgeLadder(Rows):
         for row in self.rows:
             if row.group == group:
                 points.append(point_of(row))
-        return size_error_chart(points, leave_out=leave_out, title=title)
+        return size_error_chart(points, leave_out=leave_out, tested=tested, title=title)
 
     def _check_quality(self, group: str, **qualities: float | None) -> None:
         given = [kind for kind, value in qualities.items() if value is not None]

@@ -7,21 +7,26 @@
 Both axes grow with what is bad: bytes to the right, wrong answers or perplexity upwards. Nothing
 that lies to the right of a point and above it is worth having. A thin line joins the rest. Points
 that would cover each other are one point with both names.
+
+How many answers are wrong depends on the images that were asked, too. A band shows how far the
+first point could be off for that reason, so that nobody reads chance as a price.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes_lib.core.checks import check_number, check_share
-from recipes_lib.report.figure import WIDTH, Key, blank_figure, muted, page
+from recipes_lib.core.checks import check_number, check_share, check_whole
+from recipes_lib.report.figure import WIDTH, Key, blank_figure, faint, muted, page
 from recipes_lib.report.point_labels import name_points
 from recipes_lib.report.size_axes import draw_front, set_scales, worth_having
 from recipes_lib.report.style import RECIPE, REFERENCE
 
 MEGABYTE = 10**6
+DEVIATIONS = 1.96  # of a normal distribution: 95 % of it lies between minus and plus as many
 SAME_PLACE = 1.02  # files whose sizes differ by less than this factor cover each other on paper
 
 
@@ -64,6 +69,7 @@ def size_error_chart(
     points: Sequence[SizeError],
     *,
     leave_out: Collection[str] = (),
+    tested: int | None = None,
     title: str | None = None,
     source: str | None = None,
 ) -> Any:
@@ -72,15 +78,21 @@ def size_error_chart(
     Args:
         points: the first is what the others are compared with: a line goes through its quality.
         leave_out: names of points that only stretch an axis; a line above the chart says so.
+        tested: how many images (or other questions) the accuracies were counted on. It draws the
+            band of chance around the first point. None: no band.
         title: the message.
         source: where the numbers are from; by default this machine and today.
-    Raises ValueError if there are no points, for points of two kinds, and for a name to leave out
-    that no point has, or that the first has.
+    Raises ValueError if there are no points, for points of two kinds, for `tested` below one or
+    beside a perplexity, and for a name to leave out that no point has, or that the first has.
     """
     points = _without(points, leave_out)
     key = [Key("no smaller file is as good", REFERENCE, "—")]
     if points:
         key.append(Key(f"as good as: {points[0].name}", REFERENCE, "dashes"))
+    band = None
+    if tested is not None and points:
+        band = chance(points[0], tested)
+        key.append(Key(f"95 % range of chance of {tested:,} answers", faint(), "square"))
     if leave_out:
         key.append(Key(f"not drawn: {', '.join(leave_out)}", muted(), "×"))
     figure, axes = blank_figure(
@@ -96,8 +108,12 @@ def size_error_chart(
     heaps = _in_one_place(points)
     points = [heap[0] for heap in heaps]
     places = [_place(point) for point in points]
-    set_scales(axes, places)
     level = points[0].error
+    corners = list(places)
+    if band is not None:
+        corners += [(points[0].megabytes, wrong) for wrong in band]
+        axes.axhspan(*band, color=faint(), alpha=0.5, linewidth=0, zorder=0)
+    set_scales(axes, corners)
     axes.axhline(level, color=REFERENCE, linestyle="--", linewidth=1, zorder=1)
     front = [_place(point) for point in worth_having(points, _place)]
     lines = draw_front(axes, front, color=REFERENCE)
@@ -111,6 +127,27 @@ def size_error_chart(
     names = [_joined_names(heap) for heap in heaps]
     name_points(axes, places, names, colors=colors, lines=lines)
     return figure
+
+
+def chance(point: SizeError, tested: int) -> tuple[float, float]:
+    """Per cents of wrong answers: where a network as good as `point` is 95 times in 100.
+
+    A network that is wrong with probability p on any image is wrong on a share of `tested` images
+    whose standard deviation is sqrt(p (1 - p) / tested). Raises ValueError for a point with a
+    perplexity, and for `tested` below one.
+    """
+    check_whole(tested=tested)
+    if point.accuracy is None:
+        raise ValueError(
+            f"tested={tested}: {point.name} has a perplexity, and this band is one of wrong "
+            f"answers: leave out tested="
+        )
+    wrong = 1 - point.accuracy
+    deviation = math.sqrt(wrong * (1 - wrong) / tested)
+    return (
+        100 * max(0.0, wrong - DEVIATIONS * deviation),
+        100 * min(1.0, wrong + DEVIATIONS * deviation),
+    )
 
 
 def _joined_names(heap: Sequence[SizeError]) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes_lib.report.size_axes import worth_having
-from recipes_lib.report.size_error_chart import SizeError, size_error_chart
+from recipes_lib.report.size_error_chart import SizeError, chance, size_error_chart
 from tests.drawn import assert_apart, boxes_of, texts
 
 POINTS = [
@@ -50,6 +50,19 @@ def test_a_point_that_stretches_the_axis_can_be_left_out():
         size_error_chart(POINTS, leave_out=["fp32"])
     with pytest.raises(ValueError, match="give a list of names"):
         size_error_chart(POINTS, leave_out="int8")
+
+
+def test_the_band_of_chance_is_in_the_picture():
+    """Catches an axis so narrow that the chance of 2,000 images looks like the price of a file."""
+    assert chance(POINTS[0], 2000) == pytest.approx((1.302, 2.498), abs=2e-3)
+    (axes,) = size_error_chart(POINTS[:1], tested=2000).axes
+    low, high = axes.get_ylim()
+    assert low < 1.302 and high > 2.498
+    assert chance(SizeError("never wrong", 1, accuracy=1.0), 10) == (0, 0)
+    with pytest.raises(ValueError, match="tested=0"):
+        chance(POINTS[0], 0)
+    with pytest.raises(ValueError, match="text has a perplexity"):
+        size_error_chart([SizeError("text", 1, perplexity=3.0)], tested=8)
 
 
 def test_one_quality_for_all_points():
