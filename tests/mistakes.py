@@ -151,7 +151,7 @@ CORE = [
     mistake(
         "filled cache recomputed",
         file="core/recompute.py",
-        right="if any(cache.get_seq_length(index) > 0 for cache in caches):",
+        right="if any(_holds_tokens(cache, index) for cache in caches):",
         wrong="if False:",
         tests=["core/test_recompute.py", "memory/test_activation_checkpointing.py"],
         suffers="A checkpointed block attends to fewer tokens than it should, and trains so.",

@@ -13,10 +13,14 @@ Three cases, and what a checkpointed block does with each:
     no gradients, or a cache in eval mode   this is generation: the block runs as it is
     an empty cache in training              it only collects: without it the result is the same
     a filled cache in training              the earlier tokens matter, so it is an error
+
+Some models of recurrences collect something else for generation (RWKV, xLSTM, RecurrentGemma). In
+training that is an error, too, which says `use_cache=False`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +28,9 @@ import torch
 from torch import nn
 
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, any_marked
+
+# What blocks call the argument that holds earlier tokens.
+STATES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "state")
 
 
 def require_no_checkpoints(blocks: Iterable[nn.Module]) -> None:
@@ -56,11 +63,35 @@ def nothing_to_recompute(block: nn.Module, caches: list[Any]) -> bool:
 
 def require_empty(caches: Iterable[Any], *, index: int) -> None:
     """Raise ValueError if a cache holds tokens of block number `index`."""
-    if any(cache.get_seq_length(index) > 0 for cache in caches):
+    if any(_holds_tokens(cache, index) for cache in caches):
         raise ValueError(
             "a filled KV cache cannot pass through checkpointed blocks in training: the recomputed "
             "block would append to it; pass use_cache=False, or generate under model.eval() and "
             "torch.no_grad()"
+        )
+
+
+def argument_names(block: nn.Module) -> tuple[str, ...]:
+    """What the forward of a block calls its arguments, in their order."""
+    return tuple(inspect.signature(block.forward).parameters)
+
+
+def require_no_other_state(
+    names: Iterable[str], args: Iterable[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raise ValueError if a block collects for generation what is no KV cache of transformers.
+
+    RWKV hands a state from block to block, RecurrentGemma keeps one in its modules. `names` are
+    those of the block's arguments, in their order.
+    """
+    named = dict(zip(names, args)) | kwargs
+    states = [name for name in STATES if named.get(name) is not None]
+    is_other = any(not _is_cache(named[name]) for name in states)
+    collects = named.get("use_cache") is True and not states
+    if is_other or collects:
+        raise ValueError(
+            "this model collects states for generation that are no KV cache, and a recomputed "
+            "block would change them a second time: pass use_cache=False"
         )
 
 
@@ -71,6 +102,21 @@ def without_caches(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[An
     if "use_cache" in plain_kwargs:
         plain_kwargs["use_cache"] = False
     return plain_args, plain_kwargs
+
+
+def _holds_tokens(cache: Any, index: int) -> bool:
+    """Whether the part of a cache that belongs to block number `index` has seen tokens.
+
+    Keys and values have a length. States of a convolution or of a recurrence have none: such a part
+    says whether there was a token before.
+    """
+    parts = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
+    if index >= len(parts):
+        return False
+    part = parts[index]
+    if any(getattr(part, "has_previous_state", {}).values()):
+        return True
+    return hasattr(part, "get_seq_length") and part.get_seq_length() > 0
 
 
 def _is_cache(value: Any) -> bool:

@@ -51,10 +51,12 @@ from recipes_lib.core.plain_step import (
     saved_outside_the_blocks,
 )
 from recipes_lib.core.recompute import (
+    argument_names,
     caches_among,
     nothing_to_recompute,
     require_empty,
     require_no_checkpoints,
+    require_no_other_state,
     without_caches,
 )
 from recipes_lib.core.sizes import tensor_bytes
@@ -115,7 +117,9 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     require_no_checkpoints(blocks)
     require_forward_of_class(blocks)
     for index in range(0, len(blocks), every):
-        mix_in(blocks[index], _Checkpointed, checkpoint_contexts=CONTEXTS[mode])
+        names = argument_names(blocks[index])
+        contexts = CONTEXTS[mode]
+        mix_in(blocks[index], _Checkpointed, checkpoint_contexts=contexts, argument_names=names)
         mark(blocks[index], CHECKPOINTED_INDEX, index)
     return model
 
@@ -128,7 +132,7 @@ def remove_activation_checkpointing(model: Any) -> Any:
             "this model has no block that apply_activation_checkpointing() has changed"
         )
     for block in blocks:
-        unmix(block, _Checkpointed, attributes=["checkpoint_contexts"])
+        unmix(block, _Checkpointed, attributes=["checkpoint_contexts", "argument_names"])
         unmark(block, CHECKPOINTED_INDEX)
     return model
 
@@ -139,12 +143,14 @@ class _Checkpointed:
     # Makes two contexts, as torch's `checkpoint` wants them: one around the forward and one around
     # the recomputation. The first may keep what operators return, for the second to use.
     checkpoint_contexts: Callable[[], tuple]
+    argument_names: tuple[str, ...]  # of the block's forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         caches = caches_among(args, kwargs)
         if nothing_to_recompute(self, caches):
             return super().forward(*args, **kwargs)
         require_empty(caches, index=getattr(self, CHECKPOINTED_INDEX))
+        require_no_other_state(self.argument_names, args, kwargs)
         args, kwargs = without_caches(args, kwargs)
         # A reentrant checkpoint, the older kind, gives weights no gradient if the block's input
         # needs none. So it is with adapters on a frozen base.

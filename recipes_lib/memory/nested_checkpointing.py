@@ -47,10 +47,12 @@ from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
 from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
 from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks, trainable_bytes
 from recipes_lib.core.recompute import (
+    argument_names,
     caches_among,
     nothing_to_recompute,
     require_empty,
     require_no_checkpoints,
+    require_no_other_state,
     without_caches,
 )
 from recipes_lib.core.sizes import parts_needed
@@ -101,7 +103,8 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
         shared = _Group(first, last)
         for index in range(first, last + 1):
             # An attribute of the block: a deep copy of the model gets groups of its own.
-            mix_in(blocks[index], _Nested, checkpoint_group=shared)
+            names = argument_names(blocks[index])
+            mix_in(blocks[index], _Nested, checkpoint_group=shared, argument_names=names)
             mark(blocks[index], CHECKPOINTED_INDEX, index)
     return model
 
@@ -112,7 +115,7 @@ def remove_nested_checkpointing(model: Any) -> Any:
     if not blocks:
         raise ValueError("this model has no block that apply_nested_checkpointing() has changed")
     for block in blocks:
-        unmix(block, _Nested, attributes=["checkpoint_group"])
+        unmix(block, _Nested, attributes=["checkpoint_group", "argument_names"])
         unmark(block, CHECKPOINTED_INDEX)
     return model
 
@@ -161,6 +164,7 @@ class _Nested:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
     checkpoint_group: _Group
+    argument_names: tuple[str, ...]  # of the block's forward, the hidden states first
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         group = self.checkpoint_group
@@ -173,6 +177,7 @@ class _Nested:
             return super().forward(hidden_states, *args, **kwargs)
 
         self._refuse(hidden_states, caches)
+        require_no_other_state(self.argument_names[1:], args, kwargs)
         args, kwargs = without_caches(args, kwargs)
         group.calls.append(_Call(super().forward, args, kwargs))
         if index < group.last:

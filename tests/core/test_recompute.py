@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark
 from recipes_lib.core.recompute import (
@@ -9,6 +9,7 @@ from recipes_lib.core.recompute import (
     nothing_to_recompute,
     require_empty,
     require_no_checkpoints,
+    require_no_other_state,
     without_caches,
 )
 
@@ -63,3 +64,30 @@ def test_checkpoints_of_either_kind_are_seen():
     by_hugging_face.gradient_checkpointing = True
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         require_no_checkpoints([by_hugging_face])
+
+
+def test_states_of_a_recurrence_count_as_tokens():
+    """They have no length, and asking for one ended in an error inside of transformers."""
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["linear_attention", "full_attention"]
+    cache = DynamicCache(config=config)
+    require_empty([cache], index=0)
+    cache.update_conv_state(torch.zeros(1, 4, 3), 0)
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        require_empty([cache], index=0)
+    require_empty([cache], index=1)
+
+
+def test_states_that_are_no_cache_are_refused(filled):
+    """RWKV and xLSTM give them by name or by position, RecurrentGemma says only `use_cache`."""
+    names = ("hidden", "state", "use_cache")
+    hidden = torch.zeros(1)
+    require_no_other_state(names, [hidden, None, False], {})
+    require_no_other_state(("hidden", "past_key_values"), [hidden, filled], {"use_cache": True})
+    for args, kwargs in [
+        ([hidden, [hidden]], {}),
+        ([hidden], {"state": [hidden]}),
+        ([hidden, None, True], {}),
+    ]:
+        with pytest.raises(ValueError, match="pass use_cache=False"):
+            require_no_other_state(names, args, kwargs)
