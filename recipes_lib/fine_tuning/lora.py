@@ -26,6 +26,7 @@ Shapes: r rank, B batch, S sequence.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,7 +42,14 @@ from recipes_lib.core.causal_lm import (
 )
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.machine import require
-from recipes_lib.core.plain_step import all_frozen, budget_of, features, is_linear
+from recipes_lib.core.plain_step import (
+    all_frozen,
+    budget_of,
+    dry_budget,
+    features,
+    is_linear,
+    with_activations_of,
+)
 
 # Layers of a block that read the same tensor, which is saved once for all of them. The attention's
 # output layer is not listed: what it reads is saved by the attention itself.
@@ -94,11 +102,13 @@ def apply_lora(
         rank: r, of each adapter.
         alpha: the correction is scaled by alpha / r.
         dropout: of the adapters' inputs.
-        target_modules: "all-linear" (every linear layer of the blocks but routers), or names.
+        target_modules: "all-linear" (every linear layer of the blocks but routers), "attention"
+            (those of the attention: what is left in a mixture of experts), or names.
         peft_options: more fields of peft's `LoraConfig`, such as use_dora, or use_rslora (scale by
             alpha / sqrt(r)).
     Raises ValueError for rank < 1, alpha <= 0, dropout outside [0, 1), a name that matches no
-    linear layer of the blocks, and a model that already has adapters.
+    linear layer of the blocks, layers that the model runs without calling them (Mamba), and a model
+    that already has adapters.
     """
     require_causal_lm(model)
     config = lora_config(
@@ -181,10 +191,58 @@ def target_linears(
         is_router = not ROUTERS.isdisjoint(name.split("."))
         if is_linear(module) and not is_router:
             linears[f"{prefix}.{name}"] = module
+    chosen = linears
     if target_modules == "all-linear":
         _require_all_weights(model, prefix, blocks, linears)
-        return linears
-    return _by_name(linears, target_modules)
+    elif target_modules == "attention":
+        chosen = {name: layer for name, layer in linears.items() if _is_attention(name)}
+        _require_some(model, chosen)
+    else:
+        chosen = _by_name(linears, target_modules)
+    _refuse_read_past(model, chosen, linears)
+    return chosen
+
+
+def _is_attention(name: str) -> bool:
+    """Whether a layer of this full name belongs to an attention: "h.0.attn.c_proj" does."""
+    return any("attn" in part or "attention" in part for part in name.split("."))
+
+
+def _require_some(model: Any, chosen: dict[str, torch.nn.Module]) -> None:
+    if not chosen:
+        raise ValueError(
+            f"target_modules='attention': {type(model).__name__} has no linear layer in an "
+            f"attention; give names, or 'all-linear'"
+        )
+
+
+def _refuse_read_past(
+    model: Any, chosen: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Module]
+) -> None:
+    """Raise ValueError for layers whose weight a state space model hands to a kernel itself.
+
+    The layer is not called then. An adapter on it would not count, and a weight in four bits would
+    be read as a matrix.
+    """
+    read_past = [name for name in chosen if _is_read_past(model, name)]
+    if read_past:
+        names = sorted({name.rpartition(".")[2] for name in read_past})
+        others = {name for name in linears if not _is_read_past(model, name)}
+        left = sorted({name.rpartition(".")[2] for name in others})
+        raise ValueError(
+            f"{type(model).__name__} runs {', '.join(names)} without calling these layers, so "
+            f"neither an adapter nor 4 bits would reach them: use LoRA on others, "
+            f"target_modules={left}"
+        )
+
+
+def _is_read_past(model: Any, name: str) -> bool:
+    """Whether the mixer of a state space model reads the weight of its layer `name` by itself."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if not hasattr(owner, "A_log"):  # the parameter that all mixers of this kind have
+        return False
+    return f"self.{leaf}.weight" in inspect.getsource(type(owner))
 
 
 def _require_all_weights(
@@ -204,7 +262,8 @@ def _require_all_weights(
         examples = ", ".join(fused[:2]) or "there is none in its blocks"
         raise ValueError(
             f"'all-linear' does not reach the weights of {type(model).__name__}, which are no "
-            f"linear layers ({examples}): name the target_modules to adapt"
+            f"linear layers ({examples}): give target_modules='attention', or names (4 bits would "
+            f"leave them as they are)"
         )
 
 
@@ -221,7 +280,7 @@ def _by_name(
         known = sorted({name.rsplit(".", 1)[-1] for name in linears})
         raise ValueError(
             f"target_modules={target_modules!r}: each name must match a linear layer of the "
-            f"blocks; give 'all-linear' or some of {known}"
+            f"blocks; give 'all-linear', 'attention' or some of {known}"
         )
     chosen = set().union(*matches)
     return {name: layer for name, layer in linears.items() if name in chosen}
@@ -256,6 +315,9 @@ def estimate_lora(
     """The budget after `apply_lora` on `model`, which is the base as it is now."""
     trainable = 4 * lora_parameters(model, rank=rank, target_modules=target_modules)  # fp32
     blocks = len(decoder_blocks(model))
+    if budget.dry is not None:
+        options = {"rank": rank, "dropout": dropout, "target_modules": target_modules}
+        return _estimate_by_dry_step(budget, model, shape, trainable=trainable, options=options)
 
     # What the frozen base saves, and what the adapters add to it.
     micro = shape.micro()
@@ -281,6 +343,37 @@ def estimate_lora(
         one_block=budget.one_block - plain.one_block + frozen.one_block + adapters // blocks,
         block_gradients=budget.block_gradients + shape.tokens * _cast_gradient_bytes(model),
         last_gradients=last_gradients,
+        embedding_gradient=0,
+        base_frozen=True,
+    )
+
+
+def _estimate_by_dry_step(
+    budget: Budget, model: Any, shape: Shape, *, trainable: int, options: dict[str, Any]
+) -> Budget:
+    """The same where no formula holds for the base: a dry step of a copy that has the adapters."""
+
+    def adapted(copy: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft's words about a copy that nobody sees
+            return apply_lora(copy, **options)
+
+    plain = dry_budget(
+        model,
+        shape.micro(),
+        reason=budget.dry.reason,
+        prepare=adapted,
+        key=("lora", str(options)),
+    )
+    carried = 0
+    if shape.micro_batches > 1:
+        carried = trainable
+    return with_activations_of(budget, plain).change(
+        weights=budget.weights + trainable,
+        gradients=trainable,
+        states=2 * trainable,
+        carried=carried,
+        last_gradients=0,
         embedding_gradient=0,
         base_frozen=True,
     )

@@ -388,17 +388,42 @@ def mixture_of_experts(family):
 def test_fused_experts_are_not_skipped_silently(batch, family):
     """The attention is adapted when it is named; the router is not even then."""
     model = mixture_of_experts(family)
-    fused = r"does not reach .*mlp\.experts\.gate_up_proj.*name the target_modules"
+    fused = r"does not reach .*mlp\.experts\.gate_up_proj.*give target_modules='attention'"
     with pytest.raises(ValueError, match=fused):
         apply_lora(model)
     for router in ("gate", "mlp.gate"):
         with pytest.raises(ValueError, match="each name must match a linear layer"):
             apply_lora(model, target_modules=["q_proj", router])
     expected = run(copy.deepcopy(model), batch)
-    model = apply_lora(model, rank=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    model = apply_lora(model, rank=2, target_modules="attention")
     torch.testing.assert_close(run(model, batch), expected)
     assert len(gradients(model)) == 16
     assert all(".self_attn." in name for name in gradients(model))
+
+
+@pytest.mark.parametrize(("shape", "layers"), [("tiny-gpt2", 4), ("tiny-gemma2", 8)])
+def test_attention_is_found_under_all_its_names(shape, layers):
+    targets = target_linears(model_of_shape(shape, device="cpu"), target_modules="attention")
+    assert len(targets) == layers
+
+
+def test_layers_that_a_state_space_model_does_not_call():
+    """Its kernels read their weights: adapters on them would train nothing."""
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 8}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes))
+    names = {name for name, _ in model.named_modules()}
+    for wrong in ("all-linear", ["in_proj", "dt_proj"]):
+        with pytest.raises(
+            ValueError, match=r"runs .*dt_proj.*others, target_modules=\['in_proj'\]"
+        ):
+            apply_lora(model, target_modules=wrong)
+    with pytest.raises(ValueError, match="no linear layer in an attention"):
+        apply_lora(model, target_modules="attention")
+    assert {name for name, _ in model.named_modules()} == names
+    ids = torch.arange(1, 9)[None]
+    model = apply_lora(model, target_modules=["in_proj"])
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(gradient.any() for name, gradient in gradients(model).items() if "lora_B" in name)
 
 
 # --- options of peft ------------------------------------------------------------------------------

@@ -443,6 +443,11 @@ def test_models_that_cannot_be_quantized(llama):
     special.model.layers[0].self_attn.q_proj.__class__ = type("Special", (torch.nn.Linear,), {})
     with pytest.raises(ValueError, match="is a Special and only"):
         quantize_nf4(special)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 8}
+    mamba = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**sizes))
+    with pytest.raises(ValueError, match="without calling these layers"):
+        apply_qlora(mamba)
+    assert not quantized_layers(mamba), "found in the forward, the weights would be gone"
     with pytest.raises(ValueError, match="already has adapters"):
         quantize_nf4(apply_lora(llama))
     model = quantize_nf4(model_of_shape("tiny-llama", device="cpu"))
