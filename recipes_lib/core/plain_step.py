@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from recipes_lib.core.block_bytes import DryBlocks
 from recipes_lib.core.budget import Budget, Shape, require_adapters
 from recipes_lib.core.causal_lm import (
     decoder_blocks,
+    final_softcap,
     is_layer_norm,
     leaf_names,
     norms_of,
     projection_widths,
 )
+from recipes_lib.core.closed_formula import FAMILIES, why_no_formula
+from recipes_lib.core.dry_step import dry_step
 from recipes_lib.core.sizes import tensor_bytes, weight_bytes
 
 # --- the budget of the step -----------------------------------------------------------------------
@@ -29,9 +34,13 @@ def budget_of(model: Any, shape: Shape) -> Budget:
     """Budget of one plain AdamW step on all rows of `shape` in one pass, for `model` as it is now.
 
     Frozen parameters cost neither gradients nor states; quantized ones count as they are stored.
-    Raises ValueError for an architecture without a formula.
+    Where the formula below does not hold for all blocks of the model, the terms are those of a dry
+    step, and the budget says so (`Budget.source`). Raises ValueError if that cannot run either.
     """
     whole = shape.whole()
+    reason = why_no_formula(model, seq=shape.seq)
+    if reason is not None:
+        return dry_budget(model, whole, reason=reason)
     gradients = trainable_bytes(model)
     return Budget(
         weights=weight_bytes(model),
@@ -45,6 +54,51 @@ def budget_of(model: Any, shape: Shape) -> Budget:
         last_gradients=_last_gradient_bytes(model),
         embedding_gradient=embedding_copies(model),
         shape=whole,
+    )
+
+
+def dry_budget(model: Any, shape: Shape, *, reason: str, **how: Any) -> Budget:
+    """The budget of one plain AdamW step on `shape`, of which a dry step has counted the bytes.
+
+    Args:
+        reason: why no formula holds, as the end of "because …".
+        how: `autocast`, `prepare` and `key` of `core.dry_step.dry_step`. Weights, gradients and
+            states are those of `model` as it is, whatever `prepare` does.
+    Raises ValueError if the step cannot run on tensors without data.
+    """
+    step = dry_step(model, rows=shape.rows, length=shape.seq, **how)
+    gradients = trainable_bytes(model)
+    inside = [block.at_once - block.saved for block in step.blocks]
+    return Budget(
+        weights=weight_bytes(model),
+        states=2 * gradients,
+        gradients=gradients,
+        carried=0,
+        activations=step.activations,
+        loss=step.loss,
+        one_block=max(block.saved for block in step.blocks),
+        block_gradients=max(0, *inside),
+        last_gradients=_last_gradient_bytes(model),
+        embedding_gradient=max(0, step.end - gradients),
+        shape=shape,
+        dry=DryBlocks(
+            reason=reason,
+            blocks=step.blocks,
+            behind=step.behind,
+            head=step.head,
+            waiting=step.waiting,
+        ),
+    )
+
+
+def with_activations_of(budget: Budget, other: Budget) -> Budget:
+    """`budget` with all that forward makes in `other`: activations, loss, and the blocks."""
+    return budget.change(
+        activations=other.activations,
+        loss=other.loss,
+        one_block=other.one_block,
+        block_gradients=other.block_gradients,
+        dry=other.dry,
     )
 
 
@@ -108,8 +162,15 @@ def free_gradients(budget: Budget, model: Any) -> Budget:
     if copies:
         # The largest gradient is that of the embedding, and its first half exists already.
         last_gradients = 0
+    dry = budget.dry
+    if dry is not None:
+        dry = replace(dry, gradients_stay=False)
     return budget.change(
-        gradients=largest, carried=0, last_gradients=last_gradients, embedding_gradient=copies
+        gradients=largest,
+        carried=0,
+        last_gradients=last_gradients,
+        embedding_gradient=copies,
+        dry=dry,
     )
 
 
@@ -119,13 +180,18 @@ def free_gradients(budget: Budget, model: Any) -> Budget:
 def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
     """Peak of the output layer: log-softmax and two gradients of the logits, all fp32 [T, V].
 
+    Where the logits are capped (Gemma 2), there is one more, in the dtype of the model.
     If the layer trains and the tokens are few, the peak comes later: one [T, V] is left, beside the
     gradient of the layer's weight [V, D].
     """
-    logits = 4 * tokens * model.config.vocab_size
+    elements = tokens * model.config.vocab_size
+    logits = 4 * elements
+    capped = 0
+    if final_softcap(model) is not None:
+        capped = model.dtype.itemsize * elements  # tanh saves what it returns
     if not head_trains:
-        return 3 * logits
-    return max(3 * logits, logits + tensor_bytes(head_of(model)))
+        return 3 * logits + capped
+    return max(3 * logits + capped, logits + tensor_bytes(head_of(model)))
 
 
 # --- the blocks -----------------------------------------------------------------------------------
@@ -136,6 +202,8 @@ def saved_outside_the_blocks(budget: Budget, model: Any) -> int:
 
     They are those of the norm behind the blocks, and what recipes have added for the whole model.
     """
+    if budget.dry is not None:
+        return budget.activations - budget.dry.saved
     return budget.activations - len(decoder_blocks(model)) * budget.one_block
 
 
@@ -153,7 +221,7 @@ def block_bytes(model: Any, *, seq: int) -> int:
     Attention saves Q, K, V and its output. A gated MLP saves both projections, the activated gate
     and the product. Raises ValueError for a block that is built otherwise.
     """
-    _require_formula(model, decoder_blocks(model)[0])
+    _require_formula(model, seq=seq)
     _, _, feed_forward = projection_widths(model.config)
     in_mlp = model.dtype.itemsize * feed_forward * saved_mlp_tensors(model)
     return bytes_beside_mlp(model, seq=seq) + in_mlp
@@ -205,13 +273,13 @@ def saved_mlp_tensors(model: Any) -> int:
     return 4 if gated else 5
 
 
-def _require_formula(model: Any, block: torch.nn.Module) -> None:
-    known_mlp = {"gate_proj", "c_fc"} & leaf_names(block)
-    if not norms_of(block) or not known_mlp:
+def _require_formula(model: Any, *, seq: int) -> None:
+    reason = why_no_formula(model, seq=seq)
+    if reason is not None:
         raise ValueError(
-            f"no memory formula for the blocks of {type(model).__name__}: it covers decoders with "
-            f"pre-norm and a gated or GPT-2 MLP (Llama, Mistral, Qwen, Gemma, GPT-2); "
-            f"measure this one with PeakMemory"
+            f"no memory formula for the blocks of {type(model).__name__}, because {reason}: it "
+            f"covers plain decoders ({', '.join(FAMILIES)}); budget_of(model, shape) takes a dry "
+            f"step for all others"
         )
 
 

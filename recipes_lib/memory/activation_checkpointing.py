@@ -205,6 +205,8 @@ def estimate_activation_checkpointing(
     """
     blocks = decoder_blocks(model)
     _check(blocks, mode, every)
+    if budget.dry is not None:
+        return _checkpointed_one_by_one(budget, model, shape, mode=mode, every=every)
     kept = shape.tokens * _kept_bytes(budget, model, mode)
     checkpointed_blocks = len(range(0, len(blocks), every))
     plain_blocks = len(blocks) - checkpointed_blocks
@@ -223,19 +225,31 @@ def estimate_activation_checkpointing(
     )
 
 
-def _kept_bytes(budget: Budget, model: Any, mode: str) -> int:
+def _checkpointed_one_by_one(
+    budget: Budget, model: Any, shape: Shape, *, mode: str, every: int
+) -> Budget:
+    """The same where a dry step has counted each block by itself."""
+    kept = [block.saved for block in budget.dry.blocks]
+    for index in range(0, len(kept), every):
+        keeps = shape.tokens * _kept_bytes(budget, model, mode, index=index)
+        kept[index] = min(kept[index], keeps)
+    dry = budget.dry.keeping(kept)
+    return budget.change(activations=budget.activations - budget.dry.saved + dry.saved, dry=dry)
+
+
+def _kept_bytes(budget: Budget, model: Any, mode: str, *, index: int = 0) -> int:
     """Bytes per token that one checkpointed block keeps: its input [D], and what `mode` adds."""
-    elements = model.config.hidden_size
+    elements = model.config.get_text_config().hidden_size
     if mode == "selective":
         require_adapters(budget, model)  # their matmuls are kept, too
-        elements += _kept_outputs(model)
+        elements += _kept_outputs(model, index)
     return elements * model.dtype.itemsize
 
 
-def _kept_outputs(model: Any) -> int:
+def _kept_outputs(model: Any, index: int) -> int:
     """Elements per token that the matmuls and the attention of one block return."""
     linear = 0
-    for module in decoder_blocks(model)[0].modules():
+    for module in decoder_blocks(model)[index].modules():
         if is_linear(module):
             _, outputs = features(module)
             linear += outputs

@@ -283,6 +283,12 @@ def estimate_activation_offload(budget: Budget, model: Any, shape: Shape) -> Bud
     backward begins           all activations, less those of L-1 blocks + the loss
     it is in the last block   that block + the gradients inside it (the loss is free)
     """
+    if budget.dry is not None:
+        kept = [0] * len(budget.dry.blocks)
+        kept[-1] = budget.dry.blocks[-1].saved
+        dry = budget.dry.keeping(kept)
+        activations = saved_outside_the_blocks(budget, model) + dry.saved
+        return budget.change(activations=activations, dry=dry)
     return budget.with_moment_in_a_block(
         as_backward_begins=budget.one_block + saved_outside_the_blocks(budget, model),
         in_a_block=budget.one_block + budget.block_gradients,

@@ -258,8 +258,11 @@ def estimate_nested_checkpointing(
     blocks = decoder_blocks(model)
     _check(blocks, group)
     groups = parts_needed(len(blocks), group)
-    one_input = shape.tokens * model.dtype.itemsize * model.config.hidden_size
+    width = model.config.get_text_config().hidden_size
+    one_input = shape.tokens * model.dtype.itemsize * width
     inputs_of_groups = groups * one_input
+    if budget.dry is not None:
+        return _nested_one_by_one(budget, group=group, one_input=one_input)
 
     in_a_block = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
     if _block_saves_its_input(model):
@@ -268,6 +271,19 @@ def estimate_nested_checkpointing(
         as_backward_begins=inputs_of_groups + saved_outside_the_blocks(budget, model),
         in_a_block=in_a_block - budget.carried,  # which `_inside_blocks` has counted
     )
+
+
+def _nested_one_by_one(budget: Budget, *, group: int, one_input: int) -> Budget:
+    """The same where a dry step has counted each block by itself."""
+    count = len(budget.dry.blocks)
+    kept = []
+    more_inside = []
+    for index in range(count):
+        first_of_group = index % group == 0
+        kept.append(one_input if first_of_group else 0)
+        more_inside.append((index % group) * one_input)  # inputs of blocks since the group's first
+    dry = budget.dry.keeping(kept, more_inside=more_inside)
+    return budget.change(activations=budget.activations - budget.dry.saved + dry.saved, dry=dry)
 
 
 def _inside_blocks(

@@ -53,10 +53,12 @@ from recipes_lib.core.machine import machine
 from recipes_lib.core.marks import TAKES_GRADIENTS_IN_BACKWARD, marked
 from recipes_lib.core.plain_step import (
     block_bytes,
+    dry_budget,
     features,
     head_trains,
     is_linear,
     require_adapters,
+    with_activations_of,
 )
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -260,6 +262,9 @@ def estimate_mixed_precision(
         raise ValueError(
             f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast"
         )
+    if budget.dry is not None:
+        computing = dry_budget(model, shape.micro(), reason=budget.dry.reason, autocast=dtype)
+        return with_activations_of(budget, computing)
     blocks = decoder_blocks(model)
     per_block = shape.tokens * autocast_block_bytes(model, seq=shape.seq)
 

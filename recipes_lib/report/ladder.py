@@ -147,6 +147,8 @@ class Ladder(Rows):
         self._check_new(name)
         reference = self._reference(after)
         print(f"{name}: predicted {mib(predicted.peak)}")
+        if predicted.dry is not None:
+            print(wrapped(predicted.source))
         if reference is None:
             print(f"  the peak is when {predicted.peak_moment()}")
         elif reference.name in self.plans:

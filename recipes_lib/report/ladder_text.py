@@ -33,6 +33,7 @@ ALIVE = {
         "one_block",
         "block_gradients",
     ),
+    "a block is computed": ("gradients", "activations", "one_block", "block_gradients"),
     "the last gradient arrives": ("gradients", "embedding_gradient"),
 }
 

@@ -35,7 +35,13 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.marks import STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.output_layer import at_least_fp32
-from recipes_lib.core.plain_step import embedding_copies, head_trains, loss_bytes
+from recipes_lib.core.plain_step import (
+    budget_of,
+    embedding_copies,
+    head_trains,
+    loss_bytes,
+    with_activations_of,
+)
 from recipes_lib.core.sizes import tensor_bytes
 
 Batch = dict[str, torch.Tensor]
@@ -215,6 +221,11 @@ def estimate_gradient_accumulation(budget: Budget, model: Any, shape: Shape) -> 
     embedding = model.get_input_embeddings().weight
     if embedding.requires_grad:
         added += tensor_bytes(embedding)
+    if budget.dry is not None:
+        # Not all of it is proportional to the rows: a step of one micro-batch tells.
+        micro = budget_of(model, shape.micro())
+        budget = with_activations_of(budget, micro)
+        return budget.change(carried=budget.gradients, last_gradients=0, embedding_gradient=added)
     return budget.change(
         activations=budget.activations // k,
         loss=loss_bytes(model, shape.tokens, head_trains=head_trains(budget, model)),

@@ -260,7 +260,11 @@ def estimate_sequence_packing(
     repeated = 2 * (query_width - key_width)  # elements per token: K and V
     mask = shape.seq  # elements per token: one row of the mask
     block = shape.tokens * size * (repeated + mask)
+    dry = budget.dry
+    if dry is not None:
+        dry = dry.saving_more(block)
     return budget.change(
         activations=budget.activations + len(decoder_blocks(model)) * block,
         one_block=budget.one_block + block,
+        dry=dry,
     )

@@ -21,7 +21,7 @@ from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.data import Batch
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.plain_step import budget_of, dry_budget, with_activations_of
 from recipes_lib.fine_tuning.completion_only_loss import estimate_completion_only_loss
 from recipes_lib.fine_tuning.lora import estimate_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora
@@ -91,8 +91,11 @@ def _with_adapters(
     full_precision = model.dtype is torch.float32  # a 16-bit base has 16-bit activations already
     if full_precision:
         plan = estimate_mixed_precision(plan, model, shape, dtype=dtype)
+    elif plan.dry is not None and dtype is not torch.float32:
+        computing = dry_budget(model, shape.micro(), reason=plan.dry.reason, autocast=dtype)
+        plan = with_activations_of(plan, computing)
     # That covers the layers of the base. Under autocast the adapters save other tensors as well.
-    if run.method != "full" and run.precision != "fp32":
+    if run.method != "full" and run.precision != "fp32" and plan.dry is None:
         plan = _with_autocast_adapters(plan, model, shape, run=run)
     if _has_documents(micro):
         autocast = dtype if full_precision else None
