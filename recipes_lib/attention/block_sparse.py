@@ -36,6 +36,8 @@ Shapes: B batch, H heads of queries, K heads of keys, S tokens, E head width.
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +45,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from recipes_lib.attention.block_sparse_cpu import BlocksOnCPU
-from recipes_lib.core.causal_lm import require_causal_lm
+from recipes_lib.core.causal_lm import (
+    decoder_blocks,
+    reads_beside_attention,
+    require_causal_lm,
+    selects_keys,
+    trunk,
+)
 from recipes_lib.core.checks import check_heads, check_whole
 from recipes_lib.core.sizes import parts_needed
 
@@ -100,8 +108,8 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
     """Give every attention layer of a Hugging Face causal LM this `Pattern`; returns `model`.
 
     Right padding is exact. Where `position_ids` restart within a row, a new document begins: give
-    no attention mask then, and `use_cache=False`. `model.set_attn_implementation("sdpa")` takes it
-    back.
+    no attention mask then, and `use_cache=False`; a hybrid with convolutions or recurrences takes
+    one document per row. `model.set_attn_implementation("sdpa")` takes it back.
     Raises ValueError for a pattern that does not exist, for capped scores, and for a model whose
     attention cannot be exchanged; the model's forward raises one for whatever else does not go with
     the pattern.
@@ -112,7 +120,7 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
     require_causal_lm(model)
     checked = _checked_pattern(block_size=block_size, **pattern)
     _refuse_model(model)
-    name = register(checked)
+    name = register(checked, documents=not reads_beside_attention(model))
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise ValueError(
@@ -214,10 +222,22 @@ def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
 
 def _refuse_model(model: Any) -> None:
     """Raise ValueError for what this attention cannot reach, or cannot compute."""
-    if not model._supports_attention_backend:
+    modules = decoder_blocks(model).modules()
+    has_attention = any(hasattr(module, "is_causal") for module in modules)
+    if not has_attention or not model._supports_attention_backend:
         raise ValueError(
             f"{type(model).__name__} has no attention that is looked up by its name: "
             f"block-sparse attention cannot reach it"
+        )
+    if selects_keys(model):
+        raise ValueError(
+            f"{type(model).__name__} selects the keys of each query by an indexer, which the "
+            f"pattern would leave out: keep this model's attention"
+        )
+    if reads_beside_attention(model) and not _tells_positions(model):
+        raise ValueError(
+            f"{type(model).__name__} does not tell its attention where documents begin, and its "
+            f"recurrence would carry one into the next unseen: keep this model's attention"
         )
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if cap:
@@ -225,6 +245,14 @@ def _refuse_model(model: Any) -> None:
             f"block-sparse attention has no kernel for capped scores "
             f"(attn_logit_softcapping={cap}): keep 'eager'"
         )
+
+
+def _tells_positions(model: Any) -> bool:
+    """Whether the model makes its masks with the positions, by which documents are found."""
+    forward = inspect.getsource(type(trunk(model)).forward)
+    return (
+        re.search(r"""position_ids["']: \w*position_ids|[( ]position_ids=\w""", forward) is not None
+    )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:

@@ -19,18 +19,22 @@ from torch import Tensor
 from recipes_lib.attention.block_sparse import Pattern, block_sparse_attention
 
 
-def register(pattern: Pattern) -> str:
+def register(pattern: Pattern, *, documents: bool = True) -> str:
     """Make the pattern known to transformers; returns its name there.
 
     The pattern is in the name and the name in the config: a deep copy of a model keeps its pattern,
-    and another model may have another.
+    and another model may have another. Without `documents`, rows that hold several are refused.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     fields = sorted(pattern._asdict().items())
     name = "block_sparse_" + "_".join(f"{field}_{value}" for field, value in fields)
+    find_documents = _documents
+    if not documents:
+        name += "_one_document"
+        find_documents = _one_document
     AttentionInterface.register(name, functools.partial(_attend, pattern=pattern))
-    AttentionMaskInterface.register(name, _documents)
+    AttentionMaskInterface.register(name, find_documents)
     return name
 
 
@@ -39,7 +43,7 @@ def _attend(
     query: Tensor,  # [B, H, S, E]
     key: Tensor,  # [B, K, S, E]
     value: Tensor,  # [B, K, S, E]
-    documents: Tensor | None,  # [B, S], as `_documents` returned them
+    attention_mask: Tensor | None,  # the documents [B, S], as `_documents` returned them
     *,
     pattern: Pattern,
     scaling: float | None = None,
@@ -47,7 +51,9 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer -> [B, S, H, E], and no attention weights."""
-    changed_scores = [options.get(name) for name in ("softcap", "position_bias", "s_aux")]
+    documents = attention_mask
+    changes = ("softcap", "position_bias", "s_aux", "indices")
+    changed_scores = [options.get(name) for name in changes]
     if dropout or any(change is not None for change in changed_scores):
         raise ValueError(
             "block-sparse attention has no kernel for attention dropout (set it to 0), nor for a "
@@ -56,7 +62,10 @@ def _attend(
     if not getattr(module, "is_causal", True):
         raise ValueError("block-sparse attention: only causal attention has a pattern here")
     if documents is not None and documents.ndim != 2:
-        raise ValueError("block-sparse attention: give an attention mask of [B, S], not of [S, S]")
+        raise ValueError(
+            "block-sparse attention: give an attention mask of [B, S], not of [S, S]; a model that "
+            "makes one of its own keeps its attention"
+        )
     positions = options.get("position_ids")
     if documents is None and positions is not None and (positions.diff() != 1).any():
         # transformers looks for packed rows only where there is neither a mask nor a cache.
@@ -68,6 +77,17 @@ def _attend(
         query, key, value, documents=documents, scale=scaling, **pattern._asdict()
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _one_document(*args: Any, attention_mask: Tensor | None, **options: Any) -> Tensor | None:
+    """As `_documents`, for a model that has more than attention to carry tokens past a border."""
+    documents = _documents(*args, attention_mask=attention_mask, **options)
+    if documents is not None and attention_mask is None:
+        raise ValueError(
+            "block-sparse attention: positions restart, and the convolutions or recurrences of "
+            "this model do not know the borders of documents: give one document per row"
+        )
+    return documents
 
 
 def _documents(

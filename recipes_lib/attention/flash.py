@@ -46,10 +46,22 @@ import torch
 from torch import Tensor
 
 from recipes_lib.attention.flash_hf import register
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, projection_widths, require_causal_lm
+from recipes_lib.core.budget import Budget, Order, Shape, estimate, require_adapters
+from recipes_lib.core.causal_lm import (
+    decoder_blocks,
+    projection_widths,
+    require_causal_lm,
+    selects_keys,
+)
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.plain_step import block_bytes, block_gradient_bytes, without_grouped_heads
+from recipes_lib.core.closed_formula import why_no_formula
+from recipes_lib.core.plain_step import (
+    block_bytes,
+    block_gradient_bytes,
+    budget_of,
+    with_activations_of,
+    without_grouped_heads,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -179,9 +191,9 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
     """What keeps `kernel` from computing this model here; None if nothing does."""
     able = KERNELS[kernel]
     config = model.config.get_text_config()
-    if not hasattr(config, "num_attention_heads"):
-        return "finds no attention in this model"
-    query_width, _, _ = projection_widths(config)
+    no_place = _why_no_place(model)
+    if no_place:
+        return no_place
     cap = getattr(config, "attn_logit_softcapping", None)
     drops = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)
     computes_in = dtype
@@ -190,7 +202,7 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
 
     if _cuda_generation(model.device) not in able.generations:
         return f"needs CUDA capability {able.generations[0]}.x"
-    if query_width // config.num_attention_heads > able.largest_head:
+    if _largest_head(model) > able.largest_head:
         return f"takes heads of {able.largest_head} at most"
     if computes_in.itemsize != 2 and "fp32" not in able.extras:
         return "computes in 16 bits"
@@ -203,6 +215,25 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
     if not _is_supported(model, kernel):
         return "is not supported by this model"
     return None
+
+
+def _why_no_place(model: Any) -> str | None:
+    """Why no kernel whatever could stand in this model; None if one could."""
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        return "finds no attention in this model"
+    if selects_keys(model):
+        return "would read all keys, not those that this model's indexer selects"
+    return None
+
+
+def _largest_head(model: Any) -> int:
+    """The width of the widest head, which may differ from layer to layer (Gemma 4)."""
+    config = model.config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):
+        modules = decoder_blocks(model).modules()
+        return max(module.head_dim for module in modules if hasattr(module, "head_dim"))
+    query_width, _, _ = projection_widths(config)
+    return query_width // config.num_attention_heads
 
 
 def _cuda_generation(device: torch.device) -> int:
@@ -265,6 +296,10 @@ def estimate_flash_attention(budget: Budget, model: Any, shape: Shape) -> Budget
     Raises ValueError if no kernel computes this model, and for a budget of mixed precision if the
     model's attention makes scores: autocast stores them in other dtypes than this formula knows.
     """
+    with _as_if(model, best_kernel(model).implementation):
+        by_dry_step = why_no_formula(model, seq=shape.seq) is not None
+    if budget.dry is not None or by_dry_step:
+        return _estimate_by_dry_step(budget, model, shape)
     saved_now = block_bytes(model, seq=shape.seq)
     gradients_now = block_gradient_bytes(model, seq=shape.seq)
     with _as_if(model, best_kernel(model).implementation):
@@ -286,6 +321,21 @@ def estimate_flash_attention(budget: Budget, model: Any, shape: Shape) -> Budget
         one_block=budget.one_block + saved,
         block_gradients=budget.block_gradients + gradients,
     )
+
+
+def _estimate_by_dry_step(budget: Budget, model: Any, shape: Shape) -> Budget:
+    """The same where no formula holds for the model: a dry step with the best kernel."""
+    require_adapters(budget, model)
+    done = [each.name for each in budget.applied if each.order in (Order.PRECISION, Order.LOSS)]
+    if done:
+        raise ValueError(
+            f"{done[0]} has counted the attention that the model has now: "
+            f"call apply_flash_attention(model) before these estimates"
+        )
+    register()
+    with _as_if(model, best_kernel(model).implementation):
+        plain = budget_of(model, shape.micro())
+    return with_activations_of(budget, plain)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def _refuse_what_sdpa_ignores(
     device: torch.device, dropout: float, options: dict[str, Any]
 ) -> None:
     asked = []
-    for name in ("softcap", "s_aux", "output_attentions"):
+    for name in ("softcap", "s_aux", "indices", "output_attentions"):
         value = options.get(name)
         if value is not None and value is not False:
             asked.append(name)

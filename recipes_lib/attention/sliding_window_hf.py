@@ -20,7 +20,7 @@ from torch._guards import active_fake_mode
 
 from recipes_lib.attention.sliding_window import sliding_window_attention
 from recipes_lib.attention.sliding_window_banded import band
-from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.causal_lm import decoder_blocks, selects_keys
 
 NAME = "recipes_sliding_window"  # transformers takes "sdpa" or "flash" in a name for its own
 
@@ -45,6 +45,16 @@ def attentions_of(model: Any) -> list[nn.Module]:
     """The attention module of each block. Raises ValueError if the model cannot have another."""
     config = model.config.get_text_config()
     found = [_causal_modules(block) for block in decoder_blocks(model)]
+    if len(_causal_modules(model)) != sum(map(len, found)):
+        raise ValueError(
+            f"{type(model).__name__} has attention outside of its list of blocks, as in a second "
+            f"list: a window for some of it would be another model than asked for"
+        )
+    if selects_keys(model):
+        raise ValueError(
+            f"{type(model).__name__} selects the keys of each query by an indexer, which a window "
+            f"would leave out: keep this model's attention"
+        )
     one_in_each = all(len(modules) == 1 for modules in found)
     known_kinds = set(_kinds(config)) <= {"full_attention", "sliding_attention"}
     if not one_in_each or not known_kinds or not model._supports_attention_backend:
@@ -61,8 +71,8 @@ def attentions_of(model: Any) -> list[nn.Module]:
     return [modules[0] for modules in found]
 
 
-def _causal_modules(block: nn.Module) -> list[nn.Module]:
-    return [module for module in block.modules() if getattr(module, "is_causal", False)]
+def _causal_modules(module: nn.Module) -> list[nn.Module]:
+    return [inside for inside in module.modules() if getattr(inside, "is_causal", False)]
 
 
 def _kinds(config: Any) -> list[str]:
@@ -120,14 +130,14 @@ def _attention(
     query: Tensor,  # [B, H, Q, E], the new tokens
     key: Tensor,  # [B, KV, S, E], all tokens
     value: Tensor,  # [B, KV, S, E]
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer -> [B, Q, H, E], and no attention weights."""
-    _refuse_what_sdpa_ignores(mask, dropout, options)
+    _refuse_what_sdpa_ignores(attention_mask, dropout, options)
     _refuse_packed_rows(module, options)
     queries = query.shape[2]
     keys = key.shape[2]
@@ -147,7 +157,7 @@ def _refuse_what_sdpa_ignores(mask: Tensor | None, dropout: float, options: dict
     asked = {"a mask [S, S]": mask}
     if dropout:
         asked["dropout"] = dropout
-    for name in ("output_attentions", "softcap", "s_aux", "position_bias"):
+    for name in ("output_attentions", "softcap", "s_aux", "position_bias", "indices"):
         asked[name] = options.get(name)
     for name, value in asked.items():
         if value is not None and value is not False:

@@ -23,6 +23,15 @@ from torch import nn
 ROUTERS = {"gate", "router", "wg", "shared_expert_gate"}
 EXPERTS = {"experts", "shared_expert", "shared_experts"}
 
+# Parts of the names of encoders beside the text, in models that also see or hear.
+OTHER_SENSES = ("vision", "visual", "image", "audio", "speech")
+
+# Settings of indexers, which choose the keys of each query.
+INDEXER_SETTINGS = ("index_topk", "index_topk_blocks", "indexer_budget")
+
+# Parts of the kinds of layers that read earlier tokens without attention, as in `layer_types`.
+RECURRENT_KINDS = ("linear", "conv", "mamba", "recurrent", "hybrid")
+
 # Parts of the names of kernels in which each token reads all tokens before it.
 FULL_ATTENTIONS = ("eager", "sdpa", "flash", "flex", "fused")
 
@@ -79,8 +88,16 @@ def decoder_blocks(model: Any) -> nn.ModuleList:
 
 
 def _module_lists(model: nn.Module) -> list[nn.ModuleList]:
-    modules = model.modules()
-    return [module for module in modules if isinstance(module, nn.ModuleList) and len(module) > 0]
+    lists = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and not _of_another_sense(name):
+            lists.append(module)
+    return lists
+
+
+def _of_another_sense(name: str) -> bool:
+    """Whether a module belongs to an encoder of images or sound, which may be the larger part."""
+    return any(sense in name for sense in OTHER_SENSES)
 
 
 def _modules_inside(module: nn.Module) -> int:
@@ -108,7 +125,15 @@ def leaf_names(module: nn.Module) -> set[str]:
 
 
 def projection_widths(config: Any) -> tuple[int, int, int]:
-    """Output features of the query, of the key and of the feed-forward projection: Q, KV, F."""
+    """Output features of the query, of the key and of the feed-forward projection: Q, KV, F.
+
+    Raises ValueError where they differ from layer to layer (Gemma 4).
+    """
+    if getattr(config, "is_heterogeneous", False):
+        raise ValueError(
+            f"{type(config).__name__} gives each layer widths of its own: they cannot be counted "
+            f"from one configuration"
+        )
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -144,6 +169,28 @@ def require_full_attention(model: Any, *, way_out: str) -> None:
             f"the model computes its attention by {kernel!r}, and the file would hold full "
             f"attention: {way_out}"
         )
+
+
+def reads_beside_attention(model: Any) -> bool:
+    """Whether tokens reach each other by a convolution or a recurrence, past any attention mask.
+
+    Such are the hybrids (LFM2, Qwen3-Next, Jamba) and state space models.
+    """
+    config = without_adapters(model).config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    if any(part in str(kind) for kind in kinds for part in RECURRENT_KINDS):
+        return True
+    modules = decoder_blocks(model).modules()
+    return any(isinstance(module, nn.Conv1d) for module in modules)
+
+
+def selects_keys(model: Any) -> bool:
+    """Whether each query reads only the keys that an indexer chooses for it (DeepSeek-V3.2).
+
+    The choice comes as a mask in transformers' own attention; another kernel would leave it out.
+    """
+    config = without_adapters(model).config.get_text_config()
+    return any(getattr(config, name, None) is not None for name in INDEXER_SETTINGS)
 
 
 def final_softcap(model: Any) -> float | None:

@@ -84,11 +84,14 @@ def require_no_other_state(
     RWKV hands a state from block to block, RecurrentGemma keeps one in its modules. `names` are
     those of the block's arguments, in their order.
     """
-    named = dict(zip(names, args)) | kwargs
+    by_position = dict(zip(names, args))
+    named = by_position | kwargs
     states = [name for name in STATES if named.get(name) is not None]
     is_other = any(not _is_cache(named[name]) for name in states)
     collects = named.get("use_cache") is True and not states
-    if is_other or collects:
+    # `without_caches` turns it off by name only.
+    stays_on = by_position.get("use_cache") is True
+    if is_other or collects or stays_on:
         raise ValueError(
             "this model collects states for generation that are no KV cache, and a recomputed "
             "block would change them a second time: pass use_cache=False"

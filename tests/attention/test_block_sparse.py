@@ -22,6 +22,7 @@ from recipes_lib.attention.block_sparse_cpu import kernel_calls
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from tests.conftest import assert_same_gradients, gradients, make_batch
+from tests.small_models import small_model
 
 PATTERNS = [
     {"block_size": 4},
@@ -548,3 +549,40 @@ def test_on_a_gpu(dtype, tolerance, pattern, documents):
     options = pattern | {"documents": ids}
     expected = run(dense, qkv, **options)
     assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
+
+
+LFM2 = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
+
+
+def test_documents_are_refused_where_a_convolution_carries_them_on():
+    """Attention knew the borders, the convolution did not, and the loss was another one."""
+    model = apply_block_sparse(small_model("Lfm2", **LFM2), block_size=4, stride=1)
+    ids = torch.arange(1, 13)[None]
+    positions = torch.tensor([[*range(7), *range(5)]])
+    with pytest.raises(ValueError, match="convolutions or recurrences of this model"):
+        model(ids, position_ids=positions, use_cache=False)
+    padded = torch.tensor([[1] * 9 + [0] * 3])
+    model(ids, attention_mask=padded, use_cache=False)  # padding is no second document
+    model(ids, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("Mamba", {}, "no attention that is looked up by its name"),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba", "attention"]}, "where documents begin"),
+        ("DeepseekV32", {"q_lora_rank": 16}, "selects the keys of each query by an indexer"),
+    ],
+)
+def test_models_with_more_than_attention_are_refused(family, options, message):
+    """In a state space model nothing happened; an indexer was left out without a word."""
+    model = empty_model(family, **options)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        apply_block_sparse(model, block_size=4)
+    assert model.config._attn_implementation == before
+
+
+def empty_model(family, **options):
+    with torch.device("meta"):
+        return small_model(family, **options)

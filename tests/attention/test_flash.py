@@ -21,6 +21,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
+from tests.small_models import small_model
 
 
 def eager_twin(model):
@@ -420,3 +421,21 @@ def test_equal_to_eager_for_less_memory_on_gpu(dtype):
     tolerance = {torch.bfloat16: 0.02, torch.float32: 1e-3}[dtype]
     assert relative_error(got, expected) < tolerance
     assert fused.peak < 0.7 * eager.peak
+
+
+def test_attention_that_selects_its_keys_is_refused():
+    """The indexer of DeepSeek-V3.2 gives its choice as an option that SDPA does not read."""
+    with torch.device("meta"):
+        model = small_model("DeepseekV32", q_lora_rank=16)
+    with pytest.raises(ValueError, match="not those that this model's indexer selects"):
+        apply_flash_attention(model)
+
+
+def test_heads_may_differ_from_layer_to_layer():
+    """Gemma 4 has no single width of a head, and asking for one ended in an error."""
+    kinds = ["sliding_attention", "full_attention"]
+    with torch.device("meta"):
+        model = small_model("Gemma4Text", layer_types=kinds, vocab_size_per_layer_input=128)
+    assert (
+        apply_flash_attention(model.to_empty(device="cpu")).config._attn_implementation == "fused"
+    )

@@ -88,6 +88,7 @@ def test_states_that_are_no_cache_are_refused(filled):
         ([hidden, [hidden]], {}),
         ([hidden], {"state": [hidden]}),
         ([hidden, None, True], {}),
+        ([hidden, None, True], {"past_key_values": filled}),
     ]:
         with pytest.raises(ValueError, match="pass use_cache=False"):
             require_no_other_state(names, args, kwargs)
