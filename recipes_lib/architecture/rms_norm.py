@@ -283,6 +283,11 @@ def _as_it_will_be(norms: dict[str, nn.LayerNorm], writers: list[nn.Module]) -> 
 
 
 def _centred_output(writer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"{type(writer).__name__} writes more than one tensor to the residual stream: "
+            f"no centring makes the norms equal; pass exact=False"
+        )
     return centred(output, dim=-1)
 
 

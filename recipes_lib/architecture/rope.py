@@ -31,6 +31,7 @@ Shapes: B batch, H heads, S sequence, E head dimension.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from typing import Any
@@ -42,6 +43,12 @@ from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.measure import dry
+from recipes_lib.core.output_layer import (
+    makes_plain_logits,
+    output_layer_of,
+    require_shifted_loss,
+    run_to_the_output_layer,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -100,7 +107,7 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
     # From here on nothing is refused any more: the model changes.
     config = causal.config
     for name in ("rope_parameters", "max_position_embeddings", "head_dim"):
-        if hasattr(scaled, name):
+        if getattr(scaled, name, None) != getattr(config, name, None):
             setattr(config, name, getattr(scaled, name))
     rotary.config = config
     causal.base_model.rotary_emb = rotary
@@ -190,7 +197,14 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
                 f"{type(causal).__name__} scales its logits: take the loss of model(labels=…)"
             )
 
-    hidden = causal.base_model(input_ids=row, use_cache=False).last_hidden_state
+    require_shifted_loss(causal)
+    run = functools.partial(causal, input_ids=row, use_cache=False)
+    output, hidden = run_to_the_output_layer(causal, run)
+    if not makes_plain_logits(output, hidden, output_layer_of(causal)):
+        raise ValueError(
+            f"{type(causal).__name__} does more with its logits than its output layer and the cap "
+            f"of its configuration: take the loss of model(labels=…)"
+        )
     hidden = hidden[0, :-1]  # [S - 1, D]: the last token has nothing to predict
     targets = row[0, 1:]  # [S - 1]
     cap = final_softcap(model)

@@ -137,6 +137,11 @@ def _check_shapes(embedding: nn.Module, output: nn.Module) -> None:
 
 def _configure(causal: Any, *, tied: bool) -> None:
     """Write it into the configuration, and let transformers tie or not, as that says now."""
+    if not hasattr(causal.config, "tie_word_embeddings"):
+        raise ValueError(
+            f"{type(causal.config).__name__} has no tie_word_embeddings: "
+            f"this family cannot be saved and loaded with one table"
+        )
     before = causal.config.tie_word_embeddings
     causal.config.tie_word_embeddings = tied
     keys = causal.get_expanded_tied_weights_keys(all_submodels=True)

@@ -38,8 +38,9 @@ G groups of heads, each with one head of keys and values.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -131,12 +132,14 @@ def make_student(
         available = [attention_of(block, teacher.config).groups for block in of_teacher]
         heads = checked_parts(available, heads=heads)
 
-    config = smaller_config(teacher, blocks=blocks, channels=channels, heads=heads)
-    student = _empty_model(teacher, config)
+    with _as_refusal(teacher):
+        config = smaller_config(teacher, blocks=blocks, channels=channels, heads=heads)
+        student = _empty_model(teacher, config)
     tensors = tensors_of_student(teacher, blocks=blocks, channels=channels, heads=heads)
     require_same_settings(student, teacher, blocks=blocks)
     require_same_shapes(student, tensors)
-    student.load_state_dict(tensors)
+    with _as_refusal(teacher):
+        student.load_state_dict(tensors)
     student.tie_weights()
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.train(teacher.training)
@@ -248,6 +251,20 @@ def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
     blocks = checked_numbers(below=of, blocks=blocks)
     next_kept = [*blocks[1:], of]
     return [(number, following - 1) for number, following in enumerate(next_kept)]
+
+
+@contextlib.contextmanager
+def _as_refusal(teacher: Any) -> Iterator[None]:
+    """Say in one sentence that transformers makes no smaller model of a family."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and "Unrecognized configuration" not in str(error):
+            raise  # a refusal of its own
+        raise ValueError(
+            f"transformers makes no smaller {type(teacher).__name__} in this way "
+            f"({type(error).__name__}): keep all blocks, channels and heads"
+        ) from error
 
 
 def _empty_model(teacher: Any, config: Any) -> Any:

@@ -88,7 +88,13 @@ def require_same_settings(student: Any, teacher: Any, *, blocks: Sequence[int]) 
     fourth, scores that are scaled by the number itself (an option of GPT-2).
     """
     of_teacher = decoder_blocks(teacher)
-    for number, block in enumerate(decoder_blocks(student)):
+    of_student = decoder_blocks(student)
+    if len(of_student) != len(blocks):
+        raise ValueError(
+            f"{type(teacher).__name__} makes {len(of_student)} blocks where {len(blocks)} are "
+            f"asked for, because its configuration lists them elsewhere: keep all blocks"
+        )
+    for number, block in enumerate(of_student):
         original = of_teacher[blocks[number]]
         ours = _settings(block)
         theirs = _settings(original)

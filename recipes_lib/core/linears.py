@@ -15,6 +15,10 @@ scale.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,7 +38,54 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """
     require_module(model)
     modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    return {name: module for name, module in modules if _is_plain(module)}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is a linear layer and returns one product.
+
+    Some routers of transformers are subclasses of `nn.Linear` that return more (Llama 4, PhiMoE).
+    """
+    if not isinstance(module, nn.Linear):
+        return False
+    kind = type(module)
+    of_a_family = kind.__module__.startswith("transformers.models")
+    return not of_a_family or "forward" not in vars(kind)
+
+
+def read_by_the_model(model: nn.Module) -> set[str]:
+    """The linear layers whose weight the code of the model reads, and does not only call.
+
+    Such are layers of Mamba, and routers that ask for a dtype. Found in the source of the classes:
+    another kind of layer in their place would be left out, or has no weight to read.
+    """
+    names = set()
+    sources = {type(module): _source_of(type(module)) for module in model.modules()}
+    for name in linear_layers(model):
+        path, _, child = name.rpartition(".")
+        parent = path.rpartition(".")[2]
+        own = sources[type(model.get_submodule(path))]
+        # A slice, `weight[`, is a branch for weights that were trained in parts (BLOOM).
+        by_its_module = re.search(rf"self\.{child}\.weight\b(?!\[)", own)
+        from_outside = rf"\b{parent}\.{child}\.weight\b(?!\[)"
+        by_another = any(re.search(from_outside, source) for source in sources.values())
+        if by_its_module or (parent and by_another):
+            names.add(name)
+    return names
+
+
+@functools.cache
+def _source_of(kind: type) -> str:
+    """The source of the methods of a class that run in a forward; empty if there is none."""
+    if not kind.__module__.startswith("transformers"):
+        return ""
+    methods = [method for name, method in vars(kind).items() if "init" not in name]
+    sources = []
+    for method in methods:
+        if inspect.isfunction(method):
+            with contextlib.suppress(OSError):
+                sources.append(inspect.getsource(inspect.unwrap(method)))
+    return "\n".join(sources)
 
 
 def require_module(model: Any) -> None:
@@ -113,8 +164,9 @@ def layers_to_quantize(
     *,
     way_out: str = "give a model in full precision, or `names` of its other layers",
 ) -> list[str]:
-    """The names of the layers to quantize, each once. None means all but the output layer.
+    """The names of the layers to quantize, each once.
 
+    None means all but the output layer, and those whose weight the model reads by itself.
     Raises ValueError for a text instead of a list, names that are no linear layers, no name, layers
     that are quantized already (`way_out` says what to do then), and families that store their
     weights in other modules.
@@ -127,7 +179,8 @@ def layers_to_quantize(
         return names
     refuse_quantized(model, way_out=way_out)
     output = output_layer_name(model)
-    chosen = [name for name in linear_layers(model) if name != output]
+    left_out = {output} | read_by_the_model(model)
+    chosen = [name for name in linear_layers(model) if name not in left_out]
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no nn.Linear to quantize beside its output layer: give "

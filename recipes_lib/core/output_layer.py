@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recipes_lib.core.causal_lm import final_softcap, logit_factor
+from recipes_lib.core.causal_lm import final_softcap, logit_factor, without_adapters
 from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.measure import dry
 
@@ -165,6 +165,26 @@ def beside_weight_and_bias(head: nn.Module) -> list[nn.Parameter]:
     """Parameters of an output layer that an `OutputLayer` leaves out, such as those of adapters."""
     own = {id(head.weight), id(getattr(head, "bias", None))}
     return [parameter for parameter in head.parameters() if id(parameter) not in own]
+
+
+def require_shifted_loss(model: Any) -> None:
+    """Raise ValueError for a Hugging Face model whose own loss does not move the labels by one.
+
+    The decoders of encoder-decoder models (Bart, Whisper) expect labels that are moved already: the
+    loss of the next token would be another one than theirs. Others than Hugging Face's models pass.
+    """
+    from transformers import PreTrainedModel
+
+    causal = without_adapters(getattr(model, "module", model))
+    if not isinstance(causal, PreTrainedModel):
+        return
+    code = inspect.unwrap(type(causal).forward).__code__
+    moves_them_itself = any("shift" in name for name in code.co_varnames)
+    if "loss_function" not in code.co_names and not moves_them_itself:
+        raise ValueError(
+            f"{type(causal).__name__} computes its loss itself, from labels that are moved "
+            f"already: give a model whose loss moves them, as ForCausalLMLoss does"
+        )
 
 
 def require_plain_loss(causal: Any) -> None:

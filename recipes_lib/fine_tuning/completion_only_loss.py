@@ -42,7 +42,7 @@ from recipes_lib.core.causal_lm import without_adapters
 from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import Batch
-from recipes_lib.core.output_layer import at_least_fp32
+from recipes_lib.core.output_layer import at_least_fp32, require_shifted_loss
 from recipes_lib.core.plain_step import head_trains, loss_bytes
 
 # End marks of an answer. A base model's text may end with another mark than its answers.
@@ -171,6 +171,7 @@ def _require_logits_to_keep(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} has no logits_to_keep: compute the loss from all of its logits"
         )
+    require_shifted_loss(model)
 
 
 def _end_marks(tokenizer: Any) -> set[int]:

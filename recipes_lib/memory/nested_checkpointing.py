@@ -98,6 +98,7 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     _check(blocks, group)
     require_no_checkpoints(blocks)
     require_forward_of_class(blocks)
+    _refuse_two_streams(blocks)
     for first in range(0, len(blocks), group):
         last = min(first + group, len(blocks)) - 1
         shared = _Group(first, last)
@@ -232,6 +233,16 @@ def _refuse_collecting() -> None:
         raise ValueError(
             "output_hidden_states=True would collect the inputs of groups, not of blocks: pass "
             "False, run under torch.no_grad(), or call remove_nested_checkpointing(model)"
+        )
+
+
+def _refuse_two_streams(blocks: torch.nn.ModuleList) -> None:
+    """Raise ValueError if blocks hand on more than the hidden states (RWKV, Reformer)."""
+    names = argument_names(blocks[0])
+    if "state" in names or names[0].startswith("prev"):
+        raise ValueError(
+            f"{type(blocks[0]).__name__} hands on more than the hidden states, which a group of "
+            f"blocks cannot: use activation_checkpointing"
         )
 
 

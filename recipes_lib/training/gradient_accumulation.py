@@ -34,7 +34,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.marks import STEPS_IN_BACKWARD, any_marked
-from recipes_lib.core.output_layer import at_least_fp32
+from recipes_lib.core.output_layer import at_least_fp32, require_shifted_loss
 from recipes_lib.core.plain_step import (
     budget_of,
     embedding_copies,
@@ -79,6 +79,7 @@ def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
     """
     # The model predicts token t+1 from token t, so the labels move one to the left.
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
+    require_shifted_loss(model)
     # Without labels: the model would compute a loss of its own, and its logits in fp32 with it.
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     output = model(**inputs | {"use_cache": False})
