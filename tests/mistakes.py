@@ -928,7 +928,7 @@ ATTENTION = [
     mistake(
         "capped scores",
         file="attention/flash_hf.py",
-        right='for name in ("softcap", "s_aux", "output_attentions"):',
+        right='for name in ("softcap", "s_aux", "indices", "output_attentions"):',
         wrong='for name in ("s_aux", "output_attentions"):',
         tests="attention/test_flash.py",
         suffers="Gemma 2 computes without the cap on its scores.",
