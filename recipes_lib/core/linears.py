@@ -65,9 +65,9 @@ def read_by_the_model(model: nn.Module) -> set[str]:
         path, _, child = name.rpartition(".")
         parent = path.rpartition(".")[2]
         own = sources[type(model.get_submodule(path))]
-        # A slice, `weight[`, is a branch for weights that were trained in parts (BLOOM).
-        by_its_module = re.search(rf"self\.{child}\.weight\b(?!\[)", own)
-        from_outside = rf"\b{parent}\.{child}\.weight\b(?!\[)"
+        # A slice, `weight[`, and a shape are of weights that were trained in parts (BLOOM).
+        by_its_module = re.search(rf"self\.{child}\.weight\b(?!\[|\.shape)", own)
+        from_outside = rf"\b{parent}\.{child}\.weight\b(?!\[|\.shape)"
         by_another = any(re.search(from_outside, source) for source in sources.values())
         if by_its_module or (parent and by_another):
             names.add(name)

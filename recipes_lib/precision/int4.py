@@ -97,7 +97,8 @@ def apply_int4(
         model: a Hugging Face causal LM, or the decoder that `apply_decode_loop` made of one.
         group: weights that share a scale: 32, 64 or 128.
         symmetric: levels around zero, instead of from the smallest to the largest weight.
-        names: of the layers, from `linear_layers(model)`. Default is all but the output layer.
+        names: of the layers, from `linear_layers(model)`. Default is all but the output layer
+            and those whose weight the model's code reads by itself, as in Mamba.
     Raises ValueError, before anything changes, for layers that are quantized already, a text
     instead of a list of names, adapters, layers that the group or the kernel does not fit, and
     where this machine has no kernel.

@@ -113,7 +113,8 @@ def apply_int8(model: Any, *, kind: str = "weight_only", names: Iterable[str] | 
     Args:
         model: a Hugging Face causal LM, or a decoder that `apply_decode_loop` made.
         kind: "weight_only", "dynamic" or "per_token".
-        names: of the layers, as in `linear_layers(model)`. Default is all but the output layer.
+        names: of the layers, as in `linear_layers(model)`. Default is all but the output layer
+            and those whose weight the model's code reads by itself, as in Mamba.
     Raises ValueError, before anything changes, for an unknown kind or name, a text instead of a
     list of names, layers that are quantized already, adapters, weights that are not finite or no
     floating-point numbers, and a model that is no causal LM or has no linear layer to replace.

@@ -46,6 +46,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.data import check_labels
+from recipes_lib.core.output_layer import require_shifted_loss
 
 Row = dict[str, list[int]]
 
@@ -166,9 +167,12 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
     """Raise RuntimeError if a document of the packed `batch` [P, L] sees its neighbour.
 
     Changes every token of the first document and looks whether the logits of the others move.
-    Attention that does not know the borders, and state space models, fail here. Needs a row with
-    two documents, or raises ValueError.
+    Attention that does not know the borders, and state space models, fail here. So does a model
+    that does not begin its positions again: the second document is compared with itself alone.
+    Raises ValueError for no row with two documents, and for a model whose loss does not move the
+    labels by one.
     """
+    require_shifted_loss(model)
     row, border = _first_border(batch["position_ids"])
     ids = batch["input_ids"][row : row + 1]  # [1, L]
     positions = batch["position_ids"][row : row + 1]

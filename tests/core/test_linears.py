@@ -13,6 +13,7 @@ from recipes_lib.core.linears import (
     linear_layers,
     output_layer_name,
     quantized_layers,
+    read_by_the_model,
     replace_linears,
     require_linear,
 )
@@ -21,6 +22,7 @@ from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
 from recipes_lib.precision.int8_packed import has_packed_kernel
+from tests.small_models import small_model
 
 
 class Small(nn.Module):
@@ -178,3 +180,23 @@ def test_layers_that_say_that_their_tokens_share_a_scale(llama, kind):
     shares = kind == "dynamic" and has_packed_kernel(torch.device("cpu"))
     assert layers_with_one_scale(copied) == ["lm_head"] * shares
     assert layers_with_one_scale("no module") == []
+
+
+def test_layers_that_the_model_reads_itself_are_left_out():
+    """Mamba multiplies with a weight and does not call its layer: it has no weight in 8 bits."""
+    model = small_model("Mamba", state_size=4, time_step_rank=4)
+    read = {f"backbone.layers.{block}.mixer.dt_proj" for block in range(2)}
+    assert read <= read_by_the_model(model)
+    chosen = layers_to_quantize(model, None)
+    assert not read & set(chosen)
+    assert "backbone.layers.0.mixer.in_proj" in chosen
+    assert read_by_the_model(small_model("Llama")) == set()
+    assert read_by_the_model(small_model("Bloom", n_layer=2)) == set()  # slices are of old weights
+
+
+def test_a_router_that_returns_more_than_a_product_is_no_linear_layer():
+    """Llama 4 has a subclass of `nn.Linear` that returns two tensors; a plain layer returns one."""
+    with torch.device("meta"):
+        model = small_model("Llama4Text", num_local_experts=2, intermediate_size_mlp=64)
+    assert not [name for name in linear_layers(model) if name.endswith("router")]
+    assert "model.layers.0.self_attn.q_proj" in linear_layers(model)
