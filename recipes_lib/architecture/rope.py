@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import math
 from typing import Any
 
@@ -241,9 +240,8 @@ def _scaled_config(causal: Any, kind: str, factor: float) -> Any:
 def _require_loadable(scaled: Any) -> None:
     """Raise ValueError unless the configuration is the same one after saving and loading."""
     kind = scaled.rope_parameters["rope_type"]
-    settings = json.loads(scaled.to_json_string(use_diff=False))
     try:
-        loaded = type(scaled).from_dict(settings)
+        loaded = type(scaled).from_dict(scaled.to_dict())
     except Exception as error:  # each family has its own checks, and its own kinds of errors
         reason = str(error).splitlines()[-1].strip()
         raise ValueError(

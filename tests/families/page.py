@@ -13,6 +13,7 @@ import transformers
 from tests.families.parity import Outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PARTS = "Layer|Block|MLP|MoE|Moe|Mixer|Config|Experts|Router|Attention|Model|Decoder|Encoder"
 SIGNS = {"equal": "=", "untested": "?", "wrong": "**wrong**", "crash": "**crash**"}
 
 HEAD = """# Every technique on every family of causal LMs
@@ -22,7 +23,7 @@ Made by `make test FAMILIES=all` on {date}, with transformers {transformers}, to
 What is compared is the loss and every gradient, or for inference the logits or the text.
 
 {families} families and {techniques} techniques: {equal} cells are equal to the reference, {refused}
-are refused in one sentence, {wrong} are wrong. {untested} are untested.
+are refused in one sentence, {untested} are untested. {wrong} are wrong: they are known and open.
 
 - `=` equal to an independent reference
 - a number: refused, with the sentence of this number below
@@ -80,7 +81,7 @@ def _of_any_family(sentence: str) -> str:
     """The sentence without what differs from family to family: names of classes, and numbers."""
     sentence = re.sub(r"\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", "…", sentence)
     sentence = re.sub(r"\b\w*[a-z]\w*(\.\w+){2,}", "…", sentence)
-    sentence = re.sub(r"\b[A-Z]\w+(Layer|Block|MLP|MoE|MoeBlock|Mixer|Config)\w*", "…", sentence)
+    sentence = re.sub(rf"\b[A-Z]\w+({PARTS})\w*", "…", sentence)
     sentence = re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "N", sentence)
     sentence = re.sub(r"\(([^()]*…[^()]*|[^()]*N[^()]*)\)", "(…)", sentence)
     return sentence.replace("|", "\\|")
