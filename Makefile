@@ -31,6 +31,7 @@ test check: export RECIPES_FAST := 1
 test check: export OMP_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Notebooks first: they take longest, and no worker should end with one.
+# FAMILIES=all: parity over every family of transformers, which writes docs/families.md.
 test: lint  ## Lint, unit and parity tests, every notebook in small sizes, commands of the pages
 	$(PYTEST) --nbmake --nbmake-timeout=900 notebooks tests $(ARGS)
 
