@@ -68,7 +68,7 @@ def _why_not_this_block(block: nn.Module, model: Any) -> str | None:
     names = leaf_names(block)
     if names & EXPERTS:
         return "its blocks have experts"
-    other = [name for name in names if any(part in name.lower() for part in OTHER_MIXERS)]
+    other = [name for name in names if _mixes_otherwise(name)]
     if other:
         return f"its blocks have parts that are no attention ({min(other)})"
     norms = {name for name, child in block.named_children() if child in norms_of(block)}
@@ -82,6 +82,10 @@ def _why_not_this_block(block: nn.Module, model: Any) -> str | None:
     if config.model_type not in FAMILIES:
         return f"nobody has read the formula off the code of {config.model_type!r}"
     return _why_not_these_sizes(block, config)
+
+
+def _mixes_otherwise(name: str) -> bool:
+    return any(part in name.lower() for part in OTHER_MIXERS)
 
 
 def _has_one_of(names: set[str], groups: tuple[set[str], ...]) -> bool:
