@@ -74,11 +74,19 @@ def build(source: Path) -> NotebookNode:
 
 
 def title(cells: list[NotebookNode], index: int) -> str:
-    """The heading right above a code cell, or else its first line."""
+    """The heading above a code cell, or the comment that the cell begins with."""
     above = cells[index - 1] if index else cells[0]
     lines = above.source.splitlines() if above.cell_type == "markdown" else []
     headings = [line.lstrip("# ") for line in lines if line.startswith("#")]
-    return (headings[-1:] or cells[index].source.splitlines() or [""])[0]
+    if headings:
+        return headings[-1]
+    # A first line of code, such as an import, says nothing: its comment does, or the part's title.
+    first = cells[index].source.lstrip().partition("\n")[0]
+    if first.startswith("#"):
+        return first.lstrip("# ")
+    if index:
+        return title(cells, index - 1)
+    return ""
 
 
 def run_cells(nb: NotebookNode, path: Path) -> None:

@@ -96,6 +96,15 @@ def test_older_code_is_found_and_refreshed(source, notebook):
         execute.refresh_shown(cell, codes, source)
 
 
+def test_titles_of_steps_are_no_code(notebook):
+    """The terminal of `make run` shows them."""
+    cells = notebook.cells
+    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
+    titles = [load_execute().title(cells, index) for index in code]
+    assert all(titles)
+    assert [title for title in titles if re.match(r"(from \w+ |import )|.*[=(]$", title)] == []
+
+
 def test_every_call_of_show_is_found(source, notebook):
     """The mistake: a call that the search does not see is never compared."""
     calls = sum(len(re.findall(r"^\s*show\(", cell.source, re.M)) for cell in notebook.cells)

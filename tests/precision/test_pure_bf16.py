@@ -312,6 +312,9 @@ def test_bad_input(llama):
         bf16_adamw([ones(3)], lr=1e-3, rounding="up")
     with pytest.raises(ValueError, match=r"seed=1\.5: give a whole number"):
         bf16_adamw([ones(3)], lr=1e-3, seed=1.5)
+    for wrong in ({"lr": -1e-3}, {"lr": torch.nan}, {"eps": "3"}, {"betas": (0.9, 1.0)}):
+        with pytest.raises(ValueError, match="give a finite number"):
+            bf16_adamw([ones(3)], **{"lr": 1e-3} | wrong)
     with pytest.raises(ValueError, match="no trainable parameter"):
         bf16_adamw(llama.requires_grad_(False), lr=1e-3)
 
