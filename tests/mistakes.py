@@ -1393,8 +1393,8 @@ WORKFLOWS = [
     mistake(
         "no room left",
         file="workflows/out_of_memory_doctor_remedies.py",
-        right="limit=FITS * memory_bytes",
-        wrong="limit=memory_bytes",
+        right="limit = FITS * memory_bytes",
+        wrong="limit = memory_bytes",
         tests=[
             "workflows/test_out_of_memory_doctor_remedies.py",
             "workflows/test_out_of_memory_doctor.py",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from recipes_lib.cli.options import MODEL_HELP, BatchSize, SeqLen
+from recipes_lib.cli.options import MODEL_HELP, PUBLIC_SHAPES, BatchSize, SeqLen
 
 Error = Annotated[str, typer.Option(help="the text of the error")]
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
@@ -14,7 +15,12 @@ Memory = Annotated[
     float | None,
     typer.Option(help="of the device in GiB; default: what the error says, or this machine's"),
 ]
+Shapes = Annotated[bool, typer.Option("--shapes", help="list the shapes with their sizes, and end")]
 Dtype = Annotated[Literal["fp32", "bf16"], typer.Option(help="of the weights")]
+
+# What stands behind the name of a shape on the hub, and models that have the shape of another.
+ENDINGS = ("-hf", "-instruct", "-chat")
+SAME_SHAPE = {"smollm2": "smollm2-135m", "llama-3.3-70b": "llama-3.1-70b"}
 
 
 def doctor(
@@ -24,8 +30,15 @@ def doctor(
     dtype: Dtype = "fp32",
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 1024,
+    shapes: Shapes = False,
 ) -> None:
-    """Say what to try against running out of memory, and in which order."""
+    """Say what to try against running out of memory, and in which order.
+
+    Of a hub id or a folder only the configuration is read, and no weights.
+    """
+    if shapes:
+        print(table_of_shapes())
+        return
     from recipes_lib.core.machine import GIB
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
@@ -47,15 +60,66 @@ def doctor(
     print(diagnosis)
 
 
+def table_of_shapes() -> str:
+    """A line for each shape: its weights, and the sizes on which the memory depends."""
+    from recipes_lib.core.model import SHAPES
+
+    lines = [f"{'shape':<16}{'weights':>10}{'layers':>8}{'hidden':>8}{'vocabulary':>12}"]
+    for name in PUBLIC_SHAPES:
+        sizes = SHAPES[name]
+        count = sum(weight.numel() for weight in _shape(name, "bf16").parameters())
+        lines.append(
+            f"{name:<16}{count / 1e9:>8.2f} B{sizes.layers:>8}{sizes.hidden:>8}"
+            f"{sizes.vocabulary:>12,}"
+        )
+    return "\n".join(lines)
+
+
+def shape_named(name: str) -> str | None:
+    """The shape that a name means, or None: "meta-llama/Llama-3.1-70B-Instruct" is one of them.
+
+    So a gated model needs no login: the weights do not matter here.
+    """
+    from recipes_lib.core.model import SHAPES
+
+    short = name.rsplit("/", 1)[-1].lower()
+    for ending in ENDINGS:
+        short = short.removesuffix(ending)
+    short = SAME_SHAPE.get(short, short)
+    if short in SHAPES:
+        return short
+    return None
+
+
 def _model(name: str, dtype: str) -> Any:
-    """The model to do arithmetic on. A shape takes no memory: its weights have no data."""
+    """The model to do arithmetic on. It takes no memory: its weights have no data."""
+    from recipes_lib.core.model import model_without_weights
+
+    if not name:
+        return None
+    shape = None
+    if not Path(name).expanduser().exists():
+        shape = shape_named(name)
+    if shape is not None:
+        if shape != name:
+            print(f"{name}: the shape {shape}")
+        return _shape(shape, dtype)
+    try:
+        return model_without_weights(str(Path(name).expanduser()), dtype=_dtype(dtype))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. The doctor reads the configuration only, no weights. "
+            f"It knows these shapes without any file: {', '.join(PUBLIC_SHAPES)}"
+        ) from error
+
+
+def _shape(name: str, dtype: str) -> Any:
+    from recipes_lib.core.model import model_of_shape
+
+    return model_of_shape(name, dtype=_dtype(dtype), device="meta")
+
+
+def _dtype(name: str) -> Any:
     import torch
 
-    from recipes_lib.core.model import SHAPES, load_model, model_of_shape
-
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if name in SHAPES:
-        return model_of_shape(name, dtype=dtypes[dtype], device="meta")
-    if name:
-        return load_model(name, dtype=dtypes[dtype], device="cpu")
-    return None
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

@@ -6,6 +6,7 @@ local folder works too. `model_of_shape("llama-3.1-8b")` gives random weights of
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,28 @@ def load_config(name: str = "smollm2") -> Any:
         return AutoConfig.from_pretrained(where, local_files_only=offline(where))
     except (OSError, ValueError) as error:
         raise ValueError(_unknown(name)) from error
+
+
+def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of `load_model(name)` on the device "meta": its sizes, without any data.
+
+    Only the configuration is read, so a hub id costs some kilobytes, and a folder needs no more
+    than config.json. Of a model with images or sounds this is the part for text. Weights that are
+    stored in few bits count as those of `dtype`. Raises ValueError for what is no causal language
+    model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # A copy, because from_config writes the dtype into the configuration that it is given.
+    config = copy.deepcopy(load_config(name).get_text_config())
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except ValueError as error:
+        raise ValueError(
+            f"{name!r} has the configuration of a {config.model_type}, which is no causal language "
+            f"model: give one that writes text"
+        ) from error
 
 
 def load_tokenizer(name: str = "smollm2") -> Any:

@@ -7,6 +7,7 @@ Idea       Read the numbers in the message, lay out the model's budget, apply on
 
                asked for <= free + reserved but unallocated     fragmentation: a setting, no recipe
                capacity - free - this process is large          another process: stop it
+               "Killed"                                         the host's memory, not the GPU's
                else   budget -> micro-batches -> chunked loss -> ... -> QLoRA      until it fits
 Saves      Trying the recipes blindly; nothing by itself.
 Costs      Nothing runs: it is arithmetic on shapes. A model on "meta", without weights, will do.
@@ -21,22 +22,27 @@ Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the messag
 from __future__ import annotations
 
 import html
+import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.machine import machine
+from recipes_lib.core.machine import GIB, machine
 from recipes_lib.core.plain_step import budget_of
-from recipes_lib.workflows.out_of_memory_doctor_message import parse_error
+from recipes_lib.workflows.out_of_memory_doctor_message import parse_error, was_killed
 from recipes_lib.workflows.out_of_memory_doctor_remedies import (
     FITS,
     RECIPES,
     Remedy,
     readable,
     remedies_for,
+    smallest_without_rows,
 )
+
+COLUMNS = 80  # of a terminal that nobody has made wider
 
 # --- what the doctor says -------------------------------------------------------------------------
 
@@ -64,12 +70,22 @@ class Diagnosis:
         return rows
 
     def __repr__(self) -> str:
-        table = self.table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = list(self.findings)
-        for row in table:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
+        """For a terminal of 80 columns: what to try and the peak in a line, the rest below it."""
+        lines = []
+        for finding in self.findings:
+            lines += textwrap.wrap(finding, COLUMNS, subsequent_indent="  ")
+        width = max(len(remedy.name) for remedy in self.remedies)
+        for remedy in self.remedies:
+            lines.append(f"{remedy.name.ljust(width)}  {remedy.outcome}".rstrip())
+            for text in remedy.details():
+                lines += textwrap.wrap(
+                    text,
+                    COLUMNS,
+                    initial_indent="    ",
+                    subsequent_indent="      ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -109,10 +125,13 @@ def diagnose(
     said = {}
     if error:
         said = parse_error(error)
-    findings = _findings_in(said)
+    killed = was_killed(error)
+    findings = _findings_in(said, killed=killed)
     remedies = _remedies_without_recipe(said)
     if model is None:
         for name, recipe in RECIPES.items():
+            if killed and name == "optimizer offload":
+                continue  # the host is what has run out
             remedies.append(Remedy(name, recipe.saves, recipe.costs, recipe.where))
         return Diagnosis(findings, remedies)
 
@@ -121,13 +140,24 @@ def diagnose(
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
     shape = Shape(batch=batch_size, seq=seq_len)
     limit = _memory_for_us(memory_bytes, said)
-    tried = remedies_for(model, shape, memory_bytes=limit)
-    findings += _findings_about(model, shape, limit, _first_fit(tried), failed=bool(error))
+    tried = remedies_for(model, shape, memory_bytes=limit, spare_the_host=killed)
+    findings += _findings_about(model, shape, limit, tried, failed=bool(error))
     return Diagnosis(findings, remedies + tried)
 
 
-def _findings_in(said: dict[str, int]) -> list[str]:
+def _findings_in(said: dict[str, int], *, killed: bool) -> list[str]:
     """The message in words."""
+    if killed:
+        held = ""
+        if "this process" in said:
+            held = f", of which this process held {readable(said['this process'])}"
+        return [
+            f"Killed is what Linux says when the memory of the host is used up{held}; that of a "
+            f"GPU has an error of its own. `dmesg | grep -i killed` shows it. A container or a "
+            f"batch job may have a limit below the memory of the machine.",
+            "On a host with a GPU look at what stays in host memory: weights that are loaded in "
+            "32 bits, an optimizer offload, workers that each hold the data set.",
+        ]
     words = []
     for name, number in said.items():
         if number and name != "reserved":  # which is said in two parts
@@ -172,7 +202,7 @@ def _memory_for_us(memory_bytes: int | None, said: dict[str, int]) -> int:
 
 
 def _findings_about(
-    model: Any, shape: Shape, limit: int, enough: Remedy | None, *, failed: bool
+    model: Any, shape: Shape, limit: int, tried: list[Remedy], *, failed: bool
 ) -> list[str]:
     """The peak of the plain step and its parts, and the first remedy that is enough."""
     budget = budget_of(model, shape)
@@ -186,14 +216,29 @@ def _findings_about(
             "It should fit: look for tensors that stay from step to step "
             "(loss in place of loss.item())."
         )
-    first = "none; shorten the rows, or shard over several GPUs (FSDP)"
-    if enough is not None:
+    enough = _first_fit(tried)
+    if enough is None:
+        first = f"none; {_where_nothing_fits(model, limit, tried)}"
+    else:
         first = enough.name
     findings.append(
         f"Each row includes those above; only adapters do without 8-bit states and the offload. "
         f"{1 - FITS:.0%} of the memory stays free. First that fits: {first}."
     )
     return findings
+
+
+def _where_nothing_fits(model: Any, limit: int, tried: list[Remedy]) -> str:
+    """What to do then. Shorter rows are no advice where the weights alone are too much."""
+    needed = math.ceil(min(remedy.peak for remedy in tried) / FITS / GIB)
+    larger = f"take a device of {needed} GiB or more, or shard over several GPUs (FSDP)"
+    smallest = smallest_without_rows(model)
+    if smallest.peak <= FITS * limit:
+        return f"shorten the rows, {larger}"
+    return (
+        f"shorter rows do not help, for one of two tokens takes {readable(smallest.peak)}, and of "
+        f"them the weights {readable(smallest.weights)}: {larger}"
+    )
 
 
 def _first_fit(remedies: list[Remedy]) -> Remedy | None:

@@ -34,6 +34,13 @@ MESSAGE = {
 
 # Some errors have no numbers at all.
 OUT_OF_MEMORY = "out of memory|OutOfMemory|_ALLOC_FAILED"
+OUT_OF_DEVICE_MEMORY = "CUDA|MPS|HIP|OutOfMemory|Tried to allocate|DefaultCPUAllocator"
+
+# The words of Linux when the host's memory is used up, of the shell, of launchers and of clusters:
+# the kernel ends the process with signal 9, and an exit status of 128 + 9 says so.
+KILLED = r"\bkilled\b|oom.?kill|exit (code|status):? 137\b|exitcode\s*: -9\b|SIGKILL|signal 9\b"
+# In the log of the kernel: what the process held of the host's memory.
+RESIDENT = r"anon-rss:(\d+)kB"
 
 # By their first letter: "bytes", "KiB" …; without a unit it is bytes.
 UNITS = {"": 1, "b": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -45,11 +52,17 @@ OWN_CONTEXT = 2 * 2**30
 def parse_error(error: str) -> dict[str, int]:
     """The numbers of the message in bytes, as far as it has them.
 
-    They are the keys of MESSAGE, and `others`: what other processes hold.
+    They are the keys of MESSAGE, and `others`: what other processes hold. Of a process that the
+    kernel has killed there is at most `this process`.
     Raises ValueError for an error of another kind.
     """
     text = " ".join(error.split())  # a terminal may have wrapped it
     said = {}
+    if was_killed(error):
+        resident = re.search(RESIDENT, text)
+        if resident:
+            said["this process"] = int(resident[1]) * 2**10
+        return said
     for name, pattern in MESSAGE.items():
         match = re.search(pattern, text)
         if match:
@@ -62,6 +75,14 @@ def parse_error(error: str) -> dict[str, int]:
     if {"capacity", "free", "allocated", "unallocated"} <= said.keys():
         said["others"] = _held_by_others(said)
     return said
+
+
+def was_killed(error: str) -> bool:
+    """Whether the error says that the kernel has ended the process, and nothing of a device."""
+    text = " ".join(error.split())
+    if re.search(OUT_OF_DEVICE_MEMORY, text):
+        return False
+    return re.search(KILLED, text, re.IGNORECASE) is not None
 
 
 def _bytes(words: str) -> int:

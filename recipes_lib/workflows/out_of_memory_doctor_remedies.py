@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Estimate, Shape
+from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.machine import GIB
 from recipes_lib.core.measure import dry_run
@@ -87,6 +88,10 @@ RECIPES = {
     ),
 }
 
+# These two put adapters beside another base, and take only these recipes from above.
+ADAPTERS = {"QLoRA": estimate_qlora, "LoRA, 16-bit base": estimate_lora}
+BESIDE_ADAPTERS = ("micro-batches", "loss in chunks", "checkpointing")
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -109,113 +114,233 @@ class Remedy:
             verdict = "fits"
         return f"{readable(self.peak)}, {verdict}"
 
+    def details(self) -> list[str]:
+        """What it saves, what it costs and where it is, as far as there is something to say."""
+        lines = []
+        if self.saves:
+            lines.append(f"saves: {self.saves}")
+        if self.costs:
+            lines.append(f"costs: {self.costs} ({self.where})")
+        elif self.where:
+            lines.append(f"where: {self.where}")
+        return lines
+
 
 # --- the remedies, one on top of the other --------------------------------------------------------
 
 
-def remedies_for(model: Any, shape: Shape, *, memory_bytes: int) -> list[Remedy]:
+def remedies_for(
+    model: Any, shape: Shape, *, memory_bytes: int, spare_the_host: bool = False
+) -> list[Remedy]:
     """The recipes in the order to try, each with the predicted peak of itself and all above it.
 
-    A recipe that would not make the peak smaller here is left out, or its row says that the peak is
-    elsewhere. The two with adapters start from the plain step on another base, and take
-    micro-batches, chunks and checkpoints from above. They do without 8-bit states and the offload:
-    adapters have few states to save. Where that is more than the rows above, they are left out.
+    Each row has a smaller peak than the row above. A recipe that would not make the peak smaller
+    here is no remedy. It may take something away that would be the peak after the next recipe:
+    then the two are one row. The two with adapters start from the plain step on another base, and
+    take micro-batches, chunks and checkpoints from above. They do without 8-bit states and the
+    offload: adapters have few states to save.
+
+    Args:
+        spare_the_host: leave out what moves memory to the host.
     """
-    rows = _Rows(budget_of(model, shape), limit=FITS * memory_bytes)
-    shape = _enough_micro_batches(rows, model, shape)
-    rows.add("loss in chunks", _in_chunks(rows.plan, model, shape))
-    rows.add("checkpointing", estimate_activation_checkpointing(rows.plan, model, shape))
-    adapters_are_there = 2 * trainable_bytes(model) <= rows.plan.weights
-
-    if rows.plan.states:
-        eight_bit = estimate_eight_bit_adam(rows.plan, model, shape)
-        # An embedding keeps 32-bit states: those of a small 16-bit model would grow.
-        if eight_bit.states < rows.plan.states:
-            rows.add("8-bit AdamW", eight_bit)
-    if model.device.type != "cpu":  # there, nothing is gained by moving to the host
-        rows.add("optimizer offload", estimate_optimizer_offload(rows.plan, model, shape))
-
-    if adapters_are_there:
-        rows.add("QLoRA", _with_quantized_base(rows.plan, model))
-        return rows.remedies
-    base = _sixteen_bit_base(model)
-    rows.add("LoRA, 16-bit base", _adapters_on(base, shape, estimate_lora))
-    try:
-        quantized = _adapters_on(base, shape, estimate_qlora)
-    except ValueError:
-        return rows.remedies  # some layers cannot be quantized, such as GPT-2's
-    rows.add("QLoRA", quantized)
+    limit = FITS * memory_bytes
+    plans = _Plans(model, shape, limit=limit)
+    rows = _Rows(plans, limit=limit)
+    for name in plans.candidates(spare_the_host=spare_the_host):
+        rows.add(name)
     return rows.remedies
 
 
+def smallest_without_rows(model: Any) -> Budget:
+    """The smallest budget that any of the recipes gives, for one row of two tokens.
+
+    What does not fit then will not fit with shorter rows either.
+    """
+    plans = _Plans(model, Shape(batch=1, seq=2), limit=0)
+    budgets = [plans.of(())]
+    names: list[str] = []
+    for name in plans.candidates(spare_the_host=False):
+        names.append(name)
+        budgets.append(plans.of(names))
+    return min(budgets, key=_peak_of)
+
+
+def _peak_of(plan: Budget) -> int:
+    return plan.peak
+
+
+class _Plans:
+    """The budget of the step with any choice of recipes, from the techniques' own estimates."""
+
+    def __init__(self, model: Any, shape: Shape, *, limit: float) -> None:
+        self.model = model
+        self.whole = shape
+        self.plain = budget_of(model, shape)
+        self.split = self._enough_micro_batches(limit)
+        # Adapters that exist already train few of the weights: there is no need of others.
+        self.adapters_are_there = 2 * trainable_bytes(model) <= self.plain.weights
+        self._base: Any = None  # the model in 16 bits, and the budget of its plain step
+        self._plain_base: Budget | None = None
+
+    def candidates(self, *, spare_the_host: bool) -> list[str]:
+        """The recipes that can be applied to this model, in the order to try."""
+        names = list(RECIPES)
+        if self.split is None:
+            names.remove("micro-batches")
+        if not self._fewer_states():
+            names.remove("8-bit AdamW")
+        # A CPU gains nothing by moving to the host.
+        if self.model.device.type == "cpu" or spare_the_host:
+            names.remove("optimizer offload")
+        if self.adapters_are_there:
+            names.remove("LoRA, 16-bit base")
+        elif not self._can_be_quantized():
+            names.remove("QLoRA")
+        return names
+
+    def of(self, names: Iterable[str]) -> Budget:
+        """The budget with the recipes of these names, in whatever order they are given.
+
+        Adapters take of the others only those that go with them; QLoRA stands in LoRA's place.
+        """
+        chosen = set(names)
+        model = self.model
+        plan = self.plain
+        adapters = None
+        if not self.adapters_are_there:
+            adapters = next((ADAPTERS[name] for name in ADAPTERS if name in chosen), None)
+        if adapters is not None:
+            chosen.intersection_update(BESIDE_ADAPTERS)
+            model, plan = self._sixteen_bits()
+        shape = self.whole
+        if "micro-batches" in chosen and self.split is not None:
+            shape = self.split
+            plan = estimate_gradient_accumulation(plan, model, shape)
+        if adapters is not None:
+            plan = adapters(plan, model, shape)
+        if "loss in chunks" in chosen:
+            plan = _in_chunks(plan, model, shape)
+        if "checkpointing" in chosen:
+            plan = estimate_activation_checkpointing(plan, model, shape)
+        if "8-bit AdamW" in chosen:
+            plan = estimate_eight_bit_adam(plan, model, shape)
+        if "optimizer offload" in chosen:
+            plan = estimate_optimizer_offload(plan, model, shape)
+        if "QLoRA" in chosen and self.adapters_are_there:
+            plan = _with_quantized_base(plan, model)
+        return plan
+
+    def name(self, recipe: str) -> str:
+        """The recipe in a row of its own: micro-batches with their number."""
+        if recipe == "micro-batches" and self.split is not None:
+            return f"{self.split.micro_batches} micro-batches of {self.split.rows}"
+        return recipe
+
+    def _enough_micro_batches(self, limit: float) -> Shape | None:
+        """The shape with the fewest micro-batches that fit, or with one row at a time.
+
+        None where there is one row only, and where the gradients that stay between micro-batches
+        cost more than they save.
+        """
+        for count in range(2, self.whole.batch + 1):
+            if self.whole.batch % count:
+                continue
+            split = replace(self.whole, micro_batches=count)
+            plan = estimate_gradient_accumulation(self.plain, self.model, split)
+            enough = plan.peak <= limit or split.rows == 1
+            if enough and plan.peak <= self.plain.peak:
+                return split
+        return None
+
+    def _fewer_states(self) -> bool:
+        """Whether 8-bit states take less: an embedding keeps those of 32 bits.
+
+        Those of a small 16-bit model would grow.
+        """
+        if not self.plain.states:
+            return False
+        return self.of(["8-bit AdamW"]).states < self.plain.states
+
+    def _can_be_quantized(self) -> bool:
+        try:
+            self.of(["QLoRA"])
+        except ValueError:
+            return False  # some layers cannot be, such as GPT-2's
+        return True
+
+    def _sixteen_bits(self) -> tuple[Any, Budget]:
+        """The model as it would be loaded in 16 bits, and the budget of its plain step."""
+        if self._plain_base is None:
+            self._base = _sixteen_bit_base(self.model)
+            self._plain_base = budget_of(self._base, self.whole)
+        return self._base, self._plain_base
+
+
 class _Rows:
-    """The remedies so far, and `plan`, the budget with all of them."""
+    """The remedies so far, the names of the recipes in them, and the budget with all of these."""
 
-    def __init__(self, plan: Budget, *, limit: float) -> None:
-        self.plan = plan
+    def __init__(self, plans: _Plans, *, limit: float) -> None:
+        self.plans = plans
         self.limit = limit
-        self.remedies = [Remedy("as it is", peak=plan.peak, fits=self.fits(plan))]
+        self.plan = plans.of(())
+        self.names: list[str] = []
+        # Recipes that have not made the peak smaller so far: the next one may need them.
+        self.waiting: list[str] = []
+        self.remedies = [Remedy("as it is", peak=self.plan.peak, fits=self._fits(self.plan))]
 
-    def fits(self, plan: Budget) -> bool:
+    def add(self, name: str) -> None:
+        """Add a row for the recipe, with those that wait and are needed, if it lowers the peak."""
+        before = self.plans.of([*self.names, *self.waiting])
+        plan = self._with(name, self.waiting)
+        saves = _terms_saved(before, plan)
+        if not saves or plan.peak > self.plan.peak:
+            return
+        if plan.peak == self.plan.peak:
+            self.waiting.append(name)
+            return
+
+        needed = list(self.waiting)
+        for other in self.waiting:
+            fewer = [each for each in needed if each != other]
+            if self._with(name, fewer).peak <= plan.peak:
+                needed = fewer
+        new = [*needed, name]
+        plan = self._with(name, needed)
+        self.remedies.append(
+            Remedy(
+                name=" + ".join(self.plans.name(each) for each in new),
+                saves=", ".join(_terms_saved(self.plan, plan)),
+                costs=", ".join(RECIPES[each].costs for each in new),
+                where=", ".join(RECIPES[each].where for each in new),
+                peak=plan.peak,
+                fits=self._fits(plan),
+            )
+        )
+        self.waiting = [each for each in self.waiting if each not in needed]
+        self.names += new
+        self.plan = plan
+
+    def _fits(self, plan: Budget) -> bool:
         return plan.peak <= self.limit
 
-    def add(self, key: str, plan: Budget, *, name: str | None = None) -> bool:
-        """Go on with `plan`, and add a row for it, if it makes a term of the budget smaller.
-
-        A plan with a larger peak is no remedy, and is left out. One with the same peak is kept: it
-        takes something away that would be the peak after the remedies below it. Its row says so.
-
-        Returns whether it goes on with `plan`.
-        """
-        if name is None:
-            name = key
-        saves = _terms_saved(self.plan, plan)
-        if not saves or plan.peak > self.plan.peak:
-            return False
-        if plan.peak == self.plan.peak:
-            saves.append("the peak is elsewhere")
-        self.plan = plan
-        recipe = RECIPES[key]
-        remedy = Remedy(
-            name=name,
-            saves=", ".join(saves),
-            costs=recipe.costs,
-            where=recipe.where,
-            peak=plan.peak,
-            fits=self.fits(plan),
-        )
-        self.remedies.append(remedy)
-        return True
+    def _with(self, name: str, waiting: Iterable[str]) -> Budget:
+        """The budget with all rows so far, with some of those that wait, and with `name`."""
+        return self.plans.of([*self.names, *waiting, name])
 
 
 def _terms_saved(old: Budget, new: Budget) -> list[str]:
-    """The terms that are smaller: "states 14.9 GiB → 0.0 MiB"."""
-    saved = []
+    """The terms that are smaller: "states 14.9 GiB → 0.0 MiB".
+
+    Where any of them looks smaller, those that look the same are left out.
+    """
+    saved = {}
     for term in ("weights", "states", "gradients", "activations", "loss"):
         before = getattr(old, term)
         after = getattr(new, term)
         if after < before:
-            saved.append(f"{term} {readable(before)} → {readable(after)}")
-    return saved
-
-
-def _enough_micro_batches(rows: _Rows, model: Any, shape: Shape) -> Shape:
-    """Add a row for the fewest micro-batches that fit, or for one row at a time.
-
-    Gives the shape of the step with them.
-    """
-    plain = rows.plan
-    for count in range(2, shape.batch + 1):
-        if shape.batch % count:
-            continue
-        split = replace(shape, micro_batches=count)
-        plan = estimate_gradient_accumulation(plain, model, split)
-        if rows.fits(plan) or split.rows == 1:
-            name = f"{count} micro-batches of {split.rows}"
-            if rows.add("micro-batches", plan, name=name):
-                return split
-    # One row only, or the gradients that stay between micro-batches cost more than they save.
-    return shape
+            saved[f"{term} {readable(before)} → {readable(after)}"] = readable(before - after)
+    clearly = [text for text, difference in saved.items() if difference != "0.0 MiB"]
+    return clearly or list(saved)
 
 
 def _in_chunks(budget: Budget, model: Any, shape: Shape) -> Budget:
@@ -245,15 +370,6 @@ def _sixteen_bit_base(model: Any) -> Any:
         without_data = contextlib.nullcontext()  # "meta" has no data anyway
     with without_data, torch.device(model.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def _adapters_on(base: Any, shape: Shape, adapters: Estimate) -> Budget:
-    """The budget of `adapters`, LoRA's or QLoRA's, with micro-batches, chunks and checkpoints."""
-    plan = budget_of(base, shape)
-    plan = estimate_gradient_accumulation(plan, base, shape)
-    plan = adapters(plan, base, shape)
-    plan = _in_chunks(plan, base, shape)
-    return estimate_activation_checkpointing(plan, base, shape)
 
 
 def _with_quantized_base(plan: Budget, model: Any) -> Budget:

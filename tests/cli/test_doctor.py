@@ -1,5 +1,9 @@
 import pytest
 
+from recipes_lib.cli.doctor import shape_named
+from recipes_lib.cli.options import PUBLIC_SHAPES
+from recipes_lib.core.model import model_of_shape
+
 
 def test_the_doctor_reads_an_error(command):
     status, out, _ = command("doctor", "--error", "CUDA error: out of memory")
@@ -11,8 +15,42 @@ def test_the_doctor_takes_a_shape_without_its_weights(command):
     options = ["--model", "llama-3.1-8b", "--memory", "24", "--batch-size", "4"]
     status, out, _ = command("doctor", *options, "--seq-len", "2048", "--dtype", "bf16")
     assert status == 0
-    assert "torch.bfloat16 with AdamW: 105.9 GiB of 24.0 GiB" in out
-    assert "First that fits: optimizer offload" in out
+    assert max(map(len, out.splitlines())) <= 80
+    said = " ".join(out.split())  # it is wrapped for a terminal
+    assert "torch.bfloat16 with AdamW: 105.9 GiB of 24.0 GiB" in said
+    assert "First that fits: optimizer offload" in said
+
+
+def test_the_doctor_reads_a_configuration_and_no_weights(command, tmp_path):
+    """The mistake: a model has to be loaded to learn that it does not fit."""
+    model_of_shape("tiny-qwen3", device="meta").config.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    status, out, err = command("doctor", "--model", str(tmp_path), "--memory", "1")
+    assert status == 0, err
+    assert "Predicted peak in torch.float32" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"),
+        ("Qwen/Qwen2.5-32B", "qwen2.5-32b"),
+        ("smollm2", "smollm2-135m"),
+        ("Qwen/Qwen3-32B", None),
+    ],
+)
+def test_a_name_of_the_hub_is_known_by_its_shape(name, shape):
+    """Gated models need a login, and their sizes are here."""
+    assert shape_named(name) == shape
+
+
+def test_the_shapes_are_listed(command):
+    status, out, _ = command("doctor", "--shapes")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()[1:]] == list(PUBLIC_SHAPES)
+    assert "llama-3.1-70b      70.55 B      80    8192     128,256" in out
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from recipes_lib.core.machine import machine
@@ -7,6 +9,7 @@ from recipes_lib.workflows.out_of_memory_doctor_remedies import RECIPES
 from tests.workflows.test_out_of_memory_doctor_message import (
     CPU,
     GRAPHS_AND_CAP,
+    KERNEL_LOG,
     MPS,
     TORCH_1,
     TORCH_2_0,
@@ -48,10 +51,35 @@ def test_says_the_first_that_fits(eight_b):
     sizes = {"model": eight_b, "batch_size": 8, "seq_len": 2048}
     diagnosis = diagnose(**sizes, memory_bytes=24 * GIB)
     assert diagnosis.first_fit.name == "LoRA, 16-bit base"
-    assert "First that fits: LoRA, 16-bit base" in str(diagnosis)
-    hopeless = diagnose(**sizes, memory_bytes=6 * GIB)
+    assert "First that fits: LoRA, 16-bit base" in diagnosis.findings[-1]
+    hopeless = diagnose(**sizes, memory_bytes=7 * GIB)
     assert hopeless.first_fit is None
-    assert "First that fits: none; shorten the rows" in str(hopeless)
+    assert "First that fits: none; shorten the rows" in hopeless.findings[-1]
+
+
+def test_shorter_rows_are_no_advice_where_the_weights_are_too_much():
+    """The mistake: 32B in 16 GiB was told to shorten the rows, and four bits of it are 18 GiB."""
+    model = model_of_shape("qwen2.5-32b", device="meta")
+    diagnosis = diagnose(model=model, batch_size=8, seq_len=1024, memory_bytes=16 * GIB)
+    said = diagnosis.findings[-1]
+    assert "shorten" not in said
+    assert "shorter rows do not help" in said
+    assert "the weights 18.4 GiB: take a device of" in said
+    larger = int(re.search(r"a device of (\d+) GiB", said)[1])
+    sizes = {"model": model, "batch_size": 8, "seq_len": 1024}
+    assert diagnose(**sizes, memory_bytes=larger * GIB).first_fit.name == "QLoRA"
+    assert diagnose(**sizes, memory_bytes=(larger - 1) * GIB).first_fit is None
+
+
+def test_killed_is_the_memory_of_the_host(eight_b):
+    """The mistake: the word that Linux has for it was "not an out-of-memory error"."""
+    alone = diagnose(error="Killed")
+    assert "memory of the host" in alone.findings[0]
+    assert names(alone) == [name for name in RECIPES if name != "optimizer offload"]
+    sizes = {"batch_size": 1, "seq_len": 512, "memory_bytes": 24 * GIB}
+    together = diagnose(error=KERNEL_LOG, model=eight_b, **sizes)
+    assert "this process held 23.1 GiB" in together.findings[0]
+    assert "optimizer offload" not in names(together)
 
 
 def test_error_and_model_together(eight_b):
@@ -81,6 +109,7 @@ def test_shows_itself_as_text_and_table(eight_b):
         error=TORCH_1, model=eight_b, batch_size=8, seq_len=2048, memory_bytes=24 * GIB
     )
     text = str(diagnosis)
+    assert max(map(len, text.splitlines())) <= 80
     page = diagnosis._repr_html_()
     assert repr(diagnosis) == text
     assert "weights 29.9 GiB → 15.1 GiB" in text

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.workflows.out_of_memory_doctor_message import parse_error
+from recipes_lib.workflows.out_of_memory_doctor_message import parse_error, was_killed
 
 MIB, GIB = 2**20, 2**30
 
@@ -43,6 +43,11 @@ CPU = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
     "allocate memory: you tried to allocate 116813856768 bytes. Error code 12 (Cannot allocate "
     "memory)"
+)
+
+KERNEL_LOG = (
+    "[88.1] Out of memory: Killed process 4711 (python) total-vm:41943040kB, anon-rss:24222105kB, "
+    "file-rss:0kB, shmem-rss:0kB, UID:1000 pgtables:48000kB oom_score_adj:0"
 )
 
 IN_GIB = {
@@ -107,3 +112,27 @@ def test_reads_the_emulated_error():
 def test_another_error_is_refused():
     with pytest.raises(ValueError, match="not an out-of-memory error"):
         parse_error("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Killed",
+        "train.sh: line 3:  4711 Killed                  python train.py",
+        "zsh: killed     python train.py",
+        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.",
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0",
+        "Reason: OOMKilled, Exit Code: 137",
+        "command terminated with exit code 137",
+        "exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 (SIGKILL) received by PID 4711",
+        KERNEL_LOG,
+    ],
+)
+def test_a_process_that_the_kernel_has_ended(error):
+    assert was_killed(error)
+    assert parse_error(error).keys() <= {"this process"}
+
+
+@pytest.mark.parametrize("error", [TORCH_1, TORCH_2_6, MPS, CPU, "KeyError: 3", "exit code 1"])
+def test_an_error_of_a_device_is_not_the_kernels(error):
+    assert not was_killed(error)

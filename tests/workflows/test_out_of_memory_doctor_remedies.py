@@ -16,7 +16,11 @@ from recipes_lib.memory.chunked_cross_entropy import estimate_chunked_cross_entr
 from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload
 from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
-from recipes_lib.workflows.out_of_memory_doctor_remedies import RECIPES, remedies_for
+from recipes_lib.workflows.out_of_memory_doctor_remedies import (
+    RECIPES,
+    remedies_for,
+    smallest_without_rows,
+)
 from tests.conftest import FAMILIES
 
 MIB, GIB = 2**20, 2**30
@@ -57,14 +61,14 @@ def test_an_8b_model_in_24_gib(eight_b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_row_has_a_larger_peak_than_the_row_above(name, dtype):
-    """The mistake: LoRA without the offload below a row with it, under "includes those above"."""
+    """The mistakes: LoRA without the offload below a row with it, under "includes those above";
+    and a row that changes nothing, as advice."""
     model = model_of_shape(name, layers=3, dtype=dtype, device="meta")
     for shape in (Shape(batch=1, seq=128), Shape(batch=8, seq=128), Shape(batch=4, seq=4096)):
         for gib in (1, 8, 24):
             remedies = remedies_for(model, shape, memory_bytes=gib * GIB)
-            assert falling(remedies), (shape, gib, remedies)
-            same = [low for high, low in pairwise(remedies) if low.peak == high.peak]
-            assert all("the peak is elsewhere" in remedy.saves for remedy in same)
+            pairs = pairwise(remedies)
+            assert all(low.peak < high.peak for high, low in pairs), (shape, gib, remedies)
 
 
 # Each memory is enough for the remedy behind it, and not for the one before.
@@ -85,6 +89,40 @@ def test_the_first_fit_follows_the_memory(eight_b, gib):
     remedies = remedies_for(eight_b, Shape(batch=8, seq=2048), memory_bytes=gib * GIB)
     fitting = [remedy.name for remedy in remedies if remedy.fits]
     assert fitting[0] == FIRST_FIT[gib]
+
+
+def test_a_recipe_that_changes_nothing_waits_for_the_one_that_needs_it():
+    """One row of a 1B model: the peak is that of the last gradient, and neither chunks nor
+    checkpoints change it. Without the states, the activations are the peak."""
+    model = model_of_shape("llama-3.2-1b", device="meta")
+    shape = Shape(batch=1, seq=1024)
+    remedies = remedies_for(model, shape, memory_bytes=16 * GIB)
+    assert names(remedies)[:3] == ["as it is", "8-bit AdamW", "checkpointing + optimizer offload"]
+    both = by_name(remedies)["checkpointing + optimizer offload"]
+    assert both.where == "memory/activation_checkpointing.py, memory/optimizer_offload.py"
+    recipes = [
+        (estimate_eight_bit_adam, {}),
+        CHECKPOINTS,
+        (estimate_optimizer_offload, {}),
+    ]
+    plain = budget_of(model, shape)
+    assert both.peak == compose(plain, model, shape, recipes).peak
+    alone = compose(plain, model, shape, [recipes[0], recipes[2]])
+    assert alone.peak > both.peak
+
+
+def test_the_host_is_spared_where_it_has_run_out(eight_b):
+    found = remedies_for(
+        eight_b, Shape(batch=1, seq=512), memory_bytes=24 * GIB, spare_the_host=True
+    )
+    assert "optimizer offload" not in names(found)
+
+
+def test_the_smallest_budget_is_that_of_one_short_row(eight_b):
+    smallest = smallest_without_rows(eight_b)
+    assert smallest.shape == Shape(batch=1, seq=2)
+    remedies = remedies_for(eight_b, Shape(batch=1, seq=512), memory_bytes=GIB)
+    assert smallest.weights < smallest.peak < remedies[-1].peak
 
 
 def test_nothing_fits_into_6_gib(eight_b):
@@ -123,14 +161,15 @@ def test_the_peaks_are_those_of_the_recipes_own_estimates():
     states = (estimate_eight_bit_adam, {})
     for recipes, name in [
         ([MICRO_BATCHES], "4 micro-batches of 1"),
-        ([MICRO_BATCHES, CHECKPOINTS, CHUNKS], "checkpointing"),
-        ([MICRO_BATCHES, CHECKPOINTS, CHUNKS, states], "8-bit AdamW"),
+        ([MICRO_BATCHES, states], "8-bit AdamW"),
     ]:
         assert found[name].peak == compose(plain, model, shape, recipes).peak, name
 
+    # Checkpoints change nothing before the adapters, so they are in one row with LoRA.
     base = model_of_shape("smollm2-135m", layers=4, dtype=torch.bfloat16, device="cpu")
-    for adapters, name in [(estimate_lora, "LoRA, 16-bit base"), (estimate_qlora, "QLoRA")]:
-        recipes = [MICRO_BATCHES, (adapters, {}), CHECKPOINTS, CHUNKS]
+    lora = "checkpointing + LoRA, 16-bit base"
+    for adapters, name in [(estimate_lora, lora), (estimate_qlora, "QLoRA")]:
+        recipes = [MICRO_BATCHES, (adapters, {}), CHECKPOINTS]
         assert found[name].peak == compose(budget_of(base, shape), base, shape, recipes).peak
 
 
