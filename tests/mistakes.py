@@ -1259,8 +1259,8 @@ FINE_TUNING = [
     mistake(
         "states of the base",
         file="fine_tuning/lora.py",
-        right="        states=2 * trainable,\n",
-        wrong="",
+        right="        states=2 * trainable,\n        carried=carried,\n        activations=",
+        wrong="        carried=carried,\n        activations=",
         tests="fine_tuning/test_lora.py",
         suffers="LoRA is predicted to need the optimizer states of the whole model.",
     ),
