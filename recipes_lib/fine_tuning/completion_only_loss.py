@@ -42,7 +42,7 @@ from recipes_lib.core.causal_lm import without_adapters
 from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import Batch
-from recipes_lib.core.output_layer import at_least_fp32, require_shifted_loss
+from recipes_lib.core.output_layer import require_shifted_loss
 from recipes_lib.core.plain_step import head_trains, loss_bytes
 
 # End marks of an answer. A base model's text may end with another mark than its answers.
@@ -87,7 +87,7 @@ def completion_only_loss(model: Any, batch: Batch) -> torch.Tensor:
         raise ValueError(
             "the router's auxiliary loss would be left out: set config.output_router_logits = False"
         )
-    logits = at_least_fp32(output.logits).flatten(0, 1)  # [B*K, V]
+    logits = output.logits.float().flatten(0, 1)  # [B*K, V]
     targets = labels[:, keep].flatten()  # [B*K]
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 

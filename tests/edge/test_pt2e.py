@@ -13,6 +13,8 @@ from recipes_lib.edge.pt2e import (
 )
 from recipes_lib.edge.runtime import load_pte
 
+STEPS = 40  # of training on the grid
+
 
 def tiny():
     """A convolution with its norm, and a layer that reads all of the image."""
@@ -106,8 +108,8 @@ def test_three_bits_lose_and_training_wins_back(capfd):
             assert torch.equal(tensor, before[name]), name
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
         module.eval()  # the norms stay
-        for step in range(100):
-            optimizer.param_groups[0]["lr"] = 0.003 * (1 - step / 100)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = 0.003 * (1 - step / STEPS)
             optimizer.zero_grad()
             (module(x) - expected).square().mean().backward()
             optimizer.step()
