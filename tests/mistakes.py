@@ -71,8 +71,8 @@ CORE = [
     mistake(
         "two logit tensors",
         file="core/plain_step.py",
-        right="return max(3 * logits, logits + tensor_bytes(head_of(model)))",
-        wrong="return max(2 * logits, logits + tensor_bytes(head_of(model)))",
+        right="return max(3 * logits + capped, logits + tensor_bytes(head_of(model)))",
+        wrong="return max(2 * logits + capped, logits + tensor_bytes(head_of(model)))",
         tests=["core/test_plain_step.py", "core/test_budget.py"],
         suffers="The predicted peak of a large vocabulary is a third too low at the loss.",
     ),
