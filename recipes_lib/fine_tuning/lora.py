@@ -30,6 +30,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -354,7 +355,13 @@ def _estimate_by_dry_step(
     """The same where no formula holds for the base: a dry step of a copy that has the adapters."""
 
     def adapted(copy: Any) -> Any:
-        with warnings.catch_warnings():
+        # peft converts new adapters in place, which tensors without data do not allow. Made where
+        # the base is, in fp32, they are what its conversions end with, so there is nothing to swap.
+        layers = require("peft").tuners.tuners_utils.BaseTunerLayer
+        stays = mock.patch.object(layers, "_move_adapter_to_device_of_base_layer")
+        nothing_to_swap = mock.patch("torch.utils.swap_tensors")
+        made_at = copy.get_input_embeddings().weight.device
+        with warnings.catch_warnings(), stays, nothing_to_swap, made_at:
             warnings.simplefilter("ignore")  # peft's words about a copy that nobody sees
             return apply_lora(copy, **options)
 
