@@ -30,21 +30,25 @@ run: $(READY)  ## Execute a notebook and print what it measures: NB=01 (default)
 test check: export RECIPES_FAST := 1
 test check: export OMP_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# ARGS=tests/test_readme.py runs that file in place of all; ARGS=-x is an option for all of them.
+NAMED := $(wildcard $(foreach word,$(ARGS),$(firstword $(subst ::, ,$(word)))))
 # Notebooks first: they take longest, and no worker should end with one.
 # FAMILIES=all: parity over every family of transformers, which writes docs/families.md.
 test: lint  ## Lint, unit and parity tests, every notebook in small sizes, commands of the pages
-	$(PYTEST) --nbmake --nbmake-timeout=900 notebooks tests $(ARGS)
+	$(PYTEST) --nbmake --nbmake-timeout=900 $(if $(NAMED),,notebooks tests) $(ARGS)
 
 # The rules of the house, what everything stands on, and every technique beside its reference.
 CORE_TESTS := tests/test_architecture.py $(patsubst %,tests/%,core report architecture attention \
 	compression fine_tuning inference memory precision training)
 check: lint  ## Lint and the two-minute core of the tests, for while you work
-	$(PYTEST) $(CORE_TESTS) $(ARGS)
+	$(PYTEST) $(if $(NAMED),,$(CORE_TESTS)) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+# Progress bars without ipywidgets are text bars: the warning about it says no more.
+lab: export PYTHONWARNINGS := ignore:IProgress not found
 lab: $(VENV)/.lab  ## Open copies of the notebooks in JupyterLab: lab/ is yours, notebooks/ stays as it is
 	@$(PY) -m tools.lab
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/lab $(ARGS)

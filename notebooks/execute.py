@@ -1,7 +1,7 @@
 """Build the notebooks from notebooks/source and execute them, cell by cell.
 
-python notebooks/execute.py run 01      the executed notebook goes to runs/
-python notebooks/execute.py build all   and, when all its cells have run, to notebooks/
+python notebooks/execute.py run 01      when all its cells have run, it goes to runs/
+python notebooks/execute.py build all   and to notebooks/, too
 python notebooks/execute.py prose 01    only the text, or the code that `show` shows, changed:
                                         take it over, keep all other outputs
 """
@@ -131,12 +131,17 @@ def save(nb: NotebookNode, path: Path) -> None:
 
 
 def execute(source: Path) -> tuple[NotebookNode, int]:
-    """Run one notebook into runs/; returns it with the exit status."""
+    """Run one notebook into runs/; returns it with the exit status.
+
+    Until all its cells have run, it has another name: a run that fails leaves an earlier one as it
+    was.
+    """
     nb, path, status = build(source), RUNS / f"{source.stem}.ipynb", 0
+    unfinished = path.with_name(f"{source.stem}.unfinished.ipynb")
     print(f"{source.stem}: {len(nb.cells)} cells")
     begin = time.time()
     try:
-        run_cells(nb, path)
+        run_cells(nb, unfinished)
     except KeyboardInterrupt:
         print("\nInterrupted.")
         status = 130
@@ -146,7 +151,11 @@ def execute(source: Path) -> tuple[NotebookNode, int]:
     except DeadKernelError:
         print("\nThe kernel process died. Most often that means: out of memory.")
         status = 1
-    save(nb, path)
+    save(nb, unfinished)
+    if status:
+        print(f"As far as it came: {unfinished.relative_to(ROOT)} ({time.time() - begin:.0f} s)")
+        return nb, status
+    unfinished.replace(path)
     print(f"Executed notebook: {path.relative_to(ROOT)} ({time.time() - begin:.0f} s)")
     rows = path.with_suffix(".json")
     if rows.exists() and rows.stat().st_mtime >= begin:

@@ -1,0 +1,65 @@
+"""`make run` and its relatives: a run that fails takes nothing away."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def execute(monkeypatch, tmp_path):
+    """notebooks/execute.py with a notebook of one cell, and with an earlier run in its folder."""
+    spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "09_mine.ipynb").write_text("earlier")
+    (tmp_path / "09_mine.py").write_text("# %%\n1 + 1\n")
+    return module
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), "CellExecutionError", "DeadKernelError"])
+def test_a_run_that_fails_keeps_the_earlier_one(execute, monkeypatch, tmp_path, error):
+    """The mistake: hours of numbers are overwritten by the first cell of a run that is stopped."""
+    if error == "CellExecutionError":
+        error = execute.CellExecutionError("", "NameError", "x")
+    elif error == "DeadKernelError":
+        error = execute.DeadKernelError()
+
+    def fail_after_a_cell(nb, path):
+        execute.save(nb, path)
+        raise error
+
+    monkeypatch.setattr(execute, "run_cells", fail_after_a_cell)
+    assert execute.execute(tmp_path / "09_mine.py")[1] != 0
+    assert (tmp_path / "runs" / "09_mine.ipynb").read_text() == "earlier"
+    assert "1 + 1" in (tmp_path / "runs" / "09_mine.unfinished.ipynb").read_text()
+
+
+def test_a_whole_run_replaces_the_earlier_one(execute, monkeypatch, tmp_path):
+    monkeypatch.setattr(execute, "run_cells", execute.save)
+    assert execute.execute(tmp_path / "09_mine.py")[1] == 0
+    assert "1 + 1" in (tmp_path / "runs" / "09_mine.ipynb").read_text()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["09_mine.ipynb"]
+
+
+@pytest.mark.parametrize("target", ["test", "check"])
+@pytest.mark.parametrize(
+    ("arguments", "narrowed"),
+    [("tests/test_execute.py::test_a_whole_run", True), ("-x tests/core", True), ("-x", False)],
+)
+def test_a_path_in_args_narrows_the_tests(target, arguments, narrowed):
+    """The mistake: `make test ARGS=path` runs that path beside everything else, for an hour."""
+    command = ["make", "--dry-run", "READY=pyproject.toml", target, f"ARGS={arguments}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    line = next(line for line in done.stdout.splitlines() if "pytest" in line)
+    assert line.endswith(arguments)
+    others = {"notebooks", "tests", "tests/test_architecture.py"} & set(line.split())
+    assert bool(others) != narrowed
