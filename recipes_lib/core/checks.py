@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 LONGEST_SHOWN = 60  # characters of what was given, in a message
@@ -78,11 +79,64 @@ def check_choice(allowed: Iterable[Any], **given: Any) -> None:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
-def check_file(*, example: str, **given: Any) -> None:
-    """Each of `given` is the name of a file, as a text or a Path. Raises ValueError."""
+def check_flag(**given: Any) -> None:
+    """Each of `given` is True or False. Raises ValueError.
+
+    A text such as "no" counts as true in Python, and would do the opposite of what it says.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: give True or False")
+
+
+def check_file(*, example: str, any_ending: bool = False, **given: Any) -> None:
+    """Each of `given` is the name of a file that can be written, as a text or a Path.
+
+    Raises ValueError, before a long piece of work ends in an error: for a folder, a place below a
+    file, a folder that cannot be made or written to, and another ending than that of `example`
+    (`any_ending` allows every one).
+    """
     for name, value in given.items():
         if not isinstance(value, str | os.PathLike) or value == "":
             raise ValueError(f'{name}={value!r}: give the name of a file, such as "{example}"')
+        path = Path(value)
+        shown = f"{name}={str(value)!r}"
+        if path.is_dir() or str(value).endswith(os.sep):
+            raise ValueError(f'{shown} is a folder: give the name of a file, such as "{example}"')
+        ending = Path(example).suffix
+        if not any_ending and path.suffix != ending:
+            raise ValueError(f"{shown}: give the name of a file that ends in {ending}")
+        _check_place(shown, path)
+
+
+def _check_place(shown: str, path: Path) -> None:
+    """The folder of the file is there, or it can be made."""
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ValueError(f"{shown} is a place below the file {folder}: give one in a folder")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{shown}: nobody may write into {folder} here, give another folder")
+
+
+def check_existing_file(*, made_by: str, **given: Any) -> None:
+    """Each of `given` is the name of a file that is there, as a text or a Path.
+
+    Args:
+        made_by: what makes such a file, for the message, such as "export_to_onnx".
+    Raises ValueError.
+    """
+    for name, value in given.items():
+        if not isinstance(value, str | os.PathLike) or value == "":
+            raise ValueError(f"{name}={value!r}: give the name of a file, which {made_by} makes")
+        path = Path(value)
+        if path.is_dir():
+            raise ValueError(
+                f"{name}={str(value)!r} is a folder: give the name of a file, which {made_by} makes"
+            )
+        if not path.is_file():
+            raise ValueError(f"{name}={str(value)!r} does not exist: write it with {made_by}")
 
 
 def check_several(**given: Any) -> None:

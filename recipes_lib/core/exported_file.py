@@ -27,9 +27,16 @@ HEAVY_OPERATORS = (
     "addmm",
     "mm",
     "bmm",
+    "baddbmm",
+    "avg_pool1d",
     "avg_pool2d",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool2d",
     "max_pool2d",
     "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
 )
 
 
@@ -146,8 +153,8 @@ def require_delegated(
     if left:
         raise ValueError(
             f"these operators stayed outside of the backend: {', '.join(left)}. They run on slow "
-            f"portable kernels. Replace them in the model by ones that the backend knows, such as "
-            f"nn.AdaptiveAvgPool2d(1) for a pooling over the whole image"
+            f"portable kernels. Replace them in the model by ones that the backend knows: for a "
+            f"pooling nn.AdaptiveAvgPool2d(1) over the whole image, or nn.AvgPool2d(k) over windows"
         )
     if not any(row.inside for row in rows):
         names = ", ".join(row.name for row in rows)

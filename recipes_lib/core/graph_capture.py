@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
-from recipes_lib.core.linears import require_module
+from recipes_lib.core.checks import check_flag
+from recipes_lib.core.linears import quantized_layers, require_module
 
 LARGEST_BATCH = 1024  # of a graph with `any_batch`
 EXPLAINED = 200  # characters of another library's message in ours
@@ -59,6 +62,26 @@ def check_example(example: Any) -> tuple[Tensor, ...]:
     return tuple(example)
 
 
+def check_calibration(calibration: Any) -> None:
+    """Raise ValueError unless these are inputs [N, ...] from which ranges can be taken."""
+    if not isinstance(calibration, Tensor):
+        raise ValueError(
+            f"calibration is of type {type(calibration).__name__}: give a tensor of inputs [N, ...]"
+        )
+    if calibration.dim() < 2 or calibration.numel() == 0:
+        raise ValueError(
+            f"calibration has the shape {list(calibration.shape)}: give at least one example, "
+            f"better some hundred, as a tensor [N, ...]"
+        )
+    if not calibration.isfinite().all():
+        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+    if not calibration.any():
+        raise ValueError(
+            "calibration is zero everywhere, and no range comes of it: give inputs as the model "
+            "will see them"
+        )
+
+
 def capture_graph(
     model: nn.Module,
     example: tuple[Tensor, ...],
@@ -76,11 +99,14 @@ def capture_graph(
             an example of 2 or more then: torch.export takes a 1 for a fixed size.
         training: the graph of a step of training, with batch norms that use the batch. Otherwise
             that of eval mode.
-    Raises ValueError for what is no module, for weights that are not fp32 on a CPU, for an example
-    that the model does not take, and for Python that decides by the numbers of a tensor.
+    Raises ValueError for what is no module, for layers that are quantized or have masks, for
+    weights that are not fp32 on a CPU, for an example that the model does not take, for a model
+    that returns no tensor, and for Python that decides by the numbers of a tensor.
     """
     require_module(model)
+    check_flag(any_batch=any_batch, training=training)
     example = check_example(example)
+    _check_layers(model)
     if any_batch and len({len(part) for part in example} | {1}) != 2:
         sizes = ", ".join(str(list(part.shape)) for part in example)
         raise ValueError(
@@ -132,8 +158,30 @@ def explained(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def _check_layers(model: nn.Module) -> None:
+    """An exporter rounds by itself, and takes a weight for what it computes with."""
+    for name, by in quantized_layers(model).items():
+        way_out = "export the model as it was before"
+        if by == "apply_quantization_aware":
+            way_out = "call remove_quantization_aware(model) first"
+        raise ValueError(
+            f"{name} is quantized by {by} already, and the export would round it again: {way_out}"
+        )
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"a weight of {name} is computed of others in each forward, and the device would "
+                f"do it in each call: call remove_pruning(model) for masks, and "
+                f"torch.nn.utils.parametrize.remove_parametrizations for others"
+            )
+
+
 def _check_weights(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
+        if isinstance(weight, nn.UninitializedParameter):
+            raise ValueError(
+                f"{name} is that of a lazy layer, which has no size yet: call the model once first"
+            )
         if weight.device.type != "cpu":
             raise ValueError(f"{name} is on {weight.device}: call model.cpu() before the export")
         if weight.is_floating_point() and weight.dtype is not torch.float32:
@@ -145,13 +193,19 @@ def _check_weights(model: nn.Module) -> None:
 def _run_once(model: nn.Module, example: tuple[Tensor, ...]) -> None:
     """An example that does not fit fails here, with a message of ours, and not in a compiler."""
     try:
-        model(*example)
+        output = model(*example)
     except Exception as error:
         sizes = ", ".join(str(list(part.shape)) for part in example)
         raise ValueError(
             f"{type(model).__name__} does not run on the example {sizes}: give the inputs of one "
             f"call in the shapes that it was trained on ({explained(error)})"
         ) from error
+    leaves = tree_leaves(logits_of(output))
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ValueError(
+            f"{type(model).__name__} returns no tensor, but {type(output).__name__}: return what "
+            f"the device is to compute"
+        )
 
 
 def _why_not(model: nn.Module, error: Exception) -> str:

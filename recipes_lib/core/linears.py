@@ -90,10 +90,11 @@ def _source_of(kind: type) -> str:
 
 def require_module(model: Any) -> None:
     """Raise ValueError for what is no module of PyTorch at all."""
+    if isinstance(model, type):
+        raise ValueError(f"{model.__name__} is a class: give a model, which {model.__name__}(…) is")
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"{type(model).__name__} is no model: give a Hugging Face causal LM, or what "
-            f"apply_decode_loop(model) returns"
+            f"{type(model).__name__} is no model: give a module of PyTorch with its weights loaded"
         )
 
 

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from recipes_lib.core.checks import check_file
+
 STREAMS = (1, 2)  # the numbers of standard output and standard error
 
 
@@ -35,6 +37,7 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
     Args:
         path: a text file, made with its folder where it does not exist. None: a file that is
             deleted when the block ends.
+    Raises ValueError, before the block begins, for a path at which no file can be.
     """
     with _open(path) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -61,6 +64,7 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
 def _open(path: Path | str | None) -> IO[str]:
     if path is None:
         return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    check_file(example="export.log", any_ending=True, log=path)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("a", encoding="utf-8", errors="replace")

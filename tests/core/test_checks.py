@@ -7,7 +7,9 @@ import torch
 
 from recipes_lib.core.checks import (
     check_choice,
+    check_existing_file,
     check_file,
+    check_flag,
     check_heads,
     check_number,
     check_several,
@@ -116,3 +118,42 @@ def test_no_name_of_a_file(value):
     """Path(None) is a TypeError about os.PathLike, after a minute of work."""
     with pytest.raises(ValueError, match=r'give the name of a file, such as "model\.pte"'):
         check_file(example="model.pte", path=value)
+
+
+def test_places_where_no_file_can_be(tmp_path):
+    """Each of them was an OSError, behind minutes of an export."""
+    file = tmp_path / "model.pte"
+    file.write_text("x")
+    check_file(example="model.pte", path=file)
+    check_file(example="model.pte", path=tmp_path / "new" / "deep" / "model.pte")
+    check_file(example="export.log", any_ending=True, path=tmp_path / "model")
+    for path, message in (
+        (tmp_path, "is a folder: give the name of a file"),
+        (f"{tmp_path}/new/", "is a folder"),
+        (file / "below.pte", "is a place below the file"),
+        (tmp_path / "model.onnx", r"ends in \.pte"),
+        (tmp_path / "model", r"ends in \.pte"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_file(example="model.pte", path=path)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (None, "path=None: give the name of a file, which export_to_onnx makes"),
+        (".", "path='.' is a folder"),
+        ("missing.onnx", "does not exist: write it with export_to_onnx"),
+    ],
+)
+def test_files_that_are_not_there(path, message):
+    with pytest.raises(ValueError, match=message):
+        check_existing_file(made_by="export_to_onnx", path=path)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_what_is_neither_true_nor_false(value):
+    """delegate="no" delegated."""
+    check_flag(delegate=False)
+    with pytest.raises(ValueError, match=r"delegate=.*: give True or False"):
+        check_flag(delegate=value)

@@ -41,6 +41,14 @@ def test_what_stayed_outside_is_named():
     require_delegated(delegation, operators=["convolution"])
 
 
+@pytest.mark.parametrize("name", ["_adaptive_avg_pool2d", "max_pool3d_with_indices", "baddbmm"])
+def test_slow_operators_of_other_names_are_named(name):
+    """nn.AdaptiveAvgPool2d(3) stayed outside without a word."""
+    rows = (CONVOLUTION, OperatorRow(name, inside=0, outside=1))
+    with pytest.raises(ValueError, match=f"1 × {name}"):
+        require_delegated(Delegation(rows=rows, subgraphs=2))
+
+
 def test_nothing_is_delegated():
     with pytest.raises(ValueError, match="nothing is delegated: the model has none of linear"):
         require_delegated(Delegation(rows=(CONVOLUTION,), subgraphs=1), operators=["linear"])

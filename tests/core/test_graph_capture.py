@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from recipes_lib.core.graph_capture import capture_graph, in_eval_mode, logits_of
+from recipes_lib.core.marks import QUANTIZED_BY, mark
 
 
 class Decides(nn.Module):
@@ -15,6 +16,11 @@ class Decides(nn.Module):
 class LeavesPyTorch(nn.Module):
     def forward(self, x):
         return torch.from_numpy(x.numpy()) * 2
+
+
+class ReturnsNothing(nn.Module):
+    def forward(self, x):
+        return None
 
 
 class LikeHuggingFace(nn.Module):
@@ -98,3 +104,32 @@ def test_eval_mode_of_a_graph_that_refuses_eval():
     with in_eval_mode(graph):
         assert not graph.training
     assert graph.training
+
+
+def with_a_mask():
+    model = small()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    return model
+
+
+def quantized(by):
+    model = small()
+    mark(model[0], QUANTIZED_BY, by)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: quantized("apply_quantization_aware"), r"call remove_quantization_aware\(model\)"),
+        (lambda: quantized("apply_rounding"), "export the model as it was before"),
+        (with_a_mask, r"call remove_pruning\(model\) for masks"),
+        (lambda: nn.LazyConv2d(4, 3), "lazy layer.*call the model once"),
+        (ReturnsNothing, "returns no tensor, but NoneType"),
+        (lambda: nn.Linear, "Linear is a class: give a model"),
+    ],
+)
+def test_what_is_no_finished_model(make, message):
+    """Layers that round by themselves were said to decide in Python; None made an empty file."""
+    with pytest.raises(ValueError, match=message):
+        capture_graph(make(), (torch.ones(1, 1, 8, 8),))

@@ -9,7 +9,13 @@ from torchao.quantization import (
 )
 from torchao.quantization.granularity import PerAxis, PerGroup
 
-from recipes_lib.core.integer_grid import inside_grid, levels_of, on_grid, to_grid
+from recipes_lib.core.integer_grid import (
+    check_group_divides,
+    inside_grid,
+    levels_of,
+    on_grid,
+    to_grid,
+)
 
 
 def quantized_by_torchao(weight, *, bits, group):
@@ -81,3 +87,19 @@ def test_bad_weights():
         to_grid(torch.zeros(1, 576), bits=4, group=128)
     with pytest.raises(ValueError, match="bits=1: give a whole number from 2 to 8"):
         to_grid(torch.zeros(1, 32), bits=1)
+
+
+@pytest.mark.parametrize(
+    ("width", "others", "unit", "advice"),
+    [
+        (96, [], 1, "group=32"),
+        (96, [48], 1, "group=16"),
+        (96, [80], 32, "8 bits"),
+        (48, [], 32, "8 bits"),
+        (96, [], 32, "group=32"),
+        (7, [], 1, "group=7"),
+    ],
+)
+def test_the_advised_group_is_accepted(width, others, unit, advice):
+    with pytest.raises(ValueError, match=f"give {advice}$"):
+        check_group_divides(width, 64, all_widths=others, unit=unit, otherwise="8 bits")

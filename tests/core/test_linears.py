@@ -167,7 +167,7 @@ def test_the_real_cause_is_named(llama, apply, by, names):
 
 def test_no_model_and_no_layer():
     for function in (linear_layers, bytes_per_token):
-        with pytest.raises(ValueError, match="NoneType is no model: give a Hugging Face causal LM"):
+        with pytest.raises(ValueError, match="NoneType is no model: give a module of PyTorch"):
             function(None)
     with pytest.raises(ValueError, match=r"Embedding is no nn\.Linear"):
         require_linear(nn.Embedding(2, 2))

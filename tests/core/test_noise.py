@@ -67,3 +67,8 @@ def test_the_noise_can_be_read(capfd):
         log.seek(0)
         assert log.read() == "kept\n"
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_log_that_is_a_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"log=.* is a folder"), noise_to(tmp_path):
+        pass
