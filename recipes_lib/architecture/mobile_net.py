@@ -58,6 +58,7 @@ STRIDES = (2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
 FIRST = 32  # channels of the first convolution
 LAST = 1280  # channels of the last one
 OUTPUT_STRIDES = (8, 16, 32)
+MOST_PARAMETERS = 500_000_000  # two gigabytes; at width 1 there are some two million
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -126,7 +127,8 @@ def mobile_net(
             where a stride is left out, transformers spreads the later filters out, which is for
             segmentation and slow; here they stay 3 x 3.
         seed: of the first weights. None: the current random state.
-    Raises ValueError for numbers outside their bounds.
+    Raises ValueError for numbers outside their bounds, and for a network of more than 500 million
+    parameters, before any of them is made.
     """
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
@@ -143,6 +145,7 @@ def mobile_net(
         tf_padding=False,
         classifier_dropout_prob=0.2,
     )
+    _require_small(config)
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
@@ -193,6 +196,17 @@ def _base(model: Any) -> Any:
     return getattr(model, "mobilenet_v2", model)
 
 
+def _require_small(config: Any) -> None:
+    """A width of 100 would fill the memory of the machine before anything is said."""
+    parameters = _work(config, image_size=config.image_size).parameters
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"width={config.depth_multiplier:g}, classes={config.num_labels} and "
+            f"channels={config.num_channels} make {parameters / 1e6:,.0f} million parameters, "
+            f"{4 * parameters / 1e9:,.0f} GB: give less, at most {MOST_PARAMETERS / 1e6:g} million"
+        )
+
+
 def _require_mobile_net(model: Any) -> None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind != "mobilenet_v2":
@@ -210,7 +224,8 @@ def predicted_parameters(model: Any) -> int:
 
     Raises ValueError for another model.
     """
-    return _work(model, image_size=32).parameters
+    _require_mobile_net(model)
+    return _work(model.config, image_size=32).parameters
 
 
 def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
@@ -219,12 +234,11 @@ def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
     Of the configuration, as in `predicted_parameters`. Raises ValueError for another model.
     """
     check_whole(image_size=image_size)
-    return _work(model, image_size=image_size).multiply_adds
-
-
-def _work(model: Any, *, image_size: int) -> Work:
     _require_mobile_net(model)
-    config = model.config
+    return _work(model.config, image_size=image_size).multiply_adds
+
+
+def _work(config: Any, *, image_size: int) -> Work:
     first = _scaled(config, FIRST)
     last = LAST
     if not config.finegrained_output or config.depth_multiplier >= 1:

@@ -90,9 +90,10 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
     """What each inner channel adds on average: mean(a²) |W|², fp32 [C] by name.
 
     Args:
-        images: [B, channels, H, W], some hundred of those that the model is to be good at.
+        images: [B, channels, H, W], some hundred of those that the model is to be good at, in any
+            floating dtype.
     Every module keeps its mode. Raises ValueError for another model, for no images, and for others
-    than the model reads.
+    than the model reads: of another size, other channels, or pixels in whole numbers.
     """
     if not isinstance(images, Tensor):
         raise ValueError(f"images are of type {type(images).__name__}: give a tensor [B, C, H, W]")
@@ -100,11 +101,10 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
         raise ValueError(f"images {list(images.shape)}: give [B, C, H, W] with at least one image")
     if not images.isfinite().all():
         raise ValueError("images have numbers that are not finite: no importance comes of them")
+    if not images.any():
+        raise ValueError("images are zero everywhere: no importance comes of them")
     inner = inner_channels(model)
-    if images.shape[1] != model.config.num_channels:
-        raise ValueError(
-            f"images {list(images.shape)}: the model reads {model.config.num_channels} channels"
-        )
+    _check_fits(model, images)
     importance: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -147,6 +147,10 @@ def choose_channels(
         raise ValueError("importance names no part: give what channel_importance() returns")
     kept = {}
     for name, values in importance.items():
+        if not isinstance(values, Tensor) or values.dim() != 1:
+            raise ValueError(
+                f"the importance of {name} is no tensor [C]: give what channel_importance() returns"
+            )
         if not values.isfinite().all():
             raise ValueError(f"the importance of {name} is not finite: the model has diverged")
         count = round((1 - share) * len(values) / multiple_of) * multiple_of
@@ -234,6 +238,29 @@ def _require_mobile_net(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "
             f"networks take torch-pruning, and for language models compression/student.py"
+        )
+
+
+def _check_fits(model: Any, images: Tensor) -> None:
+    """Pixels from 0 to 255, and other sizes than in training, give another importance."""
+    config = model.config
+    if images.shape[1] != config.num_channels:
+        raise ValueError(
+            f"images {list(images.shape)}: the model reads {config.num_channels} channels"
+        )
+    size = config.image_size
+    if isinstance(size, int):
+        size = (size, size)
+    if tuple(images.shape[2:]) != tuple(size):
+        raise ValueError(
+            f"images {list(images.shape)}: the configuration of the model says {size[0]} x "
+            f"{size[1]} pixels; give images of this size, or set model.config.image_size to that "
+            f"of the training"
+        )
+    if not images.is_floating_point():
+        raise ValueError(
+            f"images are stored in {images.dtype}: give them as the model was trained on, as "
+            f"numbers with a point, such as images.float() / 255"
         )
 
 

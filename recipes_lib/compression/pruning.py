@@ -132,6 +132,7 @@ def remove_pruning(model: Any) -> Any:
 
     Raises ValueError for a model that is not pruned.
     """
+    require_module(model)
     pruned = _pruned_layers(model)
     if not pruned:
         raise ValueError("this model has no masks: apply_pruning() gives it some")
@@ -145,8 +146,9 @@ def remove_pruning(model: Any) -> Any:
 def zero_share(model: nn.Module) -> float:
     """The part of the weights of linear layers and convolutions that are zero, from 0 to 1.
 
-    Raises ValueError for a model without such layers.
+    Raises ValueError for what is no model, and for one without such layers.
     """
+    require_module(model)
     zeros = 0
     weights = 0
     for module in model.modules():
@@ -161,8 +163,10 @@ def zero_share(model: nn.Module) -> float:
 def compressed_bytes(model: nn.Module) -> int:
     """The bytes of the model's state after zlib, which is what zip and gzip do, measured.
 
-    Raises ValueError for a model with masks: its state still has the weights that were removed.
+    Raises ValueError for what is no model, and for one with masks: its state still has the weights
+    that were removed.
     """
+    require_module(model)
     if _pruned_layers(model):
         raise ValueError("the weights behind the masks are no zeros: call remove_pruning(model)")
     file = io.BytesIO()
@@ -245,16 +249,26 @@ def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
             f"own"
         )
     for name, layer in chosen.items():
-        weight = layer._parameters.get("weight")
-        if weight is None:
-            raise ValueError(f"the weight of {name} is computed of others: remove that first")
-        if type(weight) is not nn.Parameter or not weight.is_floating_point():
-            raise ValueError(f"{name} is quantized or sharded: prune the model before that")
-        if weight.is_meta:
-            raise ValueError(f"the weight of {name} is on no device: load the model first")
-        if not weight.isfinite().all():
-            raise ValueError(f"{name} has weights that are not finite: the model has diverged")
+        _check_prunable(name, layer)
     return chosen
+
+
+def _check_prunable(name: str, layer: nn.Module) -> None:
+    """Raise ValueError unless the layer has a finite weight of its own."""
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        raise ValueError(f"the weight of {name} is computed of others: remove that first")
+    if isinstance(weight, nn.UninitializedParameter):
+        raise ValueError(
+            f"{name} is a lazy layer, which has no weights yet: call the model once on an "
+            f"input first"
+        )
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        raise ValueError(f"{name} is quantized or sharded: prune the model before that")
+    if weight.is_meta:
+        raise ValueError(f"the weight of {name} is on no device: load the model first")
+    if not weight.isfinite().all():
+        raise ValueError(f"{name} has weights that are not finite: the model has diverged")
 
 
 def _require_all_matrices(model: nn.Module) -> None:

@@ -165,9 +165,11 @@ def convert_quantization_aware(model: Any) -> Any:
 
     It gives the same outputs as before in eval mode, and faster: weights are rounded once.
     Activations are still rounded as they come. Nothing trains any more. Embedding and output layer
-    get a table each, where their grids differ. Raises ValueError for a model that
-    `apply_quantization_aware` has not changed, or that was converted.
+    get a table each, where their grids differ. Raises ValueError, before anything changes, for a
+    model that `apply_quantization_aware` has not changed, or that was converted, and for a
+    convolution that has seen no batch: it has no range of its input.
     """
+    _require_ranges(model)
     return _fixed(model, by="convert_quantization_aware")
 
 
@@ -265,6 +267,22 @@ def _observe(model: nn.Module, calibration: Tensor) -> None:
     finally:
         for layer in convolutions:
             layer.observing = False
+
+
+def _require_ranges(model: Any) -> None:
+    """Afterwards nothing could give a convolution its range, and its weights would be rounded."""
+    layers = _aware_layers(model)
+    names = {layer: name for name, layer in model.named_modules()}
+    for layer in layers:
+        if not isinstance(layer, AwareConv2d) or layer.activation_bits is None:
+            continue
+        limits = getattr(layer, LIMITS)
+        if not limits.is_meta and not limits.isfinite().all():
+            raise ValueError(
+                f"{names[layer]} has seen no batch, so there is no range of its input: train a "
+                f"step, or give calibration=images to apply_quantization_aware; "
+                f"remove_quantization_aware(model) takes the grids off"
+            )
 
 
 def _aware_layers(model: Any) -> list[nn.Module]:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.integer_grid import check_bits, check_group_divides
-from recipes_lib.core.linears import refuse_quantized
+from recipes_lib.core.linears import refuse_quantized, require_module
 from recipes_lib.core.measure import dry
 from recipes_lib.core.mixing import require_forward_of_class, unmixed_class
 
@@ -51,6 +52,13 @@ class Grids:
 def plan_of(model: Any, grids: Grids) -> Plan:
     """Which layers change, and how. Raises ValueError for all that apply_... names."""
     if not is_causal_lm(model) and not has_convolutions(model):
+        require_module(model)
+        if not hasattr(model, "config"):
+            raise ValueError(
+                f"{type(model).__name__} has no nn.Conv2d and is no Hugging Face causal LM: give a "
+                f"decoder-only model or a network with nn.Conv2d; other networks are trained on a "
+                f"grid by quantize_pt2e(model, calibration, train=…)"
+            )
         require_causal_lm(model)  # says what it has to be
     if hasattr(model, "peft_config"):
         raise ValueError("the model has adapters: call model.merge_and_unload() first")
@@ -68,6 +76,9 @@ def plan_of(model: Any, grids: Grids) -> Plan:
 
 def _plan_of_causal_lm(model: Any, grids: Grids) -> Plan:
     plan = []
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    widths = [layer.in_features for layer in linears if layer not in ends]
     for name, layer in model.named_modules():
         bits = None
         group = None
@@ -79,7 +90,7 @@ def _plan_of_causal_lm(model: Any, grids: Grids) -> Plan:
             bits = grids.weight_bits
             group = grids.group
             if group is not None:
-                check_group_divides(layer.in_features, group, name)
+                check_group_divides(layer.in_features, group, name, all_widths=widths)
         if bits is not None:
             _check_layer(name, layer)
             plan.append((layer, _attributes(bits, group, grids)))
@@ -128,6 +139,11 @@ def _require_known_weights(model: nn.Module) -> None:
     They would stay in full precision, and nobody would notice.
     """
     for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"a weight of {name} is computed of others in each forward, such as with a mask: "
+                f"call remove_pruning(model) first; zeros stay zeros on a grid"
+            )
         if isinstance(module, KINDS):
             continue
         for own, parameter in module.named_parameters(recurse=False):
@@ -171,6 +187,10 @@ def _check_layer(name: str, layer: nn.Module) -> None:
                 f"{name} is a {type(layer).__name__} with a forward of its own, which does more "
                 f"than to read rows and to multiply them by embed_scale: give embedding_bits=None"
             )
+    if isinstance(layer.weight, nn.UninitializedParameter):
+        raise ValueError(
+            f"{name} is a lazy layer, which has no size yet: call the model once on an input first"
+        )
     if not layer.weight.is_floating_point():
         raise ValueError(
             f"{name} has weights in {layer.weight.dtype}: give a model that is not quantized yet"
@@ -200,12 +220,17 @@ def check_calibration(model: Any, plan: Plan, calibration: Any) -> None:
         raise ValueError(f"calibration={shown}: give one image or more, as a tensor [N, C, H, W]")
     if not calibration.isfinite().all():
         raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+    if not calibration.any():
+        raise ValueError(
+            "calibration is zero everywhere, and no range comes of it: give images as the model "
+            "will see them"
+        )
     try:
         with evaluating(model):
             model(calibration[:1])
-    except RuntimeError as error:
+    except Exception as error:  # the model's own code may raise anything
         raise ValueError(
             f"the model does not run on calibration={list(calibration.shape)} in "
             f"{calibration.dtype} on {calibration.device}: give images as it was trained on, in "
-            f"its dtype and on its device ({error})"
+            f"its dtype and on its device ({type(error).__name__}: {error})"
         ) from error

@@ -184,6 +184,7 @@ def test_channels_are_rounded_and_never_much_fewer():
     ("options", "message"),
     [
         ({"width": 0}, "width=0: give a finite number above 0"),
+        ({"width": 100}, "parameters, .* GB: give less, at most 500 million"),
         ({"classes": 0}, "classes=0: give a whole number"),
         ({"channels": 1.5}, "channels=1.5: give a whole number"),
         ({"image_size": 0}, "image_size=0"),

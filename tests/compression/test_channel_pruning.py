@@ -182,3 +182,22 @@ def test_bad_input(network, images, kept):
     pruned = apply_channel_pruning(copy.deepcopy(network), kept=kept)
     with pytest.raises(ValueError, match="could not load it"):
         pruned.save_pretrained("anywhere")
+
+
+def test_images_of_another_kind(network, images):
+    """Pixels up to 255 gave another order of the channels; more digits give the same one."""
+    expected = channel_importance(network, images)["stem"]
+    torch.testing.assert_close(channel_importance(network, images.double())["stem"], expected)
+    for wrong, message in (
+        (torch.ones(2, 1, 32, 32, dtype=torch.uint8), r"stored in torch\.uint8"),
+        (torch.ones(2, 1, 48, 48), "32 x 32 pixels"),
+        (torch.zeros(2, 1, 32, 32), "zero everywhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            channel_importance(network, wrong)
+
+
+@pytest.mark.parametrize("values", [[1, 2], torch.ones(3, 3)])
+def test_what_is_no_importance(values):
+    with pytest.raises(ValueError, match=r"importance of stem is no tensor \[C\]"):
+        choose_channels({"stem": values}, share=0.5)

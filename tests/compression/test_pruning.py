@@ -207,3 +207,14 @@ def test_bad_input():
         apply_pruning({}, share=0.5)
     mask = plain_mask(torch.zeros(4, 4), 0.5)
     assert mask.sum() == 8, "equal magnitudes: still the share that was asked for"
+
+
+@pytest.mark.parametrize("function", [zero_share, compressed_bytes, remove_pruning])
+def test_what_is_no_model(function):
+    with pytest.raises(ValueError, match="NoneType is no model: give a module of PyTorch"):
+        function(None)
+
+
+def test_a_lazy_layer_has_no_weights_yet():
+    with pytest.raises(ValueError, match=r"0 is a lazy layer.*call the model once"):
+        apply_pruning(nn.Sequential(nn.LazyLinear(4)), share=0.5)

@@ -481,8 +481,9 @@ def test_images_are_needed_and_are_images():
     ("images", "message"),
     [
         (torch.full((1, 3, 8, 8), torch.nan), "calibration has numbers that are not finite"),
-        (torch.zeros(1, 1, 8, 8), r"does not run on calibration=\[1, 1, 8, 8\]"),
-        (torch.zeros(1, 3, 8, 8).double(), r"in torch\.float64 on cpu: give images"),
+        (torch.zeros(1, 3, 8, 8), "calibration is zero everywhere"),
+        (torch.ones(1, 1, 8, 8), r"does not run on calibration=\[1, 1, 8, 8\]"),
+        (torch.ones(1, 3, 8, 8).double(), r"in torch\.float64 on cpu: give images"),
     ],
 )
 def test_images_that_the_model_does_not_take_leave_it_as_it_is(images, message):
@@ -521,3 +522,45 @@ def test_on_gpu():
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=0.02)
+
+
+def test_a_conversion_without_a_batch_changes_nothing():
+    """The weights would be rounded for good, and no forward could run any more."""
+    net = apply_quantization_aware(conv_net())
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(ValueError, match=r"has seen no batch.*train a step"):
+        convert_quantization_aware(net)
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], equal_nan=True, rtol=0, atol=0)
+    net.train()(torch.randn(2, 3, 8, 8))
+    assert convert_quantization_aware(net)(torch.randn(2, 3, 8, 8)).isfinite().all()
+
+
+def with_a_mask():
+    net = conv_net()
+    first = next(layer for layer in net.modules() if isinstance(layer, nn.Conv2d))
+    nn.utils.parametrize.register_parametrization(first, "weight", nn.Identity())
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 2)), r"has no nn\.Conv2d and .* quantize_pt2e"),
+        (lambda: nn.Sequential(nn.Conv1d(1, 4, 3)), r"has no nn\.Conv2d and .* quantize_pt2e"),
+        (lambda: nn.Sequential(nn.LazyConv2d(4, 3)), "lazy layer.*call the model once"),
+        (lambda: nn.Conv2d, "Conv2d is a class: give a model"),
+        (with_a_mask, "such as with a mask: call remove_pruning"),
+    ],
+)
+def test_networks_that_have_no_grid(make, message):
+    """A newcomer with another network was told to give a language model."""
+    with pytest.raises(ValueError, match=message):
+        apply_quantization_aware(make())
+
+
+def test_the_advised_group_divides_all_layers():
+    """16 would fit the first layer of 48 inputs, and be refused for the next one of 40."""
+    model = small_model("Llama", hidden_size=48, intermediate_size=40)
+    with pytest.raises(ValueError, match=r"give group=8$"):
+        apply_quantization_aware(model, group=32)
