@@ -21,6 +21,7 @@ Source     ExecuTorch documentation, "Using ExecuTorch with C++" and "Module Ext
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -33,7 +34,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_existing_file, check_file, check_whole
 from recipes_lib.core.machine import require
 
 SOURCES = Path(__file__).parent / "cpp"
@@ -73,13 +74,16 @@ class CppRun:
 def build_runner(folder: Path | str) -> Path:
     """Build the program in `folder`, and return its path.
 
-    Raises ValueError where cmake 3.28 or a compiler is missing, or the build fails, with the last
-    lines of what it said. Raises ImportError without ExecuTorch.
+    Raises ValueError for what is no folder, where cmake 3.28 or a compiler is missing, or the build
+    fails, with the last lines of what it said. Raises ImportError without ExecuTorch.
     """
+    if not isinstance(folder, str | os.PathLike) or folder == "":
+        raise ValueError(f'folder={folder!r}: give the name of a folder, such as "runs/runner"')
+    folder = Path(folder)
+    check_file(example="run_pte", any_ending=True, folder=folder / "run_pte")
     executorch = require("executorch")
     cmake = find_cmake()
     package = Path(next(iter(executorch.__path__)))
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     configure = [cmake, "-S", SOURCES, "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
     _run([*configure, f"-DCMAKE_PREFIX_PATH={package}"], "be configured: is there a C++ compiler")
@@ -99,11 +103,10 @@ def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 2
     fails.
     """
     check_whole(calls=calls)
-    for path in (Path(runner), Path(pte)):
-        if not path.is_file():
-            raise ValueError(
-                f"{path} does not exist: build_runner and export_to_executorch make it"
-            )
+    check_existing_file(made_by="build_runner", runner=runner)
+    check_existing_file(made_by="export_to_executorch", pte=pte)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x is of type {type(x).__name__}: give a tensor in fp32")
     if x.dtype is not torch.float32:
         raise ValueError(f"x is stored in {x.dtype}: give x.float()")
     with tempfile.TemporaryDirectory() as folder:

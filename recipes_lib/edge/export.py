@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from recipes_lib.core.checks import check_file
+from recipes_lib.core.checks import check_file, check_flag
 from recipes_lib.core.exported_file import ExportedFile, read_delegation, require_delegated
 from recipes_lib.core.graph_capture import capture_graph, check_example, explained
 from recipes_lib.core.linears import require_module
@@ -108,6 +108,7 @@ def export_to_executorch(
     ExecuTorch.
     """
     check_file(example="model.pte", path=path)
+    check_flag(delegate=delegate, allow_outside=allow_outside)
     require_module(model)
     example = check_example(example)
     started = time.perf_counter()

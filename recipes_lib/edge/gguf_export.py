@@ -44,7 +44,7 @@ from recipes_lib.core.causal_lm import (
     require_full_attention,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice, check_file
+from recipes_lib.core.checks import check_choice, check_existing_file, check_file
 from recipes_lib.core.exported_file import ExportedFile
 from recipes_lib.core.linears import quantized_layers
 from recipes_lib.core.machine import require
@@ -103,8 +103,6 @@ def export_to_gguf(
     """
     check_file(example="model.gguf", path=path)
     path = Path(path)
-    if path.suffix != ".gguf":
-        raise ValueError(f"path={str(path)!r}: give the name of a file that ends in .gguf")
     check_choice(KINDS, kind=kind)
     _check_model(model, kind)
     vocabulary = None
@@ -139,9 +137,8 @@ def load_gguf(path: str | Path) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    check_existing_file(made_by="export_to_gguf", path=path)
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"path={str(path)!r}: there is no such file; export_to_gguf makes one")
     with noise_to():
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32

@@ -55,7 +55,13 @@ from recipes_lib.core.causal_lm import (
     require_full_attention,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice, check_file, check_whole
+from recipes_lib.core.checks import (
+    check_choice,
+    check_existing_file,
+    check_file,
+    check_flag,
+    check_whole,
+)
 from recipes_lib.core.exported_file import ExportedFile, require_delegated
 from recipes_lib.core.integer_grid import check_group_divides
 from recipes_lib.core.linears import quantized_layers
@@ -146,7 +152,9 @@ def export_language_model(
     text, unless the model has one.
     RuntimeError if a layer was left unquantized or outside of XNNPACK: no file stays.
     """
-    path = _checked_path(path)
+    check_file(example="model.pte", path=path)
+    check_flag(custom_attention=custom_attention)
+    path = Path(path)
     _check_widths(weight_bits, output_bits, embedding_bits)
     check_whole(least=2, max_length=max_length)
     _check_model(model, max_length)
@@ -191,26 +199,15 @@ def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageMod
 
     Args:
         threads: of ExecuTorch, for all files of this process.
-    Raises ValueError if there is no such file, ImportError without ExecuTorch.
+    Raises ValueError if there is no such file, or if it is another one; ImportError without
+    ExecuTorch.
     """
-    path = Path(path)
     check_whole(threads=threads)
-    if not path.exists():
-        raise ValueError(
-            f"path={str(path)!r}: there is no such file; export_language_model makes one"
-        )
-    return PteLanguageModel(path, threads=threads)
+    check_existing_file(made_by="export_language_model", path=path)
+    return PteLanguageModel(Path(path), threads=threads)
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _checked_path(path: str | Path) -> Path:
-    check_file(example="model.pte", path=path)
-    path = Path(path)
-    if path.suffix != ".pte":
-        raise ValueError(f"path={str(path)!r}: give the name of a file that ends in .pte")
-    return path
 
 
 def _check_widths(
@@ -317,13 +314,23 @@ def _check_grids(
 ) -> None:
     """The group divides every layer that has groups, and no layer is on another grid already."""
     check_whole(group=group)
+    if group % GROUP_UNIT != 0 and 4 in (weight_bits, output_bits):
+        raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
     layers = {"the output layer": (model.get_output_embeddings(), output_bits)}
     for number, block in enumerate(model.model.layers):
         for name in LINEARS:
             layers[f"layers.{number}.{name}"] = (block.get_submodule(name), weight_bits)
+    of_groups = [linear.weight.shape[1] for linear, bits in layers.values() if bits == 4]
     for name, (linear, bits) in layers.items():
         if bits == 4:
-            check_group_divides(linear.weight.shape[1], group, name=name)
+            check_group_divides(
+                linear.weight.shape[1],
+                group,
+                name,
+                all_widths=of_groups,
+                unit=GROUP_UNIT,
+                otherwise="weight_bits=8 and output_bits=8, which need no groups",
+            )
             _check_not_rounded(linear, name, group)
             _check_trained_for(linear, name, bits=4, group=group)
         else:
@@ -332,8 +339,6 @@ def _check_grids(
     if embedding_bits is not None:
         embedding = model.get_input_embeddings()
         _check_trained_for(embedding, "the embedding", bits=embedding_bits, group=None)
-    if group % GROUP_UNIT != 0 and 4 in (weight_bits, output_bits):
-        raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
 
 
 def _check_trained_activations(linear: nn.Linear, name: str) -> None:
@@ -391,6 +396,11 @@ def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
     """
     source = model.generation_config
     if tokenizer is not None:
+        if not hasattr(tokenizer, "bos_token_id") or not hasattr(tokenizer, "eos_token_id"):
+            raise ValueError(
+                f"tokenizer is of type {type(tokenizer).__name__}: give the tokenizer itself, "
+                f"which AutoTokenizer.from_pretrained(…) returns, or None"
+            )
         source = tokenizer
     found = {}
     if source.bos_token_id is not None:

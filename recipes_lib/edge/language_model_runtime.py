@@ -25,6 +25,7 @@ from torch import Tensor
 from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.executorch_threads import use_threads
+from recipes_lib.core.graph_capture import explained
 from recipes_lib.core.noise import noise_to
 from recipes_lib.core.token_ids import token_row
 
@@ -43,10 +44,16 @@ class PteLanguageModel:
             runtime = _runtime()
             use_threads(threads)  # before the file is loaded: afterwards it would crash
             start = time.perf_counter()
-            self._program = runtime.load_program(path, verification=_least_verification())
-            self._forward = self._program.load_method("forward")
-            self.max_length = self._constant("get_max_context_len")
-            self.vocabulary = self._constant("get_vocab_size")
+            try:
+                self._program = runtime.load_program(path, verification=_least_verification())
+                self._forward = self._program.load_method("forward")
+                self.max_length = self._constant("get_max_context_len")
+                self.vocabulary = self._constant("get_vocab_size")
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"{path.name} is no language model of export_language_model: give such a file; "
+                    f"load_pte takes others ({explained(error)})"
+                ) from error
             self.load_seconds = time.perf_counter() - start
         self.threads = threads
 

@@ -43,9 +43,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_file, check_whole
+from recipes_lib.core.checks import check_existing_file, check_file, check_flag, check_whole
 from recipes_lib.core.exported_file import ExportedFile
-from recipes_lib.core.graph_capture import capture_graph, check_example, explained
+from recipes_lib.core.graph_capture import (
+    capture_graph,
+    check_calibration,
+    check_example,
+    explained,
+)
 from recipes_lib.core.linears import require_module
 from recipes_lib.core.machine import require
 from recipes_lib.core.noise import noise_to
@@ -98,6 +103,7 @@ def export_to_onnx(
     then. Raises ImportError without onnx and onnxscript.
     """
     check_file(example="model.onnx", path=path)
+    check_flag(any_batch=any_batch)
     require_module(model)
     example = check_example(example)
     path = Path(path)
@@ -144,18 +150,22 @@ def quantize_onnx(
         batch_size: of the calibration, in a file that takes any batch size. Others are given
             batches of the size that they take.
         log: a file for what the libraries print. None: it is not kept.
-    Raises ValueError for a calibration set without examples or with numbers that are not finite,
-    examples of another shape, a file that does not exist, and where another layer stays in fp32.
+    Raises ValueError for a calibration set without examples, of zeros alone or with numbers that
+    are not finite, examples of another shape, a file that does not exist or is quantized already, a
+    path that is none, and where another layer stays in fp32.
     Raises ImportError without onnx and onnxruntime.
     """
     check_whole(batch_size=batch_size)
-    path = Path(path)
+    check_flag(per_channel=per_channel, first_in_fp32=first_in_fp32)
+    check_file(example="quantized.onnx", to=to)
+    path = _existing(path)
     to = Path(to)
     started = time.perf_counter()
     session = load_onnx(path)
     batches = _batches(session, calibration, batch_size=batch_size)
     with noise_to(log), tempfile.TemporaryDirectory() as folder:
         onnx = require("onnx")
+        _check_not_quantized(onnx.load(str(path)), path)
         ready = Path(folder) / "ready.onnx"
         result = Path(folder) / "quantized.onnx"
         _prepared_file(path, ready)
@@ -318,10 +328,8 @@ def operators_that_run(path: Path | str) -> dict[str, int]:
 
 
 def _existing(path: Path | str) -> Path:
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: write it with export_to_onnx")
-    return path
+    check_existing_file(made_by="export_to_onnx", path=path)
+    return Path(path)
 
 
 def _options(threads: int) -> Any:
@@ -357,17 +365,7 @@ def overflows_in_16_bits() -> bool:
 
 def _batches(session: OnnxModel, calibration: Any, *, batch_size: int) -> list[dict[str, Any]]:
     """The calibration set as ONNX Runtime wants it, in batches that the file takes."""
-    if not isinstance(calibration, Tensor):
-        raise ValueError(
-            f"calibration is of type {type(calibration).__name__}: give a tensor of inputs [N, ...]"
-        )
-    if calibration.dim() < 2 or calibration.numel() == 0:
-        raise ValueError(
-            f"calibration has the shape {list(calibration.shape)}: give at least one example, "
-            f"better some hundred, as a tensor [N, ...]"
-        )
-    if not calibration.isfinite().all():
-        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+    check_calibration(calibration)
     fixed = session.input_shapes[0][0]
     if not isinstance(fixed, str):
         batch_size = fixed
@@ -377,6 +375,15 @@ def _batches(session: OnnxModel, calibration: Any, *, batch_size: int) -> list[d
     for batch in batches:
         session.check([batch])
     return [{session.input_names[0]: batch.numpy()} for batch in batches]
+
+
+def _check_not_quantized(model: Any, path: Path) -> None:
+    """A second rounding uses another grid, and the file becomes larger."""
+    if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
+        raise ValueError(
+            f"{path.name} is quantized already, and a second rounding would use another grid: give "
+            f"the file that export_to_onnx has written"
+        )
 
 
 def _check_layers(model: Any, *, in_fp32: list[str]) -> None:

@@ -44,11 +44,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
-from recipes_lib.core.graph_capture import capture_graph
+from recipes_lib.core.checks import check_flag, check_whole
+from recipes_lib.core.graph_capture import capture_graph, check_calibration
 from recipes_lib.core.linears import require_module
 from recipes_lib.core.machine import require
 from recipes_lib.core.noise import noise_to
+
+LAYERS = ("aten.conv", "aten.linear")  # of a graph, with weights
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -109,14 +111,16 @@ def quantize_pt2e(
         per_channel: a scale for each channel of a weight; False: one for the whole of it.
         batch_size: of the calibration.
         log: a file for what the libraries print. None: it is not kept.
-    Raises ValueError for a calibration set without examples or with numbers that are not finite,
-    bits out of range, a model that cannot be written down as a graph, and a training that leaves
-    weights which are not finite. Raises ImportError without ExecuTorch and torchao.
+    Raises ValueError for a calibration set without examples, of zeros alone or with numbers that
+    are not finite, bits out of range, a model that cannot be written down as a graph, one without
+    layers to quantize or quantized already, and a training that leaves weights which are not
+    finite. Raises ImportError without ExecuTorch and torchao.
     """
     require_module(model)
     check_whole(least=2, most=8, weight_bits=weight_bits)
     check_whole(batch_size=batch_size)
-    _check_calibration(calibration)
+    check_flag(per_channel=per_channel)
+    check_calibration(calibration)
     aware = train is not None
     if aware and not callable(train):
         raise ValueError(f"train={train!r}: give a function that trains a module, or None")
@@ -149,6 +153,7 @@ def _prepared(
     # Twice the same: a batch of one would be taken for a fixed size.
     example = torch.cat([calibration[:1], calibration[:1]])
     graph = capture_graph(model, (example,), any_batch=True, training=aware).module()
+    _check_layers(graph)
     most = 2 ** (weight_bits - 1) - 1
     settings = get_symmetric_quantization_config(
         is_per_channel=per_channel, is_qat=aware, weight_qmin=-most, weight_qmax=most
@@ -247,18 +252,18 @@ class GraphWithModes(nn.Module):
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def _check_calibration(calibration: Any) -> None:
-    if not isinstance(calibration, Tensor):
+def _check_layers(graph: nn.Module) -> None:
+    """There is something to quantize, and nobody has done it before."""
+    names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    if any(name.startswith("quantized_decomposed.") for name in names):
         raise ValueError(
-            f"calibration is of type {type(calibration).__name__}: give a tensor of inputs [N, ...]"
+            "this graph is quantized already, and a second rounding would use another grid: give "
+            "the model as it was before"
         )
-    if calibration.dim() < 2 or calibration.numel() == 0:
+    if not any(name.startswith(LAYERS) for name in names):
         raise ValueError(
-            f"calibration has the shape {list(calibration.shape)}: give at least one example, "
-            f"better some hundred, as a tensor [N, ...]"
+            "the model has no convolution and no linear layer: there is nothing to quantize"
         )
-    if calibration.is_floating_point() and not calibration.isfinite().all():
-        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
 
 
 def _check_trained(prepared: nn.Module) -> None:

@@ -39,12 +39,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_existing_file, check_whole
 from recipes_lib.core.executorch_threads import use_threads
 from recipes_lib.core.graph_capture import check_example, explained, in_eval_mode
 from recipes_lib.core.linears import require_module
 from recipes_lib.core.machine import require
 from recipes_lib.core.noise import noise_to
+
+# ExecuTorch's numbers for dtypes; others are left to its own check.
+SCALAR_TYPES = {0: torch.uint8, 3: torch.int32, 4: torch.int64, 6: torch.float32, 11: torch.bool}
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -97,6 +100,7 @@ class PteModel:
         meta = method.metadata
         inputs = [meta.input_tensor_meta(number) for number in range(meta.num_inputs())]
         self.input_shapes = tuple(tuple(info.sizes()) for info in inputs)
+        self._dtypes = tuple(SCALAR_TYPES.get(info.dtype()) for info in inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:
         """One forward: a tensor, or a tuple where the program returns several.
@@ -128,6 +132,12 @@ class PteModel:
                 f"{self.path.name} takes {_shown(self.input_shapes)}, not {_sizes(inputs)}: give "
                 f"inputs of these shapes, or export with another example"
             )
+        for number, (part, dtype) in enumerate(zip(inputs, self._dtypes)):
+            if dtype is not None and part.dtype is not dtype:
+                raise ValueError(
+                    f"input {number} is stored in {part.dtype}, and {self.path.name} takes "
+                    f"{dtype}: give numbers as the model has seen them in training, in {dtype}"
+                )
 
 
 def load_pte(path: Path | str, *, threads: int = 1) -> PteModel:
@@ -167,7 +177,11 @@ def measured_peak_bytes(path: Path | str, *, threads: int = 1) -> int:
     command = [sys.executable, "-c", _MEASURE, str(path), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise ValueError(f"{path} could not be measured: {done.stderr.strip()[-300:]}")
+        said = done.stderr.strip().splitlines()[-1:]  # of a traceback, the error itself
+        raise ValueError(
+            f"{path.name} could not be measured: give a .pte of export_to_executorch "
+            f"({' '.join(said)})"
+        )
     return int(done.stdout.split()[-1])
 
 
@@ -202,8 +216,7 @@ print(1024 * (kibibytes("VmHWM") - before))
 
 def _existing(path: Path | str, *, threads: int) -> Path:
     check_whole(threads=threads)
-    if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist: write it with export_to_executorch")
+    check_existing_file(made_by="export_to_executorch", path=path)
     return Path(path)
 
 

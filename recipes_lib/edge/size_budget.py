@@ -103,6 +103,10 @@ class Chain:
 
     def __post_init__(self) -> None:
         check_several(links=self.links)
+        if not all(isinstance(link, str) for link in self.links):
+            raise ValueError(f"links={self.links!r}: give texts, such as ('distil', '8 bits')")
+        if not isinstance(self.format, str):
+            raise ValueError(f"format={self.format!r}: give the name of a speed, such as 'fp32'")
         check_whole(weights=self.weights)
         check_number(work=self.work, bits=self.bits, above=0)
         check_whole(least=0, scales=self.scales, graph=self.graph)
@@ -166,14 +170,28 @@ def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Clock]) -
     """File and time of every chain. Raises ValueError for none, and a format without a speed."""
     if not chains:
         raise ValueError("there are no chains: give one or more, the one that costs least first")
+    check_several(chains=chains)
+    if not isinstance(speeds, Mapping):
+        raise ValueError(
+            f"speeds is of type {type(speeds).__name__}: give a Speed for each format, such as "
+            f"{{'fp32': Speed(overhead=…, work_per_second=…)}}"
+        )
     choices = []
     for chain in chains:
+        if not isinstance(chain, Chain):
+            raise ValueError(f"{chain!r} is no Chain: give Chain(links, weights=…, work=…)")
         if chain.format not in speeds:
             raise ValueError(
                 f"format={chain.format!r} of {chain.name} has no speed: there are "
                 f"{sorted(speeds)}. Measure a file of this format, its weights may be random"
             )
-        seconds = speeds[chain.format].seconds(chain.work)
+        clock = speeds[chain.format]
+        if not hasattr(clock, "seconds"):
+            raise ValueError(
+                f"the speed of {chain.format!r} is {clock!r}: give "
+                f"Speed(overhead=…, work_per_second=…)"
+            )
+        seconds = clock.seconds(chain.work)
         choices.append(Choice(chain, predicted_file_bytes(chain), seconds))
     return choices
 

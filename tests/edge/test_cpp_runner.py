@@ -94,3 +94,13 @@ def test_an_old_cmake_is_refused(monkeypatch, tmp_path):
 def test_the_program_is_short():
     lines = Path(cpp_runner.SOURCES / "main.cpp").read_text().splitlines()
     assert len([line for line in lines if line.strip() and not line.startswith("#")]) <= 45
+
+
+def test_what_is_no_folder(tmp_path):
+    """Before anything is configured."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ValueError, match="folder=None: give the name of a folder"):
+        build_runner(None)
+    with pytest.raises(ValueError, match="below the file"):
+        build_runner(file)

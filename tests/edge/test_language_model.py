@@ -314,6 +314,10 @@ def test_grids_that_do_not_fit_are_refused(tmp_path):
     refused(model_of(), "has 96 inputs, which group=64 does not divide")
     refused(model_of(), "group=128 does not divide", group=128)
     refused(model_of(), "multiples of 32", group=16)
+    # The least that divides: 16, and XNNPACK would refuse it.
+    narrow = model_of(hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
+    refused(narrow, "divide: give weight_bits=8 and output_bits=8", group=32)
+    refused(model_of(), "tokenizer is of type str", group=32, tokenizer="gpt2")
     refused(model_of(), "weight_bits=3", weight_bits=3)
     refused(model_of(), "embedding_bits=4", embedding_bits=4)
     refused(model_of(), "max_length=1", max_length=1)
@@ -329,14 +333,14 @@ def test_grids_that_do_not_fit_are_refused(tmp_path):
         if isinstance(layer, nn.Linear):
             layer.weight.data = on_grid(layer.weight, bits=4, group=32)
     refused(rounded, "rounded to 4 bits already", group=32)
-    with pytest.raises(ValueError, match="give the name of a file"):
+    with pytest.raises(ValueError, match=r"a file that ends in \.pte"):
         export_language_model(model_of(), path=tmp_path / "model.bin")
     with pytest.raises(ValueError, match="path=None: give the name of a file"):
         export_language_model(model_of(), path=None)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_that_do_not_fit_are_refused(plain, tmp_path):
+def test_texts_that_do_not_fit_are_refused(plain, exported, tmp_path):
     pte = load_language_model(plain[1].path)
     with pytest.raises(ValueError, match=f"room for {LENGTH - 1} and one more"):
         pte.prefill([1] * LENGTH)
@@ -348,7 +352,12 @@ def test_texts_that_do_not_fit_are_refused(plain, tmp_path):
         pte.step(256, 0)
     with pytest.raises(ValueError, match="no target"):
         pte.perplexity([])
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="does not exist: write it with export_language_model"):
         load_language_model(tmp_path / "missing.pte")
+    garbage = tmp_path / "garbage.pte"
+    garbage.write_bytes(b"hello" * 100)
+    for other in (garbage, exported.path):
+        with pytest.raises(ValueError, match=f"{other.name} is no language model"):
+            load_language_model(other)
     with pytest.raises(ValueError, match="would crash them"):
         load_language_model(plain[1].path, threads=2)

@@ -190,7 +190,8 @@ def test_other_inputs(exported, inputs, message):
         (torch.zeros(0, *SHAPE[1:]), "give at least one example"),
         ([], "calibration is of type list"),
         (torch.full(SHAPE, float("nan")), "not finite"),
-        (torch.zeros(2, 3, 16, 16), "give inputs of these shapes"),
+        (torch.ones(2, 3, 16, 16), "give inputs of these shapes"),
+        (torch.zeros(SHAPE), "zero everywhere"),
     ],
 )
 def test_calibration_sets(exported, calibration, message, tmp_path):
@@ -214,3 +215,13 @@ def test_what_cannot_be_exported_or_loaded(tmp_path, capfd):
         with pytest.raises(ValueError, match="cannot be loaded"):
             read(path)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_is_quantized_once(quantized, tmp_path):
+    """The second rounding made a larger file with other numbers."""
+    with pytest.raises(ValueError, match=r"q\.onnx is quantized already"):
+        quantize_onnx(quantized.path, calibration=images(), to=tmp_path / "twice.onnx")
+    with pytest.raises(ValueError, match=r"to=.* is a folder"):
+        quantize_onnx(quantized.path, calibration=images(), to=tmp_path)
+    with pytest.raises(ValueError, match="per_channel='no': give True or False"):
+        quantize_onnx(quantized.path, calibration=images(), to=tmp_path / "a", per_channel="no")

@@ -149,7 +149,9 @@ def test_one_scale_for_a_whole_weight():
         (torch.zeros(0, 1, 8, 8), {}, r"shape \[0, 1, 8, 8\]: give at least one example"),
         ([], {}, "calibration is of type list: give a tensor"),
         (torch.full((2, 1, 8, 8), float("nan")), {}, "not finite"),
-        (torch.zeros(2, 3, 8, 8), {}, "does not run on the example"),
+        (torch.ones(2, 3, 8, 8), {}, "does not run on the example"),
+        (torch.zeros(2, 1, 8, 8), {}, "zero everywhere"),
+        (torch.ones(2, 1, 8, 8), {"per_channel": "no"}, "per_channel='no': give True or False"),
         (torch.zeros(2, 1, 8, 8), {"weight_bits": 1}, "weight_bits=1"),
         (torch.zeros(2, 1, 8, 8), {"weight_bits": 16}, "weight_bits=16"),
     ],
@@ -169,3 +171,10 @@ def test_a_training_that_diverged_is_refused():
         quantize_pt2e(tiny(), images(), train=train)
     with pytest.raises(ValueError, match="train=5: give a function"):
         quantize_pt2e(tiny(), images(), train=5)
+
+
+def test_nothing_to_quantize_or_quantized_already(calibrated):
+    with pytest.raises(ValueError, match="no convolution and no linear layer"):
+        quantize_pt2e(nn.Sequential(nn.ReLU(), nn.Flatten()), images(2))
+    with pytest.raises(ValueError, match="quantized already, and a second rounding"):
+        quantize_pt2e(calibrated, images(2))

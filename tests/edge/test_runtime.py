@@ -1,3 +1,4 @@
+import subprocess
 from itertools import pairwise
 
 import pytest
@@ -105,7 +106,10 @@ def test_threads(exported):
         ((torch.zeros(2, 1, 16, 16),), r"takes \[1, 1, 16, 16\], not \[2, 1, 16, 16\]"),
         ((torch.zeros(1, 16, 16),), r"not \[1, 16, 16\]"),
         ((), "not no input"),
-        ((torch.zeros(SHAPE, dtype=torch.float64),), "the dtypes of the export"),
+        (
+            (torch.zeros(SHAPE, dtype=torch.float64),),
+            r"in torch\.float64, and small\.pte takes",
+        ),
         (("image",), "str is no tensor"),
     ],
 )
@@ -128,3 +132,21 @@ def test_growth_of_a_fresh_process(exported):
     """This net is small: what grows are pages of libraries that are touched for the first time."""
     load_pte(exported.path)
     assert 0 < measured_peak_bytes(exported.path, threads=2) < 40 * 2**20
+
+
+def test_a_file_that_cannot_be_measured(monkeypatch, tmp_path):
+    """The message is one line of the process, without its traceback."""
+    bad = tmp_path / "bad.pte"
+    bad.write_bytes(b"hello" * 100)
+    said = 'Traceback:\n  File "<string>", line 17\nRuntimeError: no program\n'
+
+    def failed(*_, **__):
+        return subprocess.CompletedProcess([], 1, stdout="", stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", failed)
+    with pytest.raises(ValueError, match=r"bad\.pte could not be measured: give") as raised:
+        measured_peak_bytes(bad)
+    assert str(raised.value).endswith("(RuntimeError: no program)")
+    for function in (load_pte, measured_peak_bytes):
+        with pytest.raises(ValueError, match="path=None: give the name of a file"):
+            function(None)

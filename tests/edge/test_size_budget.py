@@ -74,3 +74,23 @@ def test_bad_input():
         chosen(0, 1)
     with pytest.raises(ValueError, match="work_per_second=0"):
         Speed(0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("chains", "speeds", "message"),
+    [
+        (CHAINS, None, "speeds is of type NoneType: give a Speed for each format"),
+        (CHAINS, {"fp32": 1e9}, "speed of 'fp32' is 1000000000.0: give Speed"),
+        (CHAINS[0], SPEEDS, "chains is of type|chains=Chain"),
+        ([("prune", 1, 2)], SPEEDS, "is no Chain: give Chain"),
+    ],
+)
+def test_what_is_no_chain_and_no_speed(chains, speeds, message):
+    with pytest.raises(ValueError, match=message):
+        choose_chain(chains, megabytes=1, milliseconds=1, speeds=speeds)
+
+
+@pytest.mark.parametrize("options", [{"links": (1, 2)}, {"links": (), "format": 3}])
+def test_links_and_formats_are_texts(options):
+    with pytest.raises(ValueError, match=r"give (texts|the name of a speed)"):
+        Chain(weights=1, work=1, **options)
