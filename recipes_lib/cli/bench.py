@@ -46,6 +46,7 @@ def bench(
     with counting("measuring", total=2) as announce:
         ladder = setting.run(technique, repeats=repeats, timeline=timeline, announce=announce)
     print(ladder)
+    print("loss: of the first step, on random tokens, so it says nothing about quality")
     print(f"rows: {ladder.path}")
     if timeline is not None:
         print(f"timeline: {timeline}")

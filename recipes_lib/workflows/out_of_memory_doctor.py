@@ -209,7 +209,8 @@ def _findings_about(
     parts = [f"{name} {readable(part)}" for name, part in budget.at_peak().items() if part]
     findings = [
         f"Predicted peak in {model.dtype} with AdamW: "
-        f"{readable(budget.peak)} of {readable(limit)}: {', '.join(parts)}."
+        f"{readable(budget.peak)} of {readable(limit)}: {', '.join(parts)}.",
+        f"The prediction is made {budget.source}.",
     ]
     if failed and budget.peak <= FITS * limit:
         findings.append(

@@ -194,9 +194,11 @@ class _Plans:
             names.remove("optimizer offload")
         if self.adapters_are_there:
             names.remove("LoRA, 16-bit base")
-        elif not self._can_be_quantized():
-            names.remove("QLoRA")
-        return names
+        possible: list[str] = []
+        for name in names:
+            if self._has_an_estimate([*possible, name]):
+                possible.append(name)
+        return possible
 
     def of(self, names: Iterable[str]) -> Budget:
         """The budget with the recipes of these names, in whatever order they are given.
@@ -261,11 +263,12 @@ class _Plans:
             return False
         return self.of(["8-bit AdamW"]).states < self.plain.states
 
-    def _can_be_quantized(self) -> bool:
+    def _has_an_estimate(self, names: list[str]) -> bool:
+        """Whether these go with the model: adapters do not reach experts, nor 4 bits GPT-2."""
         try:
-            self.of(["QLoRA"])
+            self.of(names)
         except ValueError:
-            return False  # some layers cannot be, such as GPT-2's
+            return False
         return True
 
     def _sixteen_bits(self) -> tuple[Any, Budget]:

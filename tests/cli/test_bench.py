@@ -1,5 +1,9 @@
 import json
 
+import pytest
+
+from recipes_lib.workflows.bench.run import Bench
+
 
 def test_bench_prints_keeps_and_draws_both_rows(command, runs):
     picture = runs / "memory.png"
@@ -13,6 +17,11 @@ def test_bench_prints_keeps_and_draws_both_rows(command, runs):
     assert f"rows: {kept}" in out
     rows = json.loads(kept.read_text())["rows"]
     assert [row["name"] for row in rows] == ["baseline", technique]
+    assert "loss: of the first step, on random tokens" in out
+    bench = Bench("tiny-llama", 4, 32, 4, layers=3)
+    model = bench.fresh()
+    untrained = model(**bench.batch(model)).loss.item()
+    assert rows[0]["loss"] == pytest.approx(untrained, abs=1e-4)
 
     assert f"timeline: {picture}" in out
     assert picture.exists()

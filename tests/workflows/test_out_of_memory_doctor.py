@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from benchmarks.family_predictions import small_model
 from recipes_lib.core.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -130,3 +131,15 @@ def test_bad_input(llama):
         diagnose(model=llama, batch_size=1, seq_len=8, memory_bytes=0)
     with pytest.raises(ValueError, match="is no Hugging Face model"):
         diagnose(model=llama.model.layers[0], batch_size=1, seq_len=8)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Mamba2"])
+def test_a_model_to_which_not_all_recipes_apply(family):
+    """The mistake: no diagnosis at all, where adapters do not reach the experts or the mixers."""
+    diagnosis = diagnose(
+        model=small_model(family), batch_size=2, seq_len=16, memory_bytes=4 * 2**20
+    )
+    assert "by a dry step, because its blocks have" in diagnosis.findings[1]
+    tried = [remedy.name for remedy in diagnosis.remedies]
+    assert "8-bit AdamW" in tried
+    assert not any("LoRA" in name for name in tried)

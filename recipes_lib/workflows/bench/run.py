@@ -145,14 +145,16 @@ class Bench:
             if announce is not None:
                 announce(name)
             arranged = self.arrange(name, self.fresh())
+            losses: list[float] = []
             measured = measure(
-                arranged.step,
+                _noting(arranged.step, losses),
                 tokens=self.shape.tokens,
                 repeats=repeats,
                 model=arranged.model,
                 optimizer=arranged.optimizer,
             )
-            ladder.add(name, measured, predicted=arranged.plan.peak, loss=measured.result)
+            # That of equal weights: later steps have trained on this batch.
+            ladder.add(name, measured, predicted=arranged.plan.peak, loss=losses[0])
             if timeline is not None:
                 timelines[name] = _timeline_of(arranged, measured)
             del arranged
@@ -165,6 +167,16 @@ class Bench:
 def techniques() -> list[str]:
     """Names that `Bench.run` takes."""
     return list(ENTRIES)
+
+
+def _noting(step: Callable[[], float], losses: list[float]) -> Callable[[], float]:
+    """The same step, which also notes its loss."""
+
+    def noted() -> float:
+        losses.append(step())
+        return losses[-1]
+
+    return noted
 
 
 def _timeline_of(arranged: Arranged, measured: Measurement) -> Timeline:
