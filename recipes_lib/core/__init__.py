@@ -1,6 +1,7 @@
 """What everything stands on. Nothing here imports a technique.
 
 agreement       ranks that differ, or of which one fails: an error on all of them
+allocated_limit  on a GPU, out of memory at so many bytes of tensors, as on a smaller one
 allocator_peak  peak bytes of tensors where compiled code makes them
 block_bytes     what each block of a model costs in a step, where no formula holds for all
 budget          the terms of a step's memory, and the protocol by which recipes change them

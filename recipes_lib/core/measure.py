@@ -20,6 +20,7 @@ from torch import _meta_registrations
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from recipes_lib.core.allocated_limit import AllocatedLimit
 from recipes_lib.core.allocator_peak import AllocatorPeak
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.live_bytes import LiveBytes
@@ -85,6 +86,8 @@ def measure(
     Raises ValueError for negative counts; an error inside `step` passes through.
     """
     check_whole(warmup=warmup, repeats=repeats, least=0)
+    if tokens is not None:
+        check_whole(tokens=tokens)
     gc.collect()  # the model of the measurement before may hang in a reference cycle
     for _ in range(warmup):
         step()
@@ -219,7 +222,8 @@ class PeakMemory:
 
     Args:
         limit_bytes: run the block as on a smaller device: the operator that goes over it raises
-            `torch.OutOfMemoryError`.
+            `torch.OutOfMemoryError`. Bytes of tensors count, on a GPU too: what its allocator has
+            reserved beyond them depends on what ran before.
         model, optimizer: name them, and `timeline` holds the bytes by kind and phase afterwards.
     """
 
@@ -237,9 +241,13 @@ class PeakMemory:
         if limit_bytes is not None:
             check_whole(limit_bytes=limit_bytes)
         self._peak = 0
-        self._limit = limit_bytes
         self._on_cuda = machine().device == "cuda" and not dry()
-        account_limit = None if self._on_cuda else limit_bytes
+        self._cuda_limit: AllocatedLimit | None = None
+        account_limit = limit_bytes
+        if self._on_cuda and limit_bytes is not None:
+            # CUDA's allocator knows more than the account: the scratch memory of operators.
+            account_limit = None
+            self._cuda_limit = AllocatedLimit(limit_bytes, restart_peak=self._close_cuda_interval)
         self._recorder = None
         self._account: LiveBytes | TimelineRecorder | None = None
         if model is not None:
@@ -274,14 +282,16 @@ class PeakMemory:
         if self._on_cuda:
             self._close_cuda_interval()
             self._open.append(self)
-            self._cap_cuda(self._limit)
+        if self._cuda_limit is not None:
+            self._cuda_limit.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._cuda_limit is not None:
+            self._cuda_limit.__exit__(*error)
         if self._on_cuda:
             self._close_cuda_interval()
             self._open.remove(self)
-            self._restore_cuda_cap()
         if self._account is not None:
             self._account.__exit__(*error)
 
@@ -290,20 +300,3 @@ class PeakMemory:
         for memory in self._open:
             memory._peak = memory.peak
         torch.cuda.reset_peak_memory_stats()
-
-    def _restore_cuda_cap(self) -> None:
-        """Back to the limit of the context around this one, or to the whole device."""
-        if self._limit is None:
-            return
-        around = [memory._limit for memory in self._open if memory._limit is not None]
-        whole_device = machine().memory_bytes
-        limits = [whole_device, *around]
-        self._cap_cuda(limits[-1])
-
-    @staticmethod
-    def _cap_cuda(limit: int | None) -> None:
-        if limit is None:
-            return
-        torch.cuda.empty_cache()  # cached blocks count against the cap
-        share = min(1.0, limit / machine().memory_bytes)
-        torch.cuda.set_per_process_memory_fraction(share)
