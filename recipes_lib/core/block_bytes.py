@@ -80,17 +80,17 @@ class DryBlocks:
             )
         return replace(self, blocks=tuple(changed))
 
-    def saving_more(self, more: int) -> DryBlocks:
-        """The blocks if each saves `more` bytes, which are there in its backward as well."""
+    def saving_more(self, more: list[int]) -> DryBlocks:
+        """The blocks if each saves so many bytes more, which are there in its backward as well."""
         changed = []
-        for block in self.blocks:
+        for block, bytes_more in zip(self.blocks, more, strict=True):
             changed.append(
                 replace(
                     block,
-                    saved=block.saved + more,
-                    forward=block.forward + more,
-                    backward=block.backward + more,
-                    at_once=block.at_once + more,
+                    saved=block.saved + bytes_more,
+                    forward=block.forward + bytes_more,
+                    backward=block.backward + bytes_more,
+                    at_once=block.at_once + bytes_more,
                 )
             )
         return replace(self, blocks=tuple(changed))

@@ -22,6 +22,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.block_bytes import BlockBytes
 from recipes_lib.core.causal_lm import decoder_blocks, without_adapters
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import dry, dry_run
@@ -65,6 +67,7 @@ def dry_step(
     rows: int,
     length: int,
     autocast: torch.dtype | None = None,
+    packed: bool = False,
     prepare: Prepare | None = None,
     key: Hashable = None,
 ) -> DryStep:
@@ -75,17 +78,21 @@ def dry_step(
 
     Args:
         autocast: the dtype of the operators in forward, as in `torch.autocast`.
+        packed: whether the rows have several documents, which attention keeps apart.
         prepare: changes the copy before the step, and returns the model to run: with adapters, say.
         key: what `prepare` does, in words or numbers; with it the step is remembered, too.
     Raises ValueError if the step cannot run without data, with the reason in its message.
     """
+    check_whole(rows=rows, length=length)
     known = None
     if prepare is None or key is not None:
-        known = (_signature(model), rows, length, autocast, key)
+        known = (_signature(model), rows, length, autocast, packed, key)
         if known in _remembered:
             return _remembered[known]
-    with _dry():
-        step = _step(model, rows=rows, length=length, autocast=autocast, prepare=prepare)
+    with _dry(), _documents(packed):
+        step = _step(
+            model, rows=rows, length=length, autocast=autocast, packed=packed, prepare=prepare
+        )
     if known is not None:
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.pop(next(iter(_remembered)))  # the oldest
@@ -94,7 +101,13 @@ def dry_step(
 
 
 def _step(
-    model: Any, *, rows: int, length: int, autocast: torch.dtype | None, prepare: Prepare | None
+    model: Any,
+    *,
+    rows: int,
+    length: int,
+    autocast: torch.dtype | None,
+    packed: bool,
+    prepare: Prepare | None,
 ) -> DryStep:
     twin = without_data(model)
     if prepare is not None:
@@ -107,13 +120,16 @@ def _step(
         twin.enable_input_require_grads()  # as with adapters: backward goes through all blocks
     device = twin.get_input_embeddings().weight.device
     tokens = torch.zeros((rows, length), dtype=torch.long, device=device)
+    options = {"use_cache": False}
+    if packed:
+        options["position_ids"] = tokens  # as all tokens without data, they are equal
     try:
         with _Watch(twin) as watch:
             computes_in = contextlib.nullcontext()
             if autocast is not None:
                 computes_in = torch.autocast(device.type, autocast)
             with computes_in:
-                loss = twin(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss = twin(input_ids=tokens, labels=tokens, **options).loss
             loss.backward()
             del loss
             return watch.result()
@@ -133,6 +149,21 @@ def _dry() -> Iterator[None]:
         yield
         return
     with dry_run():
+        yield
+
+
+@contextlib.contextmanager
+def _documents(packed: bool) -> Iterator[None]:
+    """Let transformers find documents in the positions, which have no data to find them in."""
+    if not packed:
+        yield
+        return
+    from transformers import masking_utils
+
+    numbers = mock.patch.object(
+        masking_utils, "find_packed_sequence_indices", side_effect=torch.zeros_like
+    )
+    with numbers:
         yield
 
 
@@ -166,7 +197,21 @@ def without_data(model: Any) -> Any:
     Tied weights stay tied. Tensors of "meta" come to this machine's device.
     """
     with _NoData():
-        return copy.deepcopy(model)
+        copied = {}
+        for parameter in model.parameters():
+            if hasattr(parameter, "quant_state"):
+                copied[id(parameter)] = _four_bits_without_data(parameter)
+        return copy.deepcopy(model, copied)
+
+
+def _four_bits_without_data(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A weight of bitsandbytes as a plain parameter: its own class takes no tensor without data.
+
+    Its layer reads the bytes of the indices and the scales, and asks for nothing else.
+    """
+    indices = torch.nn.Parameter(_empty_like(weight), requires_grad=False)
+    indices.quant_state = copy.deepcopy(weight.quant_state)
+    return indices
 
 
 class _NoData(TorchFunctionMode):

@@ -45,7 +45,9 @@ import torch
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.chat import IGNORED
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import check_labels
+from recipes_lib.core.dry_step import dry_step
 from recipes_lib.core.output_layer import require_shifted_loss
 
 Row = dict[str, list[int]]
@@ -92,6 +94,8 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     Raises ValueError for no row, a row without tokens, one that is longer than `length`, and one
     whose labels are more or fewer than its tokens.
     """
+    if seed is not None:
+        check_whole(least=0, seed=seed)
     rows = list(rows)
     check_labels(rows)
     lengths = [len(row["input_ids"]) for row in rows]
@@ -142,8 +146,11 @@ def collate_packed(
     no attention mask: with one, transformers would take a row for one document. Call the model with
     `use_cache=False`. Raises ValueError for rows that are not packed.
     """
+    check_whole(least=0, pad_token_id=pad_token_id)
     longest = max((len(pack["input_ids"]) for pack in packs), default=0)
-    length = length or longest
+    if length is None:
+        length = longest
+    check_whole(least=0, length=length)
     packed = all("position_ids" in pack for pack in packs)
     if not packed or longest == 0 or longest > length:
         raise ValueError(
@@ -246,6 +253,7 @@ def _first_border(position_ids: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_lengths(lengths: Sequence[int], length: int) -> None:
+    check_whole(length=length)
     if not lengths:
         raise ValueError("there is no row to pack: the data set is empty")
     for row, tokens in enumerate(lengths):
@@ -261,6 +269,7 @@ def _check_lengths(lengths: Sequence[int], length: int) -> None:
 
 def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
     """Tokens that are processed if consecutive batches are padded, each to its longest row."""
+    check_whole(batch_size=batch_size)
     total = 0
     for start in range(0, len(lengths), batch_size):
         batch = lengths[start : start + batch_size]
@@ -276,6 +285,7 @@ def predicted_speedup(
     That is the speed-up as far as time is proportional to tokens. `packs_per_batch` packed rows are
     padded to the longest of them.
     """
+    check_whole(packs_per_batch=packs_per_batch)
     packs = []
     for members in best_fit(lengths, length=length):
         packs.append(sum(lengths[i] for i in members))
@@ -291,8 +301,11 @@ def estimate_sequence_packing(
     """The budget when SDPA keeps documents apart, for packed rows as `shape` says.
 
     Each layer keeps its mask [L, L], in the `dtype` that attention computes in (None: the model's),
-    and the K and V heads repeated to as many as Q has.
+    and the K and V heads repeated to as many as Q has. Where no formula holds for the model, two
+    dry steps tell: one has a mask of its own already, in another all layers share one.
     """
+    if budget.dry is not None:
+        return _estimate_by_dry_steps(budget, model, shape, dtype=dtype)
     if dtype is None:
         dtype = model.dtype
     size = dtype.itemsize
@@ -300,11 +313,27 @@ def estimate_sequence_packing(
     repeated = 2 * (query_width - key_width)  # elements per token: K and V
     mask = shape.seq  # elements per token: one row of the mask
     block = shape.tokens * size * (repeated + mask)
-    dry = budget.dry
-    if dry is not None:
-        dry = dry.saving_more(block)
     return budget.change(
         activations=budget.activations + len(decoder_blocks(model)) * block,
         one_block=budget.one_block + block,
+    )
+
+
+def _estimate_by_dry_steps(
+    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype | None
+) -> Budget:
+    """What packed rows save more than whole ones, of the same model in the same precision."""
+    options = {"rows": shape.rows, "length": shape.seq}
+    if dtype is not model.dtype:
+        options["autocast"] = dtype
+    whole = dry_step(model, **options)
+    packed = dry_step(model, **options, packed=True)
+    more = []
+    for before, after in zip(whole.blocks, packed.blocks, strict=True):
+        more.append(after.saved - before.saved)
+    dry = budget.dry.saving_more(more)
+    return budget.change(
+        activations=budget.activations + packed.activations - whole.activations,
+        one_block=max(block.saved for block in dry.blocks),
         dry=dry,
     )

@@ -23,5 +23,6 @@ def test_a_checkpoint_keeps_less_and_is_whole_again_inside():
 
 
 def test_more_that_each_block_saves():
-    more = blocks().saving_more(7)
-    assert more.saved == 34 and more.blocks[0].backward == 22
+    more = blocks().saving_more([7, 0])
+    assert more.saved == 27 and more.blocks[0].backward == 22
+    assert more.blocks[1] == blocks().blocks[1]

@@ -95,6 +95,14 @@ def lora_under_autocast(model):
     return plan, peak_of(model, around=in_bf16)
 
 
+def qlora_under_autocast(model):
+    """The second dry step runs on layers that have 4 bits already."""
+    plan = estimate_qlora(plain(model), model, SHAPE, rank=8)
+    model = apply_qlora(model, rank=8)
+    plan = estimate_mixed_precision(plan, model, SHAPE)
+    return plan, peak_of(model, around=in_bf16)
+
+
 def flash(model):
     model.set_attn_implementation("eager")
     plan = estimate_flash_attention(plain(model), model, SHAPE)
@@ -136,11 +144,13 @@ CASES = [
     (qlora, "Mistral", 0.01),
     (autocast, "Mixtral", 0.01),
     (lora_under_autocast, "GPTNeoX", 0.01),
+    (qlora_under_autocast, "Phi3", 0.01),
     (flash, "Cohere2", 0.01),
     (nested, "Mistral", 0.03),
     (offload, "Phi3", 0.03),
     (accumulation, "Mamba2", 0.01),
-    (packing, "Mistral", 0.10),
+    (packing, "Mistral", 0.02),
+    (packing, "GPTNeoX", 0.02),
 ]
 
 
