@@ -132,6 +132,8 @@ def efficient_net(
     check_whole(classes=classes, channels=channels)
     check_whole(least=SMALLEST, image_size=image_size)
     check_choice(STRIDES, output_stride=output_stride)
+    if seed is not None:
+        check_whole(least=0, seed=seed)
     config = EfficientNetConfig(
         num_channels=channels,
         image_size=image_size,

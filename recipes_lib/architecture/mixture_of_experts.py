@@ -243,6 +243,7 @@ def small_mixture(
     check_whole(expert_width=expert_width, experts=experts, layers=layers, vocabulary=vocabulary)
     check_whole(active=active, most=experts)
     check_whole(hidden=hidden)
+    check_whole(seed=seed, least=0)
     heads = 4
     if hidden % (2 * heads):
         raise ValueError(f"hidden={hidden}: give a multiple of {2 * heads}")

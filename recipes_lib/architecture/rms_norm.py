@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, trunk, without_adapters
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -119,6 +120,8 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, hidden: int, *, eps: float = 1e-6, bias: bool = False) -> None:
+        check_whole(hidden=hidden)
+        check_number(eps=eps, least=0)
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden))
         self.register_parameter("bias", None)

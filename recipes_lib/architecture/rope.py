@@ -306,6 +306,7 @@ def check_length(model: Any, seq_len: int) -> int:
     A table of learned positions ends there with an IndexError; rotary ones go on in silence, and
     get worse.
     """
+    check_whole(seq_len=seq_len)
     allowed = predicted_length(model)
     if seq_len <= allowed:
         return allowed
@@ -334,6 +335,7 @@ def _rope_parameters(model: Any) -> dict[str, Any]:
 
 def predicted_length(model: Any, *, factor: float = 1.0) -> int:
     """Positions that `model` is meant for after a scaling by `factor`: trained length x factor."""
+    check_number(factor=factor, above=0)
     rope = _rope_parameters(model)
     scaled_by = 1.0
     # The configuration of a dynamic scaling keeps the trained length; the others multiply it.

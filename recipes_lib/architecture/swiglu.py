@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_share, check_whole
 from recipes_lib.core.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -95,6 +95,8 @@ class SwiGLU(nn.Module):
     def __init__(
         self, hidden: int, width: int, *, bias: bool = False, dropout: float = 0.0
     ) -> None:
+        check_whole(hidden=hidden, width=width)
+        check_share(dropout=dropout)
         super().__init__()
         self.gate_proj = nn.Linear(hidden, width, bias=bias)
         self.up_proj = nn.Linear(hidden, width, bias=bias)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes_lib.core.budget import Budget, Shape
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import dry
 from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
@@ -66,6 +66,8 @@ def divisor_of_mean(targets: int, num_items: int | torch.Tensor | None) -> torch
     """
     divisor = targets
     if num_items is not None:
+        if not isinstance(num_items, torch.Tensor):
+            check_number(num_items=num_items)
         divisor = num_items
     divisor = torch.as_tensor(divisor).reshape(())
     if not dry() and divisor <= 0:

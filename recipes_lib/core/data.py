@@ -206,6 +206,9 @@ def collate(
     Raises ValueError for no rows, for a length that does not hold the longest, and for a row whose
     labels are more or fewer than its tokens.
     """
+    check_whole(least=0, pad_token_id=pad_token_id)
+    if length is not None:
+        check_whole(least=0, length=length)
     rows = list(rows)
     check_labels(rows)
     longest = max((len(row["input_ids"]) for row in rows), default=0)
@@ -245,7 +248,8 @@ def batches(
     data: Any, *, batch_size: int, pad_token_id: int, length: int | None = None, device: str = "cpu"
 ) -> Iterator[Batch]:
     """Consecutive collated batches, over the data again and again: take as many as you need."""
-    if batch_size < 1 or batch_size > len(data):
+    check_whole(batch_size=batch_size)
+    if batch_size > len(data):
         raise ValueError(f"batch_size={batch_size}: give 1 to {len(data)}, the number of rows")
     while True:
         for start in range(0, len(data) - batch_size + 1, batch_size):

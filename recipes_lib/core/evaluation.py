@@ -43,6 +43,7 @@ def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -
     Raises ValueError for no rows, for rows without any target, and for batch_size < 1.
     """
     check_whole(batch_size=batch_size)
+    check_whole(least=0, pad_token_id=pad_token_id)
     if len(data) == 0:
         raise ValueError("the data set is empty: give rows with input_ids and labels")
     total = 0.0
@@ -79,6 +80,7 @@ def row_losses(
     finite.
     """
     check_whole(batch_size=batch_size)
+    check_whole(least=0, pad_token_id=pad_token_id)
     rows = list(data)
     if not rows:
         raise ValueError("the data set is empty: give rows with input_ids and labels")

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.checks import check_whole
+
 # Whoever imports them (transformers and peft do), these warn of kernels for other machines that
 # nothing here uses.
 for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
@@ -186,6 +188,7 @@ def _size(value: Any) -> str:
 
 def seed_everything(seed: int = 0) -> None:
     """Seed Python and torch (every device): a rerun on one machine gives the same losses."""
+    check_whole(least=0, most=2**64 - 1, seed=seed)
     random.seed(seed)
     torch.manual_seed(seed)
 

@@ -179,6 +179,7 @@ def _widths(sizes: ModelShape, layers: int) -> dict[str, Any]:
 
 def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 32) -> str:
     """Answer greedily through the chat template; the model's mode stays as it was."""
+    check_whole(max_new_tokens=max_new_tokens)
     chat = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import random
 
+from recipes_lib.core.checks import check_whole
+
 
 def rows_of_step(step: int, *, rows: int, rows_per_step: int, seed: int) -> list[int]:
     """The indices that optimizer step `step` (from 0) trains on, computed without a state.
@@ -20,8 +22,9 @@ def rows_of_step(step: int, *, rows: int, rows_per_step: int, seed: int) -> list
     Every epoch has its own order, a function of the seed; the rows that do not fill a last step are
     left out of it. Raises ValueError unless 1 <= rows_per_step <= rows.
     """
-    if not 1 <= rows_per_step <= rows:
-        raise ValueError(f"rows_per_step={rows_per_step}: give 1 to {rows}, the number of rows")
+    check_whole(rows=rows)
+    check_whole(rows_per_step=rows_per_step, most=rows)
+    check_whole(step=step, seed=seed, least=0)
     steps_per_epoch = rows // rows_per_step  # whole ones
     epoch, within = divmod(step, steps_per_epoch)
     order = _order_of_epoch(epoch, rows, seed)

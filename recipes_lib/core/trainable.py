@@ -11,6 +11,21 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.checks import check_number
+
+
+def check_adamw(*, betas: tuple[float, float] = (0.9, 0.999), **options: Any) -> None:
+    """The options of an AdamW: finite numbers of 0 or more, and betas below 1.
+
+    An `lr` may be a tensor, as PyTorch's own optimizers take it. Raises ValueError.
+    """
+    numbers = {name: value for name, value in options.items() if value is not None}
+    if isinstance(numbers.get("lr"), torch.Tensor):
+        numbers["lr"] = numbers["lr"].item()
+    check_number(least=0, **numbers)
+    beta1, beta2 = betas
+    check_number(least=0, below=1, beta1=beta1, beta2=beta2)
+
 
 def parameters_to_train(model_or_params: torch.nn.Module | Iterable[Any]) -> Iterable[Any]:
     """The trainable parameters of a model; parameters, or groups of them, come back as they are.

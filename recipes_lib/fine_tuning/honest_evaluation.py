@@ -117,6 +117,7 @@ class RowLosses:
         _check_rows(rows)
         check_number(above=0, below=1, level=level)
         check_whole(least=100, resamples=resamples)
+        check_whole(least=0, most=2**64 - 1, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         at_once = max(1, 2**20 // rows)  # so that a part takes some megabytes
         means = []

@@ -36,6 +36,7 @@ import torch
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.machine import machine, require
 from recipes_lib.core.sizes import parts_needed, tensor_bytes
 from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
@@ -149,6 +150,7 @@ def nf4_layer(
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
     """The frozen 4-bit layer that takes the place of `linear`; arguments as in `quantize_nf4`."""
+    check_whole(block_size=block_size)
     bnb = require("bitsandbytes")
     if compute_dtype is None:
         compute_dtype = torch.bfloat16 if machine().native_bf16 else torch.float32

@@ -153,6 +153,7 @@ def chunked_cross_entropy(
     _check_options(chunk_size=chunk_size, label_smoothing=label_smoothing, z_loss=z_loss)
     if softcap is not None:
         check_number(above=0, softcap=softcap)
+    check_whole(ignore_index=ignore_index, least=-(2**63))
     check_choice(("mean", "sum"), reduction=reduction)
     if reduction == "sum" and num_items is not None:
         raise ValueError(

@@ -43,7 +43,7 @@ from recipes_lib.core.marks import (
     unmark,
 )
 from recipes_lib.core.plain_step import free_gradients
-from recipes_lib.core.trainable import parameters_to_train
+from recipes_lib.core.trainable import check_adamw, parameters_to_train
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -93,6 +93,8 @@ def apply_optimizer_in_backward(
             f"max_grad_norm={max_grad_norm}: the global norm is unknown while the first parameters "
             f"step, so it cannot clip them; pass None, or use optimizer_offload, which can wait"
         )
+    numbers = {name: kwargs[name] for name in ("lr", "eps", "weight_decay") if name in kwargs}
+    check_adamw(**numbers)
     parameters = list(parameters_to_train(model))
     if any_marked(parameters, GRADIENT_TAKER):
         raise ValueError(

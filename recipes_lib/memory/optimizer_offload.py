@@ -47,6 +47,7 @@ from recipes_lib.core.marks import (
 )
 from recipes_lib.core.plain_step import free_gradients
 from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.trainable import check_adamw
 from recipes_lib.memory.optimizer_offload_link import Link, Slot
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -96,15 +97,16 @@ def offload_optimizer(
     taking it all would end the process without an error.
     """
     require_causal_lm(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    _require_one_device(parameters, allow_cpu=allow_cpu)
-    _require_host_memory(host_bytes(model))
-    _require_free_gradients(parameters)
     if micro_batches is not None:
         check_whole(micro_batches=micro_batches)
     if max_grad_norm is not None:
         check_number(max_grad_norm=max_grad_norm, above=0)
     adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    check_adamw(**adamw)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _require_one_device(parameters, allow_cpu=allow_cpu)
+    _require_host_memory(host_bytes(model))
+    _require_free_gradients(parameters)
     return OffloadedAdamW(parameters, micro_batches, max_grad_norm, **adamw)
 
 

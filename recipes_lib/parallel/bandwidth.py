@@ -256,6 +256,12 @@ class Link:
     bytes_per_second: float
     largest_residual: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_choice(KINDS, kind=self.kind)
+        check_whole(ranks=self.ranks)
+        check_number(least=0, latency=self.latency)
+        check_number(above=0, bytes_per_second=self.bytes_per_second)
+
     def seconds(self, size: float) -> float:
         """Of a call on a tensor of `size` bytes."""
         return predicted_collective_seconds(

@@ -141,9 +141,9 @@ def search_scales(
     check_whole(alphas=alphas, least=2)
     check_whole(tokens=tokens)
     names = layers_to_quantize(model, names, way_out=ORDER)
+    check_groups(linear_layers(model), names, group)
     batches = _checked_batches(model, batches)
     _check_fp32(model)
-    check_groups(linear_layers(model), names, group)
     sites = find_sites(model, names)
     check_exact(model, sites)
 

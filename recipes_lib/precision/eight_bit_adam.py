@@ -40,7 +40,7 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.machine import require
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.sizes import parts_needed
-from recipes_lib.core.trainable import parameters_to_train
+from recipes_lib.core.trainable import check_adamw, parameters_to_train
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
@@ -151,6 +151,7 @@ def eight_bit_adamw(
     check_choice([8, 32], embedding_bits=embedding_bits)
     check_choice(["bitsandbytes", "torchao"], library=library)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    check_adamw(**options)
     if library == "torchao":
         if paged or embedding_bits != 8:
             raise ValueError(

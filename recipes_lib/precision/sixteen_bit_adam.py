@@ -41,11 +41,11 @@ import torch
 from torch.optim.adamw import adamw
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
-from recipes_lib.core.trainable import parameters_to_train
+from recipes_lib.core.trainable import check_adamw, parameters_to_train
 
 # Up to this beta, a step changes an average by 10% of what is new in it. That is 25 times half a
 # spacing of bf16, and rounding to nearest loses little.
@@ -337,10 +337,8 @@ def _chunk(device: torch.device) -> int:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    check_number(lr=float(group["lr"]), eps=group["eps"], least=0)
-    check_number(weight_decay=group["weight_decay"], least=0)
-    beta1, beta2 = group["betas"]
-    check_number(beta1=beta1, beta2=beta2, least=0, below=1)
+    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    check_adamw(**options)
 
 
 def _check_parameters(parameters: Iterable[torch.Tensor]) -> None:

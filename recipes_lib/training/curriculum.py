@@ -97,6 +97,7 @@ def curriculum_batches(
     """
     schedule = curriculum_schedule(stages=stages, tokens_per_step=tokens_per_step, steps=steps)
     check_whole(start_step=start_step, least=0, most=steps)
+    check_whole(seed=seed, least=0)
     stream = _joined(tokens)
     if stream.ndim != 1 or len(stream) < tokens_per_step:
         raise ValueError(
@@ -215,6 +216,7 @@ def flops_per_token(model: Any, *, seq_len: int) -> float:
     Two per multiplied weight in forward and four in backward. Causal attention reads S/2 keys on
     average, in two products.
     """
+    check_whole(seq_len=seq_len)
     # What is looked up multiplies nothing, unless it is the output layer as well.
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     looked_up = {id(embedding.weight) for embedding in embeddings}

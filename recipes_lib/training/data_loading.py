@@ -199,7 +199,7 @@ def stream_loader(
     """
     rank, ranks = _rank_and_ranks(rank, ranks)
     check_whole(rows_per_step=rows_per_step, shuffle_rows=shuffle_rows)
-    check_whole(epoch=epoch, least=0)
+    check_whole(epoch=epoch, seed=seed, least=0)
     _require_divisible(rows_per_step, ranks)
     return StreamLoader(
         stream,

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.run_state import (
     check_loadable,
     check_same_run,
@@ -111,6 +112,7 @@ def save_checkpoint(
     lists or dictionaries of them, because such a file could not be loaded. The checkpoint before
     stays then.
     """
+    check_whole(least=0, step=step)
     if parts is None:
         parts = {}
     path = Path(path)

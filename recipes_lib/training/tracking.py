@@ -34,7 +34,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.training.tracking_backends import BACKENDS, Backend, Point, only_in
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -80,6 +80,8 @@ def track(
     for one that has none; ImportError without the library.
     """
     continues = resume_step is not None
+    if continues:
+        check_whole(least=0, resume_step=resume_step)
     path = _checked_path(folder, backend, run_name, must_exist=continues)
     with only_in(path):
         writer = BACKENDS[backend](path)
@@ -213,6 +215,7 @@ def predicted_file_bytes(*, scalars: int, steps: int, tag_length: int = 15) -> i
 
     Without header and settings, which are a few hundred.
     """
+    check_whole(scalars=scalars, steps=steps, tag_length=tag_length, least=0)
     frame = 16  # a TFRecord's length and two checksums
     wall_time = 9
     value = 5  # float32 and its key

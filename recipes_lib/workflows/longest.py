@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, dry_run
 
@@ -116,11 +117,11 @@ def find_longest(
     Raises ValueError for a start outside 1 … `most`, a resolution outside (0, 1), and if nothing
     fits.
     """
-    if not 1 <= start <= most or not 0 < resolution < 1:
-        raise ValueError(
-            f"start={start}, most={most}, resolution={resolution}: start at 1 token or more and "
-            f"at `most`, resolution between 0 and 1"
-        )
+    check_whole(start=start)
+    check_number(limit_bytes=limit_bytes, most=most)
+    if start > most:
+        raise ValueError(f"start={start}, most={most}: give a start that is no longer than `most`")
+    check_number(resolution=resolution, above=0, below=1)
     peaks: dict[int, int | None] = {}
 
     def fits(tokens: int) -> bool:

@@ -14,7 +14,7 @@ def test_rows_of_step_visits_every_row_once_per_epoch():
     assert first != second
     assert rows(1, seed=1) != rows(1, seed=0)
     for rows_per_step in (0, 13):
-        with pytest.raises(ValueError, match="give 1 to 12"):
+        with pytest.raises(ValueError, match="from 1 to 12"):
             rows_of_step(0, rows=12, rows_per_step=rows_per_step, seed=0)
 
 

@@ -249,7 +249,7 @@ def test_batches_move_to_the_device():
     ("options", "message"),
     [
         ({"rows_per_step": 9, "rank": 0, "ranks": 2}, "give a multiple of the 2 ranks"),
-        ({"rows_per_step": 41}, "give 1 to 40"),
+        ({"rows_per_step": 41}, "from 1 to 40"),
         ({"start": 13}, "start=13: give a whole number from 0 to 12"),
         ({"rank": 2, "ranks": 2}, "rank=2: give a whole number from 0 to 1"),
         ({"rank": 1}, "give both, or none"),
