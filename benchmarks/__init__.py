@@ -12,6 +12,8 @@ distillation    a student with its teacher and without
 quantization_aware  training with the rounding that the file will have, and without
 edge            SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate
 int8_images     MobileNetV2 in 8 bits through ONNX Runtime: time by image size, layers, accuracy
+family_predictions  predicted and measured peaks of small models of many families
+published_peaks     predictions beside the peaks that others have published
 inference_peers other programs that write text with the same model, in turns with ours
 peer_programs   ... those that run on PyTorch
 peer_files      ... and those that read a file of their own
@@ -28,4 +30,5 @@ render_architecture, render_distillation, render_edge, render_int8_images, rende
 render_quantization_aware
                 ... of the programs of their own
 page            the printed cheatsheet
+predictions_page  docs/predictions.md, of family_predictions and published_peaks
 """
