@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.long_sequences import training_dtype
 from recipes_lib.attention.flash import apply_flash_attention
+from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.machine import GIB, machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
@@ -271,4 +272,5 @@ def adapters_for_long_rows(shape: str, layers: int | None, *, tile_size: int) ->
     apply_flash_attention(model)
     apply_chunked_cross_entropy(model)
     apply_tiled_mlp(model, tile_size=tile_size, norms=True)
+    apply_head_groups(model)
     return apply_activation_checkpointing(model)

@@ -58,6 +58,7 @@ rank_step       one optimizer step of rows that are spread over ranks: every tok
 ranks           who am I among the ranks, and where do my tensors have to be
 read_bandwidth  how many bytes per second this device reads: the limit of decoding
 recompute       what checkpointed blocks have in common: a KV cache must not be filled twice
+recomputed_parts  a part of a block in parts of its own, each once more in backward
 rounding        stochastic rounding from fp32 to bf16, for what is stored in 16 bits
 row_files       rows of a local file or folder, whatever its format, each with its place
 row_order       the rows that a step trains on, as a function of the step alone

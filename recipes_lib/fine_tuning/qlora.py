@@ -38,6 +38,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.machine import machine, require
+from recipes_lib.core.marks import ONLY_LOOKS, mark
 from recipes_lib.core.sizes import parts_needed, tensor_bytes
 from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
 
@@ -268,6 +269,9 @@ def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.
             "a 4-bit layer passes no gradient on (trap 1): "
             "call apply_qlora before any other forward"
         )
+
+
+mark(_refuse_cut_gradient, ONLY_LOOKS)
 
 
 def block_size_of(name: str, layer: torch.nn.Module) -> int:

@@ -34,8 +34,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
@@ -51,6 +49,11 @@ from recipes_lib.core.causal_lm import (
 )
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.recomputed_parts import (
+    needs_backward,
+    refuse_selective_checkpointing,
+    run_recomputed_parts,
+)
 from recipes_lib.memory.tiled_mlp_arithmetic import (
     as_backward_begins,
     in_one_block,
@@ -127,109 +130,23 @@ class Tiled:
         """What the module does without tiles: [B, S, D] -> [B, S, D]."""
         tokens = hidden.reshape(1, -1, hidden.shape[-1])  # [1, T, D]
         whole_forward = super().forward
-        if _needs_backward(self, hidden):
-            outputs = _checkpointed_tiles(whole_forward, tokens, self.tile_size)
+
+        def tiles(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tokens.split(self.tile_size, dim=1)  # each [1, t, D]
+
+        def of_tile(index: int, tile: torch.Tensor) -> torch.Tensor:
+            return whole_forward(tile)
+
+        outputs = []
+        if needs_backward(self, hidden):
+            refuse_selective_checkpointing(parts="tiles", remove="remove_tiled_mlp")
+            # It is `tiled_by_hand`, made so that a checkpoint around the whole block costs no
+            # third run.
+            run_recomputed_parts(of_tile, tokens, split=tiles, take=outputs.append)
         else:
-            tiles = tokens.split(self.tile_size, dim=1)
-            outputs = [whole_forward(tile) for tile in tiles]
+            outputs = [whole_forward(tile) for tile in tiles(tokens)]
         output = torch.cat(outputs, dim=1)  # [1, T, D]
         return output.view(*hidden.shape[:-1], output.shape[-1])
-
-
-def _needs_backward(module: nn.Module, hidden: torch.Tensor) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-
-
-# How the tiles go with a checkpoint around the whole block, the outer checkpoint.
-#
-# In backward, the outer checkpoint runs the block again until it has every tensor that the block
-# saved, and stops there. With the plain checkpoints of `tiled_by_hand` the last of these tensors is
-# the input of the last tile. On the way to it all other tiles run a third time. So of all tiles the
-# outer checkpoint shall see one tensor only, their whole input. It takes four steps:
-#
-#   1. forward    `_SaveInput` saves the whole input [1, T, D]. This the outer checkpoint sees: it
-#                 drops the tensor, and makes it again when somebody asks for it.
-#   2. forward    Each tile runs in a checkpoint of its own. What that saves goes through the hooks
-#                 `_as_it_is`, which lie above those of the outer checkpoint: it sees nothing of it.
-#   3. forward    No checkpoint of a tile may hold the input, or dropping it would free nothing. So
-#                 they share a list of tiles, which is emptied at the end, and they know the node
-#                 of `_SaveInput` in autograd's graph, `saved_input`.
-#   4. backward   The list is empty, so `_run_tile` asks `_saved_tiles`. With the first question the
-#                 outer checkpoint runs the block again as far as step 1, and stops there. The tiles
-#                 of the input are kept at the node for the others, until the last has had its turn.
-
-
-# torch.compile would trace `_SaveInput` into a node of its own, which has no `size` and no `tiles`.
-@torch.compiler.disable
-def _checkpointed_tiles(forward: Any, tokens: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """`forward` of each tile of tokens [1, T, D], which backward runs once more.
-
-    It is `tiled_by_hand`, made so that a checkpoint around the whole block costs no third run. The
-    comment above tells how.
-    """
-    _refuse_selective_checkpointing()
-    # The tiles reach the checkpoints in a list that autograd does not see. What it sees is this
-    # empty tensor. From it `checkpoint` knows the device whose random state it has to restore, and
-    # as it needs a gradient, there is a backward even if the tokens need none.
-    empty = tokens.new_empty(0, requires_grad=True)
-    tokens = _SaveInput.apply(tokens, empty, size)  # step 1
-    saved_input = tokens.grad_fn
-    tiles = list(tokens.split(size, dim=1))  # each [1, t, D]
-    outputs = []
-    # Step 2: these hooks take what the tiles' checkpoints save.
-    with saved_tensors_hooks(_as_it_is, _as_it_is):
-        for index in range(len(tiles)):
-            output = checkpoint(
-                _run_tile, empty, forward, tiles, saved_input, index, use_reentrant=False
-            )
-            outputs.append(output)
-    # Step 3: the checkpoints hold this list until backward. They must not hold the input with it.
-    tiles.clear()
-    return outputs
-
-
-def _run_tile(
-    empty: torch.Tensor, forward: Any, tiles: list[torch.Tensor], saved_input: Any, index: int
-) -> torch.Tensor:
-    """`forward` of tile number `index`: one of `tiles` in forward, a saved one in backward."""
-    if not tiles:  # step 4: this is backward
-        tiles = _saved_tiles(saved_input)
-    return forward(tiles[index])
-
-
-class _SaveInput(torch.autograd.Function):
-    """The identity, which saves the input [1, T, D] once for all tiles."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, empty: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.size = size
-        ctx.tiles = None
-        return tokens
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.tiles = None  # all tiles have been through backward
-        return gradient, None, None
-
-
-def _saved_tiles(saved_input: Any) -> list[torch.Tensor]:
-    """The tiles of the input that `_SaveInput` has saved.
-
-    They are made once, for the last tile, with which backward begins, and kept for the others.
-    """
-    if saved_input.tiles is None:
-        # At this line an outer checkpoint runs the block again, as far as this input.
-        (tokens,) = saved_input.saved_tensors  # [1, T, D]
-        tiles = tokens.split(saved_input.size, dim=1)
-        saved_input.tiles = [tile.detach().requires_grad_() for tile in tiles]
-    return saved_input.tiles
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
@@ -295,16 +212,6 @@ def _why_not(module: nn.Module | None) -> str | None:
 def _is_needed(parameter: inspect.Parameter) -> bool:
     without_default = parameter.default is parameter.empty
     return without_default and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-
-
-def _refuse_selective_checkpointing() -> None:
-    """Raise ValueError inside it: it keeps what the products of all tiles return."""
-    for mode in _get_current_dispatch_mode_stack():
-        if "CachingTorchDispatchMode" in type(mode).__name__:
-            raise ValueError(
-                "selective checkpointing keeps what the products of all tiles return, so that "
-                "tiles save nothing: checkpoint whole blocks, or call remove_tiled_mlp(model)"
-            )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -423,7 +423,7 @@ def test_arithmetic_that_it_costs(llama):
 
 
 def test_plain_checkpoints_cost_more_in_a_checkpointed_block():
-    """What the hooks in `_checkpointed_tiles` are for: without them all tiles but the last run a
+    """What the hooks in `run_recomputed_parts` are for: without them all tiles but the last run a
     third time."""
     mlp = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
     hidden = torch.randn(1, 40, 8, requires_grad=True)

@@ -1,0 +1,415 @@
+"""Attention by groups of heads: one group at a time is projected, attends, and is projected back.
+
+Problem    With long rows, attention holds Q, K, V and its output for all heads at once: [S, D] each
+           of Q and the output, and in backward the gradients of all four beside them. When blocks
+           are checkpointed and the MLP works in tiles, this is the peak.
+Idea       Heads do not read each other. The output layer of attention only sums what they give:
+
+               forward    for each group g of KV heads, with the query heads that read them:
+                              y += attention(x Wq[g], x Wk[g], x Wv[g]) Wo[g]
+               backward   for each group g: the same again, and its gradients
+
+           Wq[g] are the rows of the projection that make the heads of g, Wo[g] the columns of the
+           output layer that read them. With 8 groups, an eighth of Q, K, V and their gradients
+           exists at a time.
+Saves      Beside x and y, all but one group's share of what attention holds. For the shape of
+           Llama 3.1 8B with checkpointed blocks and tiled MLP and norms, a dry step counts 7.1
+           tensors [S, D] at the peak of a block instead of 8.6, and 9.6 with adapters.
+Costs      The forward of attention once more in backward, as each group is recomputed. Smaller
+           products. In 16 bits the sum over the groups rounds once per group. Weights in four bits
+           are unpacked once per group. Dropout draws other numbers.
+Use when   Rows are so long that one block does not fit, and its MLP is tiled already.
+Not when   Time matters more: with few tokens nothing is saved that would matter.
+In production   none in transformers; DeepSpeed's Ulysses and its kin split the heads over GPUs
+           instead, as `parallel.context_parallel` explains.
+Source     The heads of Vaswani et al., arXiv 1706.03762; recomputation as in Chen et al., arXiv
+           1604.06174.
+
+Shapes: B batch, S sequence, D hidden, G groups, E head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes_lib.core.budget import Budget, Order, Shape, estimate, require_adapters
+from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.machine import require
+from recipes_lib.core.marks import ONLY_LOOKS, marked
+from recipes_lib.core.measure import dry
+from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.plain_step import dry_budget, with_activations_of
+from recipes_lib.core.recompute import (
+    caches_among,
+    nothing_to_recompute,
+    require_empty,
+    without_caches,
+)
+from recipes_lib.core.recomputed_parts import (
+    needs_backward,
+    refuse_selective_checkpointing,
+    run_recomputed_parts,
+)
+
+INPUTS = ("q_proj", "k_proj", "v_proj")  # their rows are heads
+OUTPUT = "o_proj"  # its columns are heads
+# What some families keep on the module, and what a group has a part of.
+COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
+PROBE = 8  # tokens that are read before and after, to see that the logits stay
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def attention_by_groups(
+    x: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *, heads: int, groups: int
+) -> Tensor:
+    """Causal attention over x [S, D], a group of heads at a time. Weights are [out, in]: [S, D].
+
+    `heads` is how many heads the queries have; keys and values may have fewer.
+    """
+    head_dim = query.shape[0] // heads  # E
+    y = torch.zeros_like(x)
+    # Rows of the weights belong to heads, so a group of heads is a slice of rows.
+    slices = zip(query.chunk(groups), key.chunk(groups), value.chunk(groups))
+    for (q_rows, k_rows, v_rows), o_columns in zip(slices, output.chunk(groups, dim=1)):
+        q = (x @ q_rows.T).unflatten(-1, (-1, head_dim)).transpose(0, 1)  # [heads / G, S, E]
+        k = (x @ k_rows.T).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+        v = (x @ v_rows.T).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y += mixed.transpose(0, 1).flatten(1) @ o_columns.T
+    return y
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
+    """Let attention of every block work on one group of heads after the other. Returns `model`.
+
+    It works with any kernel of attention, with adapters and with weights in four bits; those come
+    before, checkpointing after. While the model generates with a cache, attention runs as before.
+    Blocks without attention stay as they are.
+
+    Args:
+        groups: how many. It has to divide the number of KV heads. None takes one KV head a group.
+    Raises ValueError for attention without q_proj, k_proj, v_proj and o_proj; for a projection that
+    is neither plain, nor in four bits, nor one adapter of LoRA on such a one; for weights of single
+    heads beside them; for a model whose logits would change; and for one that has groups already.
+    """
+    require_causal_lm(model)
+    attentions = _attentions(model)
+    if any(isinstance(attention, InHeadGroups) for attention in attentions):
+        raise ValueError("this model has groups of heads already: call remove_head_groups(model)")
+    groups = _groups(model, attentions, groups)
+    before = _logits_of_probe(model)
+    for attention in attentions:
+        mix_in(attention, InHeadGroups, head_groups=groups)
+    try:
+        _require_same(before, model)
+    except Exception:
+        remove_head_groups(model)
+        raise
+    return model
+
+
+def remove_head_groups(model: Any) -> Any:
+    """Give attention its own class back. Raises ValueError if there is nothing to remove."""
+    attentions = [module for module in model.modules() if isinstance(module, InHeadGroups)]
+    if not attentions:
+        raise ValueError("this model has no attention that apply_head_groups() has changed")
+    for attention in attentions:
+        unmix(attention, InHeadGroups, attributes=["head_groups"])
+    return model
+
+
+class InHeadGroups:
+    """What is mixed into the class of an attention layer.
+
+    Attributes:
+        head_groups: how many groups its heads make.
+    """
+
+    head_groups: int
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer does with all heads: [B, S, D] -> ([B, S, D], no attention weights)."""
+        caches = caches_among(args, kwargs)
+        if caches and nothing_to_recompute(self, caches):
+            return super().forward(hidden_states, *args, **kwargs)  # it generates
+        require_empty(caches, index=getattr(self, "layer_idx", 0))
+        args, kwargs = without_caches(args, kwargs)
+        of_all_heads = super().forward.__func__
+
+        def of_group(group: int, hidden: Tensor) -> Tensor:
+            attention = of_one_group(self, group, self.head_groups)
+            return of_all_heads(attention, hidden, *args, **kwargs)[0]
+
+        total = _Sum()
+        if needs_backward(self, hidden_states):
+            refuse_selective_checkpointing(parts="groups", remove="remove_head_groups")
+            same_for_all = partial(_repeated, times=self.head_groups)
+            run_recomputed_parts(of_group, hidden_states, split=same_for_all, take=total.add)
+        else:
+            for group in range(self.head_groups):
+                total.add(of_group(group, hidden_states))
+        return total.value, None
+
+
+class _Sum:
+    """A sum that grows in place: beside it there is one summand."""
+
+    value: Tensor | None = None
+
+    def add(self, summand: Tensor) -> None:
+        if self.value is None:
+            self.value = summand.clone()  # a tensor that nobody else reads
+        else:
+            self.value.add_(summand)
+
+
+def _repeated(hidden: Tensor, *, times: int) -> list[Tensor]:
+    return [hidden] * times
+
+
+# --- a layer with some of its heads ---------------------------------------------------------------
+
+
+def of_one_group(attention: nn.Module, group: int, groups: int) -> nn.Module:
+    """A stand-in for `attention` that has the heads of one group only.
+
+    It shares all weights and modules. In the place of the projections it has functions, which use
+    the rows or columns of this group.
+    """
+    stand_in = copy.copy(attention)
+    own = vars(stand_in)  # a dictionary of its own; names in it come before those of modules
+    for name in INPUTS:
+        projection = getattr(attention, name)
+        own[name] = partial(_some_rows, projection, _share(projection.out_features, group, groups))
+    projection = getattr(attention, OUTPUT)
+    columns = _share(projection.in_features, group, groups)
+    # The bias is added once, with the first group.
+    own[OUTPUT] = partial(_some_columns, projection, columns, with_bias=group == 0)
+    for name in COUNTS:
+        if isinstance(own.get(name), int):
+            own[name] = own[name] // groups
+    return stand_in
+
+
+def _share(features: int, group: int, groups: int) -> slice:
+    size = features // groups
+    return slice(group * size, (group + 1) * size)
+
+
+def _some_rows(projection: nn.Module, rows: slice, x: Tensor) -> Tensor:
+    """The outputs `rows` of a projection of x [B, S, D]: [B, S, rows]."""
+    base = getattr(projection, "base_layer", projection)
+    bias = base.bias
+    if bias is not None:
+        bias = bias[rows]
+    y = _product(base, x, weight_of(base)[rows], bias)
+    if base is projection:
+        return y
+    down, up, scaling = _adapter(projection)
+    return y.add_(F.linear(_small(x, down, scaling), up[rows]))
+
+
+def _some_columns(projection: nn.Module, columns: slice, x: Tensor, *, with_bias: bool) -> Tensor:
+    """What the inputs `columns` of a projection give: x [B, S, columns] -> [B, S, D]."""
+    base = getattr(projection, "base_layer", projection)
+    bias = None
+    if with_bias:
+        bias = base.bias
+    y = _product(base, x, weight_of(base)[:, columns], bias)
+    if base is projection:
+        return y
+    down, up, scaling = _adapter(projection)
+    return y.add_(F.linear(_small(x, down[:, columns], scaling), up))
+
+
+def _product(base: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x times `weight` transposed, as the whole layer does it."""
+    if not _in_four_bits(base):
+        return F.linear(x, weight, bias)
+    dtype = x.dtype
+    if base.compute_type_is_set:
+        dtype = base.compute_dtype
+    if bias is not None:
+        bias = bias.to(dtype)
+    return F.linear(x.to(dtype), weight.to(dtype), bias).to(x.dtype)
+
+
+def _small(x: Tensor, down: Tensor, scaling: float) -> Tensor:
+    """What an adapter hands on: [B, S, r], scaled while it is small."""
+    return scaling * F.linear(x.to(down.dtype), down)
+
+
+def _adapter(projection: Any) -> tuple[Tensor, Tensor, float]:
+    (name,) = projection.active_adapters
+    down = projection.lora_A[name].weight  # [r, in]
+    up = projection.lora_B[name].weight  # [out, r]
+    return down, up, projection.scaling[name]
+
+
+def weight_of(base: nn.Module) -> Tensor:
+    """The weight [out, in] of a plain layer, or of one in four bits, unpacked."""
+    if not _in_four_bits(base):
+        return base.weight
+    functional = require("bitsandbytes").functional
+    return functional.dequantize_4bit(base.weight.data, base.weight.quant_state)
+
+
+def _in_four_bits(base: nn.Module) -> bool:
+    return getattr(base.weight, "quant_state", None) is not None
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _attentions(model: Any) -> list[nn.Module]:
+    """The attention layers of the blocks. Raises ValueError if one cannot be split into groups."""
+    found = []
+    for block in decoder_blocks(model):
+        for module in block.children():
+            if all(hasattr(module, name) for name in (*INPUTS, OUTPUT)):
+                found.append(module)
+    if not found:
+        raise ValueError(
+            f"no attention of {type(decoder_blocks(model)[0]).__name__} has {', '.join(INPUTS)} "
+            f"and {OUTPUT}, so its heads cannot be told apart: leave the groups out"
+        )
+    for attention in found:
+        problem = _why_not(attention)
+        if problem:
+            raise ValueError(f"{type(attention).__name__}: {problem}; leave the groups out")
+    require_forward_of_class(found)
+    return found
+
+
+def _why_not(attention: nn.Module) -> str | None:
+    """Why the heads of this attention cannot go in groups; None if they can."""
+    own_weights = [name for name, _ in attention.named_parameters(recurse=False)]
+    if own_weights:
+        return f"it has weights of single heads beside its projections ({', '.join(own_weights)})"
+    for name in (*INPUTS, OUTPUT):
+        problem = _why_no_projection(getattr(attention, name))
+        if problem:
+            return f"its {name} {problem}"
+    return None
+
+
+def _why_no_projection(projection: nn.Module) -> str | None:
+    """Why rows and columns of this layer cannot be used by themselves; None if they can."""
+    base = getattr(projection, "base_layer", projection)
+    if any(_has_hook(module) for module in (projection, base)):
+        return "has a hook, which would not be called"
+    if type(base) is not nn.Linear and not _in_four_bits(base):
+        return f"is a {type(base).__name__}"
+    if base is projection:
+        return None
+    if len(projection.active_adapters) != 1 or not hasattr(projection, "lora_A"):
+        return "has other adapters than one of LoRA"
+    (name,) = projection.active_adapters
+    if name not in projection.lora_A or projection.merged or projection.disable_adapters:
+        return "has an adapter that is merged or switched off"
+    if projection.lora_B[name].bias is not None or any(projection.use_dora.values()):
+        return "has an adapter with a bias or with DoRA"
+    if getattr(projection.lora_dropout[name], "p", 0) > 0:
+        return "has an adapter with dropout, which would differ from group to group"
+    return None
+
+
+def _has_hook(module: nn.Module) -> bool:
+    """Whether calling `module` does more than its forward: what only looks does not count."""
+    if module._forward_pre_hooks:
+        return True
+    return any(not marked(hook, ONLY_LOOKS) for hook in module._forward_hooks.values())
+
+
+def _groups(model: Any, attentions: list[nn.Module], groups: int | None) -> int:
+    """How many groups: as given, or one for each KV head."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if groups is None:
+        return heads
+    check_whole(groups=groups)
+    if heads % groups != 0:
+        raise ValueError(
+            f"groups={groups}: the model has {heads} KV heads; give a number that divides them"
+        )
+    return groups
+
+
+@torch.no_grad()
+def _logits_of_probe(model: Any) -> Tensor | None:
+    """The logits of a few tokens, in eval mode. None on tensors without data."""
+    device = model.get_input_embeddings().weight.device
+    if dry() or device.type == "meta":
+        return None
+    tokens = torch.arange(PROBE, device=device)[None] % model.config.get_text_config().vocab_size
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        return model(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _require_same(before: Tensor | None, model: Any) -> None:
+    """Raise ValueError if a family does with its heads what groups do not."""
+    if before is None:
+        return
+    try:
+        after = _logits_of_probe(model)
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"attention of {type(model).__name__} does not run with some of its heads "
+            f"({type(error).__name__}: {first_line}); leave the groups out"
+        ) from error
+    tolerance = 1e-3
+    four_bits = any(
+        _in_four_bits(module) for module in model.modules() if hasattr(module, "weight")
+    )
+    if model.dtype != torch.float32 or four_bits:
+        # Layers of four bits compute in bf16 where that is fast.
+        tolerance = 5e-2
+    off = (after - before).abs().max() / before.abs().max()
+    if not off <= tolerance:  # also if it is no number
+        raise ValueError(
+            f"in groups of heads the logits of {type(model).__name__} are others, off by {off:.1%}:"
+            f" its heads read each other; leave the groups out"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.ATTENTION)
+def estimate_head_groups(
+    budget: Budget, model: Any, shape: Shape, *, groups: int | None = None
+) -> Budget:
+    """The budget with attention in groups, of which a dry step counts the bytes.
+
+    `model` is that of the step: with its adapters, and with its kernel of attention. Raises
+    ValueError for what `apply_head_groups` refuses.
+    """
+    require_adapters(budget, model)
+    groups = _groups(model, _attentions(model), groups)
+    prepare: Callable[[Any], Any] = partial(apply_head_groups, groups=groups)
+    counted = dry_budget(
+        model,
+        shape.micro(),
+        reason="its attention works on one group of heads after the other",
+        prepare=prepare,
+        key=("head_groups", groups),
+    )
+    return with_activations_of(budget, counted)
