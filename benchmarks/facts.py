@@ -219,16 +219,6 @@ def batching(facts: dict[str, Any]) -> str:
 # --- notebook 06 ----------------------------------------------------------------------------------
 
 
-def few_images(facts: dict[str, Any]) -> str:
-    """What a teacher is worth to a student with few images."""
-    found = facts["few_images"]
-    right = found["right"]
-    return (
-        f"{right['labels']:.1%} → {right['teacher']:.1%} right with {found['images']:,} images, "
-        f"one run of each"
-    )
-
-
 def gguf(facts: dict[str, Any]) -> str:
     """The file for llama.cpp, and how often it agrees with the model."""
     found = facts["gguf"]
@@ -273,7 +263,6 @@ FACTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prompt lookup": prompt_lookup,
     "prefill": prefill,
     "batching": batching,
-    "few images": few_images,
     "gguf": gguf,
     "size budget": size_budget,
 }

@@ -45,7 +45,7 @@ def times(run: Run | None) -> str:
         f"turns."
     ]
     columns = ["image", "fp32, ms", "8 bits, ms", "ratio"]
-    columns += ["first layer in 8 bits as well", "one scale per weight"]
+    columns += ["first layer in 8 bits as well", "one scale per layer"]
     return table(columns, lines, notes)
 
 

@@ -48,7 +48,9 @@ def grids(run: Run | None) -> str:
         f"{machine_line(run)}. {settings['steps']} steps of {settings['rows']} × "
         f"{settings['seq']} tokens, {_seeds(settings['seeds'])}. Perplexity of "
         f"{settings['held_out']} held-out rows; weights in {settings['weight_bits']} bits and "
-        f"groups of {settings['group']}, output layer, embedding and activations in 8 bits.",
+        f"groups of {settings['group']}, output layer, embedding and activations in 8 bits. "
+        f"Learning rates: {settings['lr']:g} for the control, {settings['aware_lr']:g} with the "
+        f"rounding.",
         "Won back: the part of what rounding costs the control, which trained as long in full "
         "precision, that training with the rounding saves.",
     ]

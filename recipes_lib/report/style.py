@@ -110,7 +110,7 @@ class Unit:
 def three_digits(seconds: float) -> str:
     """Seconds as text, with three digits at most: 0.042, 3.10, 12.4, 125."""
     if seconds < 0.1:
-        return f"{seconds:.2g}"
+        return f"{seconds:#.2g}"
     if seconds < 10:
         return f"{seconds:.2f}"
     if seconds < 100:
