@@ -18,9 +18,8 @@ it has. `python -m benchmarks.record` keeps a file in full size.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import turns
-from benchmarks.record import parts_to_keep, write_whole
+from benchmarks.image_command import run_parts
 from recipes_lib.architecture.efficient_net import efficient_net
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.compression.distillation import plain_distillation_loss
 from recipes_lib.core.classify import Loss, image_logits, multiply_adds, train_classifier
 from recipes_lib.core.images import Images, handwritten_digits
-from recipes_lib.core.machine import provenance, runs_dir
 from recipes_lib.edge.export import export_to_executorch
 from recipes_lib.edge.runtime import load_pte
 
-FILE = "image_students.json"
 PARTS = ("seeds", "times")
 ALONE = "labels"
 TAUGHT = "teacher"
@@ -144,27 +141,16 @@ def times(settings: Settings, folder: Path) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> Path:
     """Measure the parts, write the file after each step of them, and return where it is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--short", action="store_true", help="fewer images and turns")
-    options = parser.parse_args(arguments)
-    settings = Settings()
-    if options.short:
-        settings = SHORT
-    torch.set_num_threads(1)
-    path = runs_dir() / FILE
-    facts = provenance() | {
-        "short": options.short,
-        "settings": asdict(settings),
-        "executorch": version("executorch"),
-    }
-    kept = [part for part in PARTS if part not in options.parts]
-    content = facts | parts_to_keep(path, facts, kept)
-    for part, found in measured(options.parts, settings, runs_dir() / "image_students"):
-        content[part] = found
-        write_whole(path, content)
-        print(part, found, flush=True)
-    return path
+    return run_parts(
+        arguments,
+        about=__doc__.splitlines()[0],
+        parts=PARTS,
+        full=Settings(),
+        short=SHORT,
+        name="image_students",
+        facts={"executorch": version("executorch")},
+        measured=measured,
+    )
 
 
 def measured(parts: list[str], settings: Settings, folder: Path) -> Iterator[tuple[str, Any]]:

@@ -20,12 +20,11 @@ has. `python -m benchmarks.record` keeps a file in full size.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import turns
-from benchmarks.record import parts_to_keep, write_whole
+from benchmarks.image_command import run_parts
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.classify import accuracy, train_classifier
 from recipes_lib.core.images import Images, handwritten_digits
-from recipes_lib.core.machine import provenance, runs_dir
 from recipes_lib.edge.onnx_export import (
     export_to_onnx,
     load_onnx,
@@ -46,7 +44,6 @@ from recipes_lib.edge.onnx_export import (
     quantize_onnx,
 )
 
-FILE = "int8_images.json"
 PARTS = ("accuracy", "layers", "times")
 PIXELS = 96  # of a side, in the network that is trained
 SIZES = (32, 64, 96, 128, 160, 224)
@@ -237,30 +234,17 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Measure the parts, write the file after each of them, and return where it is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--short", action="store_true", help="fewer images and turns")
-    options = parser.parse_args(arguments)
-    settings = Settings()
-    if options.short:
-        settings = SHORT
-    torch.set_num_threads(1)
-    path = runs_dir() / FILE
-    facts = provenance() | {
-        "short": options.short,
-        "settings": asdict(settings),
-        "pixels": PIXELS,
-        "width": WIDTH,
-        "onnxruntime": version("onnxruntime"),
-    }
-    kept = [part for part in PARTS if part not in options.parts]
-    content = facts | parts_to_keep(path, facts, kept)
-    folder = runs_dir() / "int8_images"
-    for part, found in measured(options.parts, settings, folder):
-        content[part] = found
-        write_whole(path, content)
-    return path
+    """Measure the parts, write the file after each step of them, and return where it is."""
+    return run_parts(
+        arguments,
+        about=__doc__.splitlines()[0],
+        parts=PARTS,
+        full=Settings(),
+        short=SHORT,
+        name="int8_images",
+        facts={"pixels": PIXELS, "width": WIDTH, "onnxruntime": version("onnxruntime")},
+        measured=measured,
+    )
 
 
 def measured(

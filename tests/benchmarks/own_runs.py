@@ -43,6 +43,7 @@ def quantization_aware(*, aware=(12.0, 12.2, 12.4), rounded=(14.0, 14.0, 14.0)):
             found = {"full": 10.0, "rounded": perplexity, "seconds_per_step": 2.0}
             runs.append({"way": way, "seed": seed} | found)
     settings = {"ways": ["full precision", "aware"], "seeds": 3, "steps": 40, "rows": 2}
+    settings |= {"lr": 1e-4, "aware_lr": 3e-4}
     return {
         "settings": settings | {"seq": 256, "held_out": 8, "weight_bits": 4, "group": 64},
         "untrained": {"full": 11.0, "rounded": 16.0},
