@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/06_training_for_edge_devices.ipynb)
 #
 # <!-- numbers:headline-06 -->
-# > **1.37 → 0.43 MB and 0.20 → 0.044 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.7% of the test images, and the student 97.7%. PyTorch takes 3.04 ms for the teacher on the same core. For files above 1 MB, the arithmetic of their weights is off by 9.9% at most.
+# > **1.37 → 0.43 MB and 0.20 → 0.044 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.7% of the test images, and the student 97.7%. PyTorch takes 3.35 ms for the teacher on the same core. For files above 1 MB, the arithmetic of their weights is off by 9.9% at most.
 # >
-# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
+# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24.
 # <!-- end -->
 #
 # A phone, a board or a browser has little memory, little time and no Python. A model gets there along a chain. A *teacher* teaches a *student* that has less to compute. Parts that do little are removed. The rest learns to live with few bits. At the end an *export* writes one file, which a small C++ program runs. Part A of this notebook walks the whole chain with a classifier of images. Part B takes a language model along the links that it needs. After every link it measures how good the model is, how large its file is, and how fast it answers. And it runs the files on this machine in ExecuTorch, a *runtime* for apps on phones. A runtime is the program that reads an exported file and computes its answers.
@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | what each link of the chain saves and costs, how to see that an export is fast before it is on the device, and which links your budget needs |
 # | **You need** | the basics of PyTorch, and a C++ compiler with cmake for one cell; no GPU, no login, no device |
-# | **Time** | about nine minutes on two CPU cores |
+# | **Time** | ten to twelve minutes on two CPU cores |
 # | **Cost** | free on a laptop or on Colab |
 
 # %% [markdown]
@@ -795,7 +795,7 @@ print(f"  {small_share:.0%} of the time at 32 x 32 pixels")
 print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares):.0%})")
 
 # %% [markdown]
-# With the larger image the time comes nearer to the work.
+# Half of the multiply-adds take a little more than half of the time, with both images. The range of the large one is wider than the difference between the two, so this run does not order them.
 #
 # Zeros bring nothing here either: compare *zeros 0.8, ExecuTorch* with *student, ExecuTorch*.
 #
@@ -804,7 +804,7 @@ print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares)
 # <!-- numbers:int8-06 -->
 # MobileNetV2 at 96 × 96 pixels: 2.09× (2.07 to 2.22) as fast in 8 bits, 97.05% right instead of 97.10% of 2,000 digits. The 1 × 1 convolutions gain 2.7×, for an instruction sums four of their products. A depthwise convolution sums over no channels, and gains 1.0×: in 8 bits it is 31% of the time.
 #
-# | image | fp32, ms | 8 bits, ms | ratio | first layer in 8 bits as well | one scale per weight |
+# | image | fp32, ms | 8 bits, ms | ratio | first layer in 8 bits as well | one scale per layer |
 # |---|--:|--:|--:|--:|--:|
 # | 32 × 32 | 0.29 | 0.21 | 1.35× (1.34 to 1.37) | 1.33× (1.33 to 1.35) | 1.51× (1.50 to 1.53) |
 # | 64 × 64 | 0.68 | 0.37 | 1.82× (1.80 to 1.87) | 1.76× (1.74 to 1.82) | 1.98× (1.94 to 2.05) |
@@ -955,7 +955,7 @@ del rounded
 # | with the rounding | 10.18 | 10.99 | 54 % (48 to 63) |
 # | with the rounding, and a teacher | 10.56 | 10.68 | 62 % (60 to 66) |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Won back: the part of what rounding costs the control, which trained as long in full precision, that training with the rounding saves. In brackets are the smallest and the largest of the seeds.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Learning rates: 0.0001 for the control, 0.0003 with the rounding. Won back: the part of what rounding costs the control, which trained as long in full precision, that training with the rounding saves. In brackets are the smallest and the largest of the seeds.*
 # <!-- end -->
 #
 # **Why not more?** Thirty steps are few, and the text is short. This run does not say how much a longer training wins back.
@@ -1094,19 +1094,20 @@ ladder
 # **All 30 blocks**, in a recorded run. It has the six blocks as well. A range shows the noise within one run: two runs can differ by more, so compare it with the table above.
 #
 # <!-- numbers:edge-06 -->
-# With 6 blocks, the fp32 file writes 1.5× as fast as `generate`, and 33 of 33 tokens are the same. So 1.5× is the price of Python and of `generate`. In 4 bits, the attention that is made for a cache writes 2.2× as fast as one of plain operators. The whole model is 114 MB, 42 % of bf16, and writes 6.9× (6.7 to 7.2) as fast as `generate` in fp32, on one thread. Its perplexity goes from 11.03 to 16.66; rounded in eager mode, the model has 16.77.
+# With 6 blocks, the fp32 file writes 2.2× as fast as `generate`, and 33 of 33 tokens are the same. So 2.2× is the price of Python and of `generate`. In 4 bits, the attention that is made for a cache writes 2.5× as fast as one of plain operators. The whole model is 114 MB, 42 % of bf16, and writes 8.9× (8.0 to 11.6) as fast as `generate` in fp32, on one thread. Its perplexity goes from 11.03 to 16.66; rounded in eager mode, the model has 16.77.
 #
 # | way | blocks | MB | of its bf16 | tokens/s | faster | memory | perplexity |
 # |---|--:|--:|--:|--:|--:|--:|--:|
-# | `generate`, fp32 | 6 |  |  | 49 |  |  |  |
-# | `generate`, fp32 | 30 |  |  | 18 |  | 539 MB | 11.03 |
-# | `generate`, bf16 | 30 |  |  | 19 | 1.1× (1.0 to 1.1) | 274 MB |  |
-# | `.pte`, fp32 | 6 | 311.6 | 314 % | 71 | 1.5× (1.4 to 1.5) |  |  |
-# | `.pte`, 4 bits, attention of plain operators | 6 | 68.7 | 69 % | 155 | 3.1× (2.9 to 3.5) |  |  |
-# | `.pte`, 4 bits, attention made for a cache | 6 | 68.5 | 69 % | 341 | 6.9× (6.6 to 8.6) |  |  |
-# | `.pte`, 4 bits, attention made for a cache | 30 | 114.3 | 42 % | 119 | 6.9× (6.7 to 7.2) | 113 MB | 16.66 |
+# | `generate`, fp32 | 6 |  |  | 41 |  |  |  |
+# | `generate`, fp32 | 30 |  |  | 14 |  | 538 MB | 11.03 |
+# | `generate`, bf16 | 30 |  |  | 17 | 1.2× (0.9 to 1.3) | 274 MB |  |
+# | `.pte`, fp32 | 6 | 311.6 | 314 % | 90 | 2.2× (1.8 to 2.5) |  |  |
+# | `.pte`, 4 bits, attention of plain operators | 6 | 68.7 | 69 % | 153 | 3.7× (3.1 to 4.7) |  |  |
+# | `.pte`, 4 bits, attention made for a cache | 6 | 68.5 | 69 % | 357 | 8.9× (7.5 to 12.4) |  |  |
+# | `.pte`, 4 bits, attention made for a cache | 30 | 114.3 | 42 % | 127 | 8.9× (8.0 to 11.6) | 113 MB | 16.66 |
+# | `.pte`, fp32 | 30 | 652.0 | 242 % | 37 | 2.5× (1.5 to 3.0) | 652 MB | 11.03 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. SmolLM2-135M, 6 or all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Of its bf16: of the bytes of these blocks in bf16. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity: of the file, token by token, over 2,040 tokens. Memory: what a process grows by until the first token, with the libraries loaded before.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, 6 or all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Of its bf16: of the bytes of these blocks in bf16. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity: of the file, token by token, over 2,040 tokens. Memory: what a process grows by until the first token, with the libraries loaded before.*
 # <!-- end -->
 #
 # **Why not more?** The output layer has 28 million of the 135 million weights, and keeps eight bits. In a model of few blocks it is most of the work.
