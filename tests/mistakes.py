@@ -1048,8 +1048,8 @@ ATTENTION = [
     mistake(
         "cap of the losses by position",
         file="architecture/rope.py",
-        right="    cap = final_softcap(model)",
-        wrong="    cap = None",
+        right="        if layer.softcap:\n            logits = layer",
+        wrong="        if False:\n            logits = layer",
         tests="architecture/test_rope.py",
         suffers="The chart of losses by position is wrong for Gemma 2.",
     ),
@@ -1299,7 +1299,7 @@ FINE_TUNING = [
     mistake(
         "adapter of another base",
         file="fine_tuning/adapter_files.py",
-        right='if json.loads(recorded.read_text())["fingerprint"] == base_fingerprint(model):',
+        right='if _read_json(recorded).get("fingerprint") == base_fingerprint(model):',
         wrong="if True:",
         tests="fine_tuning/test_adapter_files.py",
         suffers="An adapter on a base of the same shape gives fluent nonsense.",

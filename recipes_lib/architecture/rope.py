@@ -37,8 +37,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from recipes_lib.core.causal_lm import final_softcap, require_causal_lm, without_adapters
+from recipes_lib.core.causal_lm import (
+    require_causal_lm,
+    without_adapters,
+)
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.measure import dry
@@ -181,38 +185,31 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
     """Mean loss of every `window` tokens along one text, row [1, S]: where does the model get lost?
 
     The logits are made window by window; 10,000 tokens of them would take gigabytes. Raises
-    ValueError for another shape, a window below 1, and a model that scales its logits (Cohere,
-    Granite).
+    ValueError for another shape, a window below 1, and a model that does more with its logits than
+    its output layer, a factor and a cap.
     """
     require_causal_lm(model)
     check_whole(window=window)
     if row.dim() != 2 or len(row) != 1 or row.shape[1] < 2:
         raise ValueError(f"row {list(row.shape)}: give one row [1, S] of two tokens or more")
     causal = without_adapters(model)
-    for name in ("logit_scale", "logits_scaling"):
-        scale = getattr(causal.config, name, None)
-        if scale and scale != 1:
-            raise ValueError(
-                f"{type(causal).__name__} scales its logits: take the loss of model(labels=…)"
-            )
-
     require_shifted_loss(causal)
     run = functools.partial(causal, input_ids=row, use_cache=False)
     output, hidden = run_to_the_output_layer(causal, run)
-    if not makes_plain_logits(output, hidden, output_layer_of(causal)):
+    layer = output_layer_of(causal)
+    if not makes_plain_logits(output, hidden, layer):
         raise ValueError(
-            f"{type(causal).__name__} does more with its logits than its output layer and the cap "
-            f"of its configuration: take the loss of model(labels=…)"
+            f"{type(causal).__name__} does more with its logits than its output layer, and the "
+            f"factor and cap of its configuration: take the loss of model(labels=…)"
         )
     hidden = hidden[0, :-1]  # [S - 1, D]: the last token has nothing to predict
     targets = row[0, 1:]  # [S - 1]
-    cap = final_softcap(model)
     losses = []
     for hidden_part, target_part in zip(hidden.split(window), targets.split(window)):
-        logits = causal.get_output_embeddings()(hidden_part).float()  # [window, V]
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
-        losses.append(torch.nn.functional.cross_entropy(logits, target_part).item())
+        logits = F.linear(hidden_part, layer.weight, layer.bias).float()  # [window, V]
+        if layer.softcap:
+            logits = layer.softcap * torch.tanh(logits / layer.softcap)
+        losses.append(F.cross_entropy(logits, target_part).item())
     return losses
 
 

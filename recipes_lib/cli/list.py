@@ -1,24 +1,28 @@
-"""`python -m recipes_lib list`: every technique, one line each.
+"""`python -m recipes_lib list`: every technique, its file and what it is.
 
-The lines are the first ones of the files' docstrings. They are read as text: nothing is imported.
+The words are the first lines of the files' docstrings. They are read as text: nothing is imported.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 LIBRARY = Path(__file__).resolve().parents[1]
+WIDTH = 80  # columns of a terminal
+INDENT = "    "
 OTHER_FLOORS = ("cli", "core", "report", "workflows")
 
 
 def list_techniques() -> None:
-    """Every technique, one line each: its file, and what it is."""
+    """Every technique: a line with its file, and below it what it is."""
     for path, text in techniques():
+        print(path.relative_to(LIBRARY).as_posix())
         first_line = text.splitlines()[0]
-        print(f"{path.relative_to(LIBRARY).as_posix():<44}{first_line}")
+        print(textwrap.fill(first_line, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
 
 
 def techniques() -> Iterator[tuple[Path, str]]:

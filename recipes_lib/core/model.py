@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.default_model import offline, quiet, resolve
+from recipes_lib.core.default_model import SMOLLM2, offline, quiet, resolve
 from recipes_lib.core.machine import machine
 
 LONGEST_REASON = 200  # characters of a library's error, in a message
@@ -68,6 +68,10 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, adapter_kwargs=local, **local
         )
+    if name == "smollm2":
+        # What is saved later names the hub as its base, and not a folder of this machine.
+        model.name_or_path = SMOLLM2
+        model.config._name_or_path = SMOLLM2
     # from_pretrained returns eval mode; a recipe trains, and generation asks for eval itself.
     if device is None:
         device = machine().device

@@ -44,6 +44,8 @@ from recipes_lib.core.sizes import tensor_bytes
 BASE_FILE = "base_model.json"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+OLDER_WEIGHTS_FILE = "adapter_model.bin"
+CARD_FILE = "README.md"
 VALUES = 64  # of each weight: another model differs in the first ones already
 
 # What a process without our model in memory does: load the folder, compute logits, save them.
@@ -76,7 +78,14 @@ def load_trained_tensors(model: torch.nn.Module, file: Path | str) -> None:
 # --- the technique --------------------------------------------------------------------------------
 
 
-def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool = False) -> int:
+def save_adapter(
+    model: Any,
+    folder: Path | str,
+    *,
+    base: str,
+    card: str | None = None,
+    overwrite: bool = False,
+) -> int:
     """Save the adapters of a `PeftModel` with the fingerprint of their base; returns the bytes.
 
     The folder appears whole or not at all. With `overwrite`, it replaces one that is there: an
@@ -84,6 +93,7 @@ def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool =
 
     Args:
         base: `base_fingerprint` of the model before it was adapted or quantized.
+        card: the text of README.md, in the place of peft's, which has gaps to fill in.
     Raises ValueError for a model without adapters, and for a folder that is there already without
     `overwrite`.
     """
@@ -102,6 +112,8 @@ def save_adapter(model: Any, folder: Path | str, *, base: str, overwrite: bool =
     try:
         model.save_pretrained(scratch)
         (scratch / BASE_FILE).write_text(json.dumps({"fingerprint": base}))
+        if card is not None:
+            (scratch / CARD_FILE).write_text(card)
         scratch.chmod(0o755)  # mkdtemp lets nobody else read
         _put_in_place(scratch, folder)
     finally:
@@ -113,8 +125,8 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
     """Put saved adapters on the base `model`, in full precision; returns the `PeftModel`.
 
     A folder without a fingerprint, as others write it, is checked for the names and shapes of the
-    layers only. Raises ValueError before anything is loaded if the folder holds no adapter, if
-    `model` has adapters already or is not the base that they were trained on.
+    layers only. Raises ValueError before anything is loaded if the folder holds no adapter or a
+    damaged one, if `model` has adapters already or is not the base that they were trained on.
     """
     folder = Path(folder)
     peft = require("peft")
@@ -124,6 +136,7 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
         )
     if _has_adapters(model):
         raise ValueError("the model has adapters already: give the base model")
+    _read_json(folder / CONFIG_FILE)
     _check_fingerprint(model, folder)
     _check_shapes(model, folder)
     with warnings.catch_warnings():
@@ -213,14 +226,29 @@ def _has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    """What a file of the folder says. Raises ValueError for one that is cut off or damaged."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(_damaged(file)) from error
+    if not isinstance(content, dict):
+        raise ValueError(_damaged(file))
+    return content
+
+
+def _damaged(file: Path) -> str:
+    return f"{file} is damaged or not complete: copy or save the adapter anew"
+
+
 def _check_fingerprint(model: Any, folder: Path) -> None:
     """Refuse another base than the one that the folder names, if it names one."""
     recorded = folder / BASE_FILE
     if not recorded.is_file():
         return
-    if json.loads(recorded.read_text())["fingerprint"] == base_fingerprint(model):
+    if _read_json(recorded).get("fingerprint") == base_fingerprint(model):
         return
-    name = json.loads((folder / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    name = _read_json(folder / CONFIG_FILE).get("base_model_name_or_path")
     raise ValueError(
         f"the adapter in {folder} was trained on another base ({name}): load that one first"
     )
@@ -231,12 +259,18 @@ def _check_shapes(model: Any, folder: Path) -> None:
 
     peft checks it as well, but it stops halfway, with adapters on the model.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
+    if (folder / OLDER_WEIGHTS_FILE).is_file():
+        return  # peft compares
     if not (folder / WEIGHTS_FILE).is_file():
-        return  # other formats: peft compares
+        raise ValueError(f"{folder} has no {WEIGHTS_FILE}: copy or save the adapter anew")
     layers = dict(model.named_modules())
-    with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+    try:
+        opened = safe_open(folder / WEIGHTS_FILE, "pt")
+    except SafetensorError as error:
+        raise ValueError(_damaged(folder / WEIGHTS_FILE)) from error
+    with opened as file:
         for key in file.keys():  # noqa: SIM118  (not a dictionary)
             # "base_model.model.<layer>.lora_A.weight"
             name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")

@@ -110,7 +110,8 @@ def apply_awq(
     Args:
         batches: calibration text: tensors [B, S] as the model takes them. Labels are not used,
             padding under an `attention_mask` does not count.
-        names: of the layers that will be in 4 bits. Default is all but the output layer.
+        names: of the layers that will be in 4 bits. Default is all but the output layer, and those
+            whose weight the model's code reads by itself, as in Mamba.
         alphas: how many are tried, evenly from 0 to 1.
         tokens: how many of the text are kept to compute errors with. All count for mean |x|.
     Raises ValueError, before anything changes, for a model that is not in fp32 or is quantized

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from recipes_lib.architecture.rope import (
     apply_rope_scaling,
@@ -152,9 +153,17 @@ def test_losses_of_a_model_that_caps_its_logits_or_has_adapters():
     assert position_losses(adapted, SHORT, window=31) == [pytest.approx(expected, rel=1e-5)]
     assert apply_rope_scaling(adapted, kind="linear", factor=2) is adapted
     assert position_losses(adapted, SHORT, window=31) != [pytest.approx(expected, rel=1e-5)]
-    model.config.logits_scaling = 8.0
-    with pytest.raises(ValueError, match="scales its logits"):
-        position_losses(model, SHORT, window=31)
+
+
+def test_losses_of_a_model_that_scales_its_logits():
+    """Granite divides its logits by a factor of the configuration."""
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "logits_scaling": 8.0}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes)).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(50)  # so that the factor matters
+    expected = model(input_ids=SHORT, labels=SHORT).loss.item()
+    assert position_losses(model, SHORT, window=31) == [pytest.approx(expected, rel=1e-5)]
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])

@@ -106,6 +106,32 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
     assert not hasattr(other, "peft_config")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_model.safetensors", b""),
+        ("adapter_model.safetensors", None),  # cut in the middle
+        ("adapter_config.json", b'{"r": 4, '),
+        ("base_model.json", b""),
+        ("base_model.json", b"[]"),
+    ],
+)
+def test_a_damaged_adapter_is_named(name, content, tmp_path):
+    """The mistake: errors of three libraries, of which none says which file is cut off."""
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    file = tmp_path / "a" / name
+    if content is None:
+        content = file.read_bytes()[: file.stat().st_size // 2]
+    file.write_bytes(content)
+    model = base()
+    with pytest.raises(ValueError, match=f"{name} is damaged or not complete"):
+        load_adapter(model, tmp_path / "a")
+    assert not hasattr(model, "peft_config")
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError):
+        load_adapter(model, tmp_path / "a")
+
+
 def test_an_adapter_without_a_fingerprint_is_compared_by_its_shapes(tmp_path):
     """Written by someone else. peft itself would stop halfway, with adapters on the model."""
     save_adapter(adapted(base()), tmp_path / "a", base="unknown")

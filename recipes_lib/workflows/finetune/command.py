@@ -36,6 +36,7 @@ from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, read_back, track
+from recipes_lib.workflows.finetune.card import model_card
 from recipes_lib.workflows.finetune.data import load_data
 from recipes_lib.workflows.finetune.evaluation import (
     Announce,
@@ -115,6 +116,7 @@ def finetune(
     announce("loading the model")
     seed_everything(run.seed)  # of the adapters and of dropout
     model = load_base(run)
+    name_of_base = model.name_or_path
     base = base_fingerprint(model)  # adapters and 4 bits will hide it
     if run.packing:
         check_packing(model, rows, run=run, pad_token_id=pad)
@@ -128,12 +130,21 @@ def finetune(
     )
     log_steps(steps, run, announce=announce)
     after = evaluation.losses(model, "after", what=precision_of_result(model, run))
-    print(evaluation.difference(before, after))
+    difference = evaluation.difference(before, after)
+    print(difference)
+    card = model_card(
+        run,
+        base=name_of_base,
+        rows=len(data.rows),
+        before=before,
+        after=after,
+        difference=difference,
+    )
 
     # The result comes last: a run is finished when it is there.
     announce("saving")
     write_production(run, data.pairs)
-    save_result(model, tokenizer, result, run=run, base=base)
+    save_result(model, tokenizer, result, run=run, base=base, card=card)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
 
 
@@ -182,15 +193,18 @@ def load_base(run: Settings) -> Any:
     return load_model(run.base_model, dtype=dtype)
 
 
-def save_result(model: Any, tokenizer: Any, result: Path, *, run: Settings, base: str) -> None:
+def save_result(
+    model: Any, tokenizer: Any, result: Path, *, run: Settings, base: str, card: str
+) -> None:
     """Save the adapters, or the whole model with its tokenizer: whole or not at all."""
     if run.method != "full":
-        save_adapter(model, result, base=base)
+        save_adapter(model, result, base=base, card=card)
         return
     # Saving takes several files: the folder gets its name when all are written.
     scratch = result.with_name("model.part")
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
+    (scratch / "README.md").write_text(card)
     os.replace(scratch, result)
 
 

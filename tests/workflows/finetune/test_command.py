@@ -160,6 +160,7 @@ def test_the_folder_holds_all_that_was_promised(whole, small_model):
     assert sorted(losses) == list(range(STEPS))
     files = {path.name for path in folder.iterdir()}
     assert files == {"adapter", "log", CHECKPOINT, *WRITTEN}
+    assert "held-out loss" in (folder / "adapter" / "README.md").read_text()
     assert "too few to rely on" in printed  # of 4 rows
     assert "36 rows to train on, 4 held out" in printed
     assert f"path: {folder}/train.jsonl" in (folder / "axolotl.yml").read_text()
