@@ -34,7 +34,7 @@ def ladder(tmp_path):
 def test_a_row_is_compared_with_the_first_of_its_group(ladder):
     """Catches one baseline for two tasks."""
     shown = {cells[0]: cells for cells in ladder.table()}
-    assert shown["student"][1:5] == ["98.0 % right", "0.00099 MB", "0.001 MB", "25%"]
+    assert shown["student"][1:5] == ["98.0 % right", "0.00099 MB", "0.0010 MB", "25%"]
     assert shown["fp32"][1] == "perplexity 13.70"
     assert shown["fp32"][4] == "100%"
     assert "25% of teacher" in ladder.line("student")
