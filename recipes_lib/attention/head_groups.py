@@ -310,7 +310,8 @@ def _why_no_projection(projection: nn.Module) -> str | None:
     base = getattr(projection, "base_layer", projection)
     if any(_has_hook(module) for module in (projection, base)):
         return "has a hook, which would not be called"
-    if type(base) is not nn.Linear and not _in_four_bits(base):
+    in_four_bits = isinstance(base, nn.Linear) and _in_four_bits(base)
+    if type(base) is not nn.Linear and not in_four_bits:
         return f"is a {type(base).__name__}"
     if base is projection:
         return None

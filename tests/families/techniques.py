@@ -23,6 +23,7 @@ from recipes_lib.architecture.rope import apply_rope_scaling, position_losses
 from recipes_lib.architecture.tied_embeddings import apply_tied_embeddings, untie_embeddings
 from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.attention.flash import apply_flash_attention
+from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.pruning import apply_pruning
@@ -122,6 +123,11 @@ def tiled_mlp(family: Family) -> None:
 
 def tiled_norms(family: Family) -> None:
     model = apply(apply_tiled_mlp, family.model(), tile_size=5, norms=True)
+    require_same(step(model, padded_batch()), family.reference())
+
+
+def head_groups(family: Family) -> None:
+    model = apply(apply_head_groups, family.model())
     require_same(step(model, padded_batch()), family.reference())
 
 
@@ -548,6 +554,7 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         activation_offload,
         tiled_mlp,
         tiled_norms,
+        head_groups,
         optimizer_in_backward,
         optimizer_offload,
         gradient_accumulation,
