@@ -22,6 +22,7 @@ from benchmarks import (
     render_edge,
     render_image_students,
     render_int8_images,
+    render_muon,
     render_peers,
     render_quantization_aware,
     sentences,
@@ -201,6 +202,7 @@ def longer_positions(run: Run) -> str:
 # By the name in a marker: the part that holds the run, and its words.
 OWN_RUNS: dict[str, tuple[str, Callable[[Run], str]]] = {
     "rope": ("rope", longer_positions),
+    "Muon": ("muon", render_muon.in_words),
     "grouped queries": ("architecture", render_architecture.grouped_queries),
     "RMSNorm": ("architecture", render_architecture.rms_norm),
     "SwiGLU": ("architecture", render_architecture.swiglu),

@@ -111,6 +111,17 @@ def lacking_in_image_students(run: Run) -> list[str]:
     return lacking
 
 
+def lacking_in_muon(run: Run) -> list[str]:
+    study = run["settings"]
+    wanted = 2 * study["seeds"] * len(study["rates"])
+    lacking = wanted - len(run["runs"])
+    return [f"{lacking} of {wanted} runs"] if lacking else []
+
+
+def lacking_in_long_finetune(run: Run) -> list[str]:
+    return [method for method in run["settings"]["rates"] if method not in run["verdicts"]]
+
+
 # By the name of the file, which is that of the program and of the part.
 LACKING: dict[str, Callable[[Run], list[str]]] = {
     "architecture": lacking_in_architecture,
@@ -120,5 +131,7 @@ LACKING: dict[str, Callable[[Run], list[str]]] = {
     "image_students": lacking_in_image_students,
     "inference_peers": lacking_in_peers,
     "int8_images": lacking_in_int8_images,
+    "long_finetune": lacking_in_long_finetune,
+    "muon": lacking_in_muon,
     "quantization_aware": lacking_in_quantization_aware,
 }

@@ -62,18 +62,20 @@ def compare_losses(*, tokens: int, hidden: int, vocab: int) -> Iterator[dict[str
 def stretched(*, seq_len: int, window: int, texts: int) -> Iterator[dict[str, Any]]:
     """Loss along texts longer than SmolLM2's training, plain and with each RoPE scaling.
 
-    Each point is the mean over `texts` texts.
+    `curves` are means over `texts` texts, `losses` are those of each text.
     """
     rows = _long_rows(seq_len, texts)  # [texts, 1, S]
     curves: dict[str, list[float]] = {}
+    of_each: dict[str, list[list[float]]] = {}
     for kind in ("none", *KINDS):
         # A model of its own for each curve: a scaling stays on the model that it was applied to.
         model = apply_flash_attention(load_model().eval())
         if kind in KINDS:
             apply_rope_scaling(model, kind=kind, factor=2)
-        of_each_text = [position_losses(model, row, window=window) for row in rows]
-        curves[kind] = [statistics.fmean(values) for values in zip(*of_each_text)]
-        yield {"curves": curves, "window": window, "tokens": seq_len, "texts": texts, "factor": 2}
+        of_each[kind] = [position_losses(model, row, window=window) for row in rows]
+        curves[kind] = [statistics.fmean(values) for values in zip(*of_each[kind])]
+        asked = {"window": window, "tokens": seq_len, "texts": texts, "factor": 2}
+        yield {"curves": curves, "losses": of_each} | asked
 
 
 def _long_rows(seq_len: int, texts: int) -> torch.Tensor:

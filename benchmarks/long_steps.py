@@ -37,7 +37,11 @@ from recipes_lib.memory.chunked_cross_entropy import (
     apply_chunked_cross_entropy,
     estimate_chunked_cross_entropy,
 )
-from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
+from recipes_lib.memory.nested_checkpointing import (
+    apply_nested_checkpointing,
+    best_group,
+    estimate_nested_checkpointing,
+)
 from recipes_lib.memory.optimizer_in_backward import (
     apply_optimizer_in_backward,
     estimate_optimizer_in_backward,
@@ -205,21 +209,42 @@ def planned(model: Any, way: Way, tokens: int, *, tile_size: int) -> Budget:
 # --- the longest steps --------------------------------------------------------------------------
 
 
+LEFT_FREE = 0.1  # of a card: for its context, and for what the allocator cannot use
+
+
 def longest_step(*, shape: str, layers: int | None, seq_len: int) -> Iterator[dict[str, Any]]:
     """One full-causal, full-parameter step with nested checkpoints.
 
-    It is as long as the card and ten minutes allow.
+    It is of `seq_len` tokens, or of as many as are predicted to fit: each try that runs out of
+    memory would compute for minutes before it does.
     """
+    meta = model_of_shape(shape, layers=layers, device="meta", dtype=training_dtype())
+    tokens = min(seq_len, predicted_to_fit(meta, machine().memory_bytes))
 
     def adapt(model: Any) -> Any:
         apply_flash_attention(model)
         apply_chunked_cross_entropy(model)
-        apply_tiled_mlp(model, tile_size=min(8192, seq_len), norms=True)
+        apply_tiled_mlp(model, tile_size=min(8192, tokens), norms=True)
         return apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
 
     asked = {"shape": shape, "layers": layers, "asked": seq_len}
     yield asked  # what a run that is cut leaves
-    yield asked | until_it_fits(partial(full_parameter_step, shape, layers, adapt), seq_len)
+    yield asked | until_it_fits(partial(full_parameter_step, shape, layers, adapt), tokens)
+
+
+def predicted_to_fit(meta: Any, memory_bytes: int) -> int:
+    """The longest text whose step, as `longest_step` takes it, is predicted to fit a card."""
+    group = best_group(meta.config.num_hidden_layers)
+
+    def plan(tokens: int) -> Budget:
+        text = Shape(batch=1, seq=tokens)
+        budget = estimate_chunked_cross_entropy(budget_of(meta, text), meta, text)
+        tile = min(8192, tokens)
+        budget = estimate_tiled_mlp(budget, meta, text, tile_size=tile, norms=True)
+        budget = estimate_nested_checkpointing(budget, meta, text, group=group)
+        return estimate_optimizer_in_backward(budget, meta, text)
+
+    return predicted_longest(plan, limit_bytes=int((1 - LEFT_FREE) * memory_bytes))
 
 
 def qlora_context(

@@ -31,6 +31,7 @@ from benchmarks import (
     render_edge,
     render_image_students,
     render_int8_images,
+    render_muon,
     render_peers,
     render_quantization_aware,
     sentences,
@@ -56,10 +57,11 @@ def block(key: str, *, folder: Path = RESULTS) -> str:
     versus-gpu     the recipes beside the libraries, on a CPU or GPU
     finetune-cpu   QLoRA by our loop beside the Trainer, likewise
     architecture-cpu, healing-cpu, norms-cpu, depths-cpu, distillation-cpu, edge-cpu, grids-cpu,
-    int8-cpu, peers-cpu, students-cpu
+    int8-cpu, muon-cpu, peers-cpu, students-cpu
                    the runs of their own, likewise
     architecture-03, distillation-03, peers-03
                    the same as notebook 03 shows them (no heading)
+    muon-05        the same as notebook 05 shows it
     depths-06, edge-06, grids-06, int8-06, students-06
                    the same as notebook 06 shows them
     source-01      where the weights of the notebook's run came from (no heading)
@@ -158,6 +160,7 @@ TABLES = {
     ),
     "int8": own_run("int8_images", "Images in 8 bits", render_int8_images.both),
     "grids": own_run("quantization_aware", "Training on a grid", render_quantization_aware.grids),
+    "muon": own_run("muon", "Muon beside AdamW", render_muon.study),
     "peers": own_run("inference_peers", "Other programs", render_peers.peers),
 }
 
@@ -168,6 +171,7 @@ IN_NOTEBOOKS: dict[tuple[str, str], tuple[str, Words]] = {
     ("edge", "06"): ("edge", render_edge.block),
     ("grids", "06"): ("quantization_aware", render_quantization_aware.block),
     ("int8", "06"): ("int8_images", render_int8_images.block),
+    ("muon", "05"): ("muon", render_muon.block),
     ("students", "06"): ("image_students", render_image_students.block),
     ("peers", "03"): ("inference_peers", render_peers.block),
 }

@@ -101,8 +101,8 @@ def longer_texts(run: dict[str, Any]) -> str:
     return (
         f"**{first:,} → {last:,} tokens:** the longest text on which every weight of "
         f"{facts['model']} trains within {facts['limit_bytes'] / 2**30:.0f} GiB, "
-        f"**{last / first:.0f} times as long**, with the same loss to {facts['loss_error']:.0e}"
-        f"{how}."
+        f"**{last / first:.0f} times as long**, with the same loss to {facts['loss_error']:.0e} "
+        f"on {facts['timed_at']:,} tokens{how}."
     )
 
 

@@ -103,7 +103,7 @@ CPU: dict[str, dict[str, Any]] = {
         "eager_to": 4096,
     },
     "loss": {"tokens": 2048, "hidden": 576, "vocab": 49152},
-    "rope": {"seq_len": 12288, "window": 1024, "texts": 1},
+    "rope": {"seq_len": 12288, "window": 1024, "texts": 3},
     "ablation": {"shape": "smollm2-135m", "layers": 4, "cap": GIB},
     "longest": {"shape": "smollm2-135m", "layers": None, "seq_len": 2048},
     "context": {"shape": "smollm2-135m", "layers": 4, "most": 8192, "cap": 400 * MIB},

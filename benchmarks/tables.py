@@ -41,8 +41,9 @@ NOTES = {
         "that row."
     ),
     "04": (
-        "Found to within 1 %; the prediction against where the bytes reach the limit. "
-        "Time: forward and backward at {timed_at:,} tokens, in turns, relative to the baseline's."
+        "Found: where the bytes reach the limit, on the line between two lengths that are 1 % "
+        "apart. Time: forward and backward at {timed_at:,} tokens, in turns, relative to the "
+        "baseline's."
     ),
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
     "06": (

@@ -1393,8 +1393,8 @@ WORKFLOWS = [
     mistake(
         "coarse search",
         file="workflows/longest.py",
-        right="while high - low > max(1, resolution * low):",
-        wrong="while high - low > max(2, 3 * resolution * low):",
+        right="if high - low <= max(1, resolution * low):",
+        wrong="if high - low <= max(2, 3 * resolution * low):",
         tests="workflows/test_longest.py",
         suffers="What was found is further from the border than the resolution says.",
     ),

@@ -99,6 +99,19 @@ def test_the_longest_step():
     assert found["peak_gib"] > 0
 
 
+@pytest.mark.parametrize(("card", "most"), [(79.1 * 2**30, 260_000), (139.8 * 2**30, 600_000)])
+def test_the_longest_step_begins_where_it_fits(card, most):
+    """The mistake: 393,216 tokens on an H100, which need 105 GiB. Each try takes minutes."""
+    meta = model_of_shape("llama-3.1-8b", device="meta", dtype=torch.bfloat16)
+    assert 100_000 < long_steps.predicted_to_fit(meta, int(card)) < most
+
+
+def test_the_longest_step_is_no_longer_than_the_machine(monkeypatch):
+    monkeypatch.setattr(long_steps, "predicted_to_fit", lambda *_: 200)
+    _, found = long_steps.longest_step(**FAST["longest"])
+    assert found["tokens"] == 200
+
+
 def test_the_longest_context_of_qlora():
     found = last_of(long_steps.qlora_context(**FAST["context"]))
     assert 64 <= found["tokens"] <= FAST["context"]["most"]

@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from recipes_lib.attention.block_sparse_cpu import BlocksOnCPU
 from recipes_lib.core.causal_lm import (
@@ -53,6 +52,7 @@ from recipes_lib.core.causal_lm import (
     trunk,
 )
 from recipes_lib.core.checks import check_heads, check_whole
+from recipes_lib.core.compiled_flex import compiled_block_mask, compiled_flex_attention
 from recipes_lib.core.sizes import parts_needed
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -202,10 +202,8 @@ def _flex(
     if documents is not None:
         rows = len(q)  # ... unless their documents differ
     length = q.shape[2]
-    compiled_mask = torch.compile(create_block_mask)
-    mask = compiled_mask(reads, rows, None, length, length, device=q.device)
-    compiled_attention = torch.compile(flex_attention)
-    return compiled_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+    mask = compiled_block_mask(reads, rows, None, length, length, device=q.device)
+    return compiled_flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------

@@ -46,6 +46,7 @@ from torch._guards import active_fake_mode
 from recipes_lib.attention.sliding_window_banded import banded_attention, block_length
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_heads, check_whole
+from recipes_lib.core.compiled_flex import compiled_block_mask, compiled_flex_attention
 from recipes_lib.core.plain_step import without_grouped_heads
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -167,11 +168,12 @@ def _flex(
         return (key <= query) & ((key > query - window) | (key < sinks))
 
     # On CUDA both are compiled, because otherwise both make [S, S].
-    on_cuda = device.type == "cuda"
-    mask = create_block_mask(reads, None, None, length, length, device=device, _compile=on_cuda)
+    make_mask = create_block_mask
     attend = flex_attention
-    if on_cuda:
-        attend = torch.compile(flex_attention)
+    if device.type == "cuda":
+        make_mask = compiled_block_mask
+        attend = compiled_flex_attention
+    mask = make_mask(reads, None, None, length, length, device=device)
     return functools.partial(attend, block_mask=mask)
 
 

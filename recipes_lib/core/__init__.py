@@ -12,6 +12,7 @@ chunked_loss    losses whose logits exist for a chunk of tokens at a time: plan,
 classify        classifiers of images: logits, accuracy, a short training, multiply-adds
 closed_formula  whether the formula of a plain step holds for all blocks of a model
 collectives     gather and scatter one tensor, sum a few numbers over ranks
+compiled_flex   FlexAttention, compiled or not at all
 converted_weights  products of many rows with weights stored in another dtype
 convolutions    networks of convolutions: first weights, rounded channels, predicted work
 corpus          Python's own standard library as text and as instruction pairs

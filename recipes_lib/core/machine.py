@@ -22,6 +22,7 @@ import os
 import platform
 import random
 import subprocess
+import warnings
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +40,8 @@ for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
 
 TIERS = ("cpu", "gpu16", "gpu24", "gpu80")
 GIB = 2**30
+SMALLEST_GPU = 14 * GIB  # a T4 has 14.6: the notebooks' sizes for GPUs need that
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits
 
 
@@ -86,9 +89,25 @@ def machine() -> Machine:
     if wanted != "cpu" and torch.cuda.is_available():
         return _gpu(wanted)
     if wanted in ("", "cpu"):
+        if not wanted and NVIDIA_DRIVER.exists():
+            _warn_of_unseen_gpu()
         return _cpu()
     raise ValueError(
         f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu"
+    )
+
+
+def _warn_of_unseen_gpu() -> None:
+    """A notebook that silently takes the CPU is slow, and its reader does not know why."""
+    build = torch.version.cuda
+    reason = "this PyTorch is built for CPUs"
+    if build is not None:
+        reason = f"this PyTorch is built for CUDA {build}, which the driver may be too old for"
+    warnings.warn(
+        f"this machine has an NVIDIA driver, and torch {torch.__version__} sees no GPU: {reason}. "
+        f"All runs on the CPU. Install a PyTorch for this driver (pytorch.org/get-started), or set "
+        f"RECIPES_TIER=cpu to take the CPU without this warning",
+        stacklevel=3,
     )
 
 
@@ -159,7 +178,8 @@ def choose_sizes(
         sizes.batch
 
     It is the only place where FAST and the tier enter a notebook.
-    Raises ValueError if the dicts name different sizes: a notebook would fail on one tier only.
+    Raises ValueError if the dicts name different sizes, since a notebook would fail on one tier
+    only, and for a GPU that is smaller than those which the sizes are for.
     """
     choices = {"fast": fast, "cpu": cpu, "gpu16": gpu16, "gpu24": gpu24, "gpu80": gpu80}
     names = set(cpu)
@@ -171,7 +191,20 @@ def choose_sizes(
                 f"name the same sizes for every tier"
             )
     tier = "fast" if _fast() else machine().tier
+    if tier != "fast":
+        _require_large_gpu(machine())
     return Sizes(tier=tier, **choices[tier])
+
+
+def _require_large_gpu(here: Machine) -> None:
+    # Who names a tier wants to try it all the same.
+    too_small = here.device == "cuda" and here.memory_bytes < SMALLEST_GPU
+    if too_small and not os.environ.get("RECIPES_TIER"):
+        raise ValueError(
+            f"{here.name} has {here.memory_bytes / GIB:.1f} GiB, and the sizes for GPUs need "
+            f"{SMALLEST_GPU / GIB:.0f}: set RECIPES_TIER=cpu before Python starts for the sizes "
+            f"that run on a CPU, or RECIPES_TIER=gpu16 to try those of a T4 all the same"
+        )
 
 
 def _fast() -> bool:
@@ -200,14 +233,16 @@ def synchronize() -> None:
 
 
 def free_memory_bytes() -> int:
-    """Bytes of the device that nobody uses now. On a CPU those that the system can give at once.
-
-    A container's limit counts: it may be far below what the host has.
-    """
+    """Bytes of the device that nobody uses now. On a CPU those of `free_host_bytes`."""
     if machine().device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         # PyTorch keeps what freed tensors had, and gives it to the next ones.
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Bytes of the host that the system can give at once; a container's limit counts."""
     import psutil  # a dependency of accelerate and peft, so present wherever recipes run
 
     free = psutil.virtual_memory().available

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def save_adapter(
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        model.save_pretrained(scratch)
+        with without_hub_warnings():
+            model.save_pretrained(scratch)
         (scratch / BASE_FILE).write_text(json.dumps({"fingerprint": base}))
         if card is not None:
             (scratch / CARD_FILE).write_text(card)
@@ -216,6 +218,19 @@ def _put_in_place(scratch: Path, folder: Path) -> None:
         if replaced.exists() and not folder.exists():
             os.replace(replaced, folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def without_hub_warnings() -> Iterator[None]:
+    """Without peft's warnings that it cannot ask the hub.
+
+    It would compare the vocabulary with that of the base on the hub. Offline it cannot, and saves
+    the adapters as they are, which is right.
+    """
+    with warnings.catch_warnings():
+        for message in ("Could not find a config file", "Unable to fetch remote file"):
+            warnings.filterwarnings("ignore", message=message)
+        yield
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------

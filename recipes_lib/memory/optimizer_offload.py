@@ -29,7 +29,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -37,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.machine import free_host_bytes
 from recipes_lib.core.marks import (
     GRADIENT_TAKER,
     STEPS_IN_BACKWARD,
@@ -289,7 +289,7 @@ def _require_free_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _require_host_memory(needed: int) -> None:
-    free = psutil.virtual_memory().available
+    free = free_host_bytes()
     if needed > 0.8 * free:  # the loader of the data and everybody else need some, too
         raise ValueError(
             f"{needed:,} bytes of host memory are needed and {free:,} are free: use eight_bit_adam"

@@ -26,6 +26,7 @@ size_quality_chart  bytes per weight against perplexity
 size_error_chart  the size of a file against wrong answers or perplexity
 size_axes       the scales of both, and the points that are worth having
 runtime_chart   time for one image or token in several programs, with the size of the file
+pattern_chart   which pairs of tokens an attention pattern multiplies
 image_grid      small images beside each other, each with its class
 delegation_chart  which operators of an exported model a backend has taken
 rank_bytes_chart  what one rank keeps: bars inside what was predicted, lines over ranks

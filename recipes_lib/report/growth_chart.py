@@ -116,10 +116,10 @@ def _draw_guides(axes: Any) -> None:
     """Two short lines in a corner that show how steep S and S² are."""
     low_x, high_x = axes.get_xlim()
     low_y, high_y = axes.get_ylim()
-    # From one place in the upper left corner, as long as an eighth of the axis.
+    # From one place at the left, as long as a tenth of the axis.
     x = low_x * (high_x / low_x) ** 0.06
-    y = low_y * (high_y / low_y) ** 0.7
-    reach = (high_x / low_x) ** 0.1
+    y = low_y * (high_y / low_y) ** 0.55
+    reach = min((high_x / low_x) ** 0.1, (high_y / low_y) ** 0.15)
     for exponent, name in ((1, "S: slope 1"), (2, "S²: slope 2")):
         top = (x * reach, y * reach**exponent)
         axes.plot([x, top[0]], [y, top[1]], color=muted(), linewidth=1)

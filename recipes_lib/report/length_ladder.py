@@ -8,6 +8,7 @@ ladder.gain("everything combined")   # how many times as long as the baseline
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from recipes_lib.report import charts
@@ -20,7 +21,8 @@ class LengthRow:
 
     `crossing` is where the bytes reach the limit, between the longest that fits and the next that
     was tried; the prediction is compared with it. Seconds and loss are those of a step at a length
-    that every row can do.
+    that every row can do. `least_seconds` is what a step of the longest row takes at least: its
+    operations over the rate of the device.
     """
 
     name: str
@@ -30,15 +32,25 @@ class LengthRow:
     peak_bytes: int
     seconds: float | None
     loss: float | None
+    least_seconds: float | None = None
 
     @property
     def prediction_error(self) -> float:
         """Relative, positive if the prediction was too high."""
-        return self.predicted_tokens / self.crossing - 1
+        return self.predicted_tokens / round(self.crossing) - 1
 
 
 class LengthLadder(Rows):
-    """How long a sequence each step allows within one limit of bytes."""
+    """How long a sequence each step allows within one limit of bytes.
+
+    `timed_at` is the length of the steps that are timed, and whose losses are compared.
+    """
+
+    def __init__(
+        self, name: str, *, timed_at: int | None = None, folder: Path | None = None
+    ) -> None:
+        super().__init__(name, folder=folder)
+        self.timed_at = timed_at
 
     def add(
         self,
@@ -49,6 +61,7 @@ class LengthLadder(Rows):
         peak_bytes: int,
         predicted: int,
         loss: float | None = None,
+        least_seconds: float | None = None,
     ) -> LengthRow:
         """Append a row, save the file and return the row.
 
@@ -65,6 +78,7 @@ class LengthLadder(Rows):
             peak_bytes=peak_bytes,
             seconds=None,  # `retime` brings it
             loss=loss,
+            least_seconds=least_seconds,
         )
         return self.append(row)
 
@@ -89,8 +103,11 @@ class LengthLadder(Rows):
 
     def table(self) -> list[list[str]]:
         """Header and rows as text cells."""
-        header = ["step", "predicted tokens", "longest found", "off by"]
-        header += ["× previous", "× baseline", "time", "loss"]
+        length = ""
+        if self.timed_at is not None:
+            length = f" at {self.timed_at:,}"
+        header = ["step", "predicted tokens", "found", "off by", "× previous", "× baseline"]
+        header += ["a step there, at least", f"time{length}", f"loss{length}"]
         cells = [header]
         for position, row in enumerate(self.rows):
             cells.append(self._cells(row, position))
@@ -109,10 +126,11 @@ class LengthLadder(Rows):
         return [
             row.name,
             f"{row.predicted_tokens:,}",
-            f"{row.tokens:,}",
+            f"{row.crossing:,.0f}",
             f"{row.prediction_error:+.1%}",
             to_previous,
             f"{self.gain(row.name):.1f}",
+            _duration(row.least_seconds),
             time,
             loss,
         ]
@@ -124,3 +142,14 @@ class LengthLadder(Rows):
         """
         rows = [asdict(row) for row in self.rows]
         return charts.length_chart(rows, title=title)
+
+
+def _duration(seconds: float | None) -> str:
+    """Seconds in words of two digits: "4.2 s", "12 min", "1.7 h"."""
+    if seconds is None:
+        return ""
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -7,11 +7,12 @@ position_chart loss against the position in a text
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from recipes_lib.report.bars import Slots, draw_whisker
-from recipes_lib.report.curves import draw_curves, name_ends
+from recipes_lib.report.curves import draw_curves, line_color, name_ends
 from recipes_lib.report.figure import WIDTH, blank_figure, muted, page
 from recipes_lib.report.style import RECIPE, REFERENCE
 
@@ -91,7 +92,7 @@ def change_chart(
 
 @page()
 def position_chart(
-    curves: dict[str, list[float]],
+    losses: dict[str, Sequence[Sequence[float]]],
     *,
     window: int,
     trained: int,
@@ -100,29 +101,69 @@ def position_chart(
 ) -> Any:
     """Draw the loss of every `window` tokens against their position in the text.
 
+    Above are means over the texts. Texts differ more from each other than the variants do, so
+    below is the difference to the first variant on the same text: its mean over the texts, and a
+    band from the lowest to the highest.
+
     Args:
-        curves: mean losses of the windows, by name; the first is what the others are compared with.
+        losses: by the name of the variant, one list per text with the mean loss of each window; all
+            variants have the same texts, and all texts the same length.
         trained: the length of the training, in tokens; a dashed line marks it.
         title: the message.
         source: where the numbers are from. Often they are recorded ones, so nothing is assumed.
-    Raises ValueError if there are no curves.
+    Raises ValueError if there are no losses.
     """
-    points = {}
-    for name, losses in curves.items():
-        points[name] = _middles(losses, window)
-    figure, axes = blank_figure(
-        curves,
-        (WIDTH, 3.4),
+    figure, (above, below) = blank_figure(
+        losses,
+        (WIDTH, 5.4),
         title=title,
         source=source,
+        nrows=2,
+        sharex=True,
     )
-    draw_curves(axes, points)
-    end = window * max(len(losses) for losses in curves.values())
-    _mark_training(axes, trained)
-    axes.set(xlabel="position in the text, tokens", ylabel="loss, nats per token", xlim=(0, end))
-    axes.xaxis.set_major_formatter("{x:,g}")
-    name_ends(axes, points)
+    first, reference = next(iter(losses.items()))
+    means = {}
+    differences = {}
+    for number, (name, texts) in enumerate(losses.items()):
+        against_first = _differences(texts, reference)
+        means[name] = _middles(_means(texts), window)
+        differences[name] = _middles(_means(against_first), window)
+        _draw_band(below, against_first, window, color=line_color(number))
+    draw_curves(above, means)
+    draw_curves(below, differences)
+    _mark_training(above, trained)
+    _mark_training(below, trained, named=False)
+    above.set(ylabel="loss, nats per token")
+    end = window * len(means[first])
+    below.set(xlabel="position in the text, tokens", ylabel=f"minus {first!r}", xlim=(0, end))
+    below.xaxis.set_major_formatter("{x:,g}")
+    name_ends(above, means)
+    name_ends(below, differences)
     return figure
+
+
+def _differences(
+    texts: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Text by text and window by window: the losses minus those of the reference."""
+    differences = []
+    for text, plain in zip(texts, reference, strict=True):
+        differences.append([loss - other for loss, other in zip(text, plain, strict=True)])
+    return differences
+
+
+def _draw_band(axes: Any, texts: Sequence[Sequence[float]], window: int, *, color: str) -> None:
+    """From the lowest text to the highest, window by window."""
+    by_window = list(zip(*texts, strict=True))
+    lowest = [min(values) for values in by_window]
+    highest = [max(values) for values in by_window]
+    places = [place for place, _ in _middles(lowest, window)]
+    axes.fill_between(places, lowest, highest, color=color, alpha=0.2, linewidth=0)
+
+
+def _means(texts: Sequence[Sequence[float]]) -> list[float]:
+    """The mean over the texts, window by window."""
+    return [statistics.fmean(values) for values in zip(*texts, strict=True)]
 
 
 def _middles(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
@@ -130,9 +171,11 @@ def _middles(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
     return [((number + 0.5) * window, loss) for number, loss in enumerate(losses)]
 
 
-def _mark_training(axes: Any, trained: int) -> None:
+def _mark_training(axes: Any, trained: int, *, named: bool = True) -> None:
     """A dashed line where the positions end that training has seen."""
     axes.axvline(trained, color=muted(), linestyle="--", linewidth=1)
+    if not named:
+        return
     axes.annotate(
         f"trained up to {trained:,}",
         (trained, 1),

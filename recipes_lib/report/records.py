@@ -1,6 +1,6 @@
 """Results that are recorded in benchmarks/results: for what takes too long to run here.
 
-curves = recorded("rope")["curves"]
+losses = recorded("rope")["losses"]
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def recorded(part: str) -> dict[str, Any] | None:
-    """The newest recorded result of a part of `benchmarks.gpu`, of any machine, or None."""
+    """The newest recorded result of a part of `benchmarks`, of any machine, or None.
+
+    `measured_on` in it names the machine and the day.
+    """
     runs = []
     for path in RESULTS.glob("*.json"):
         run = json.loads(path.read_text())
@@ -22,4 +25,5 @@ def recorded(part: str) -> dict[str, Any] | None:
     if not runs:
         return None
     newest = max(runs, key=lambda run: run["date"])  # as text, ISO dates are in order
-    return newest["parts"][part]
+    where = f"recorded on {newest['name']}, {newest['date']}"
+    return newest["parts"][part] | {"measured_on": where}

@@ -16,6 +16,7 @@ same account. `report.length_ladder` keeps what was found.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, dry_run
 
 LONGEST = 2**30  # tokens: beyond it indices of 32 bits end
+SHORT = 16  # tokens of the first step of a search
+FURTHEST = 8  # times the start: with few tokens the bytes hardly grow, and a line says nothing
+STRIDE = 0.02  # of the guess that a search makes from two short steps
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,13 @@ class Search:
         above = min(longer)
         if self.peaks[above] is None:  # it ran out of memory
             return self.tokens
-        share = (self.limit_bytes - self.peak_bytes) / (self.peaks[above] - self.peak_bytes)
-        return self.tokens + share * (above - self.tokens)
+        return _crossing(self.tokens, self.peak_bytes, above, self.peaks[above], self.limit_bytes)
+
+
+def _crossing(first: int, first_bytes: int, second: int, second_bytes: int, limit: int) -> float:
+    """Where the straight line through two lengths and their bytes meets the limit, in tokens."""
+    share = (limit - first_bytes) / (second_bytes - first_bytes)
+    return first + share * (second - first)
 
 
 # --- by arithmetic --------------------------------------------------------------------------------
@@ -103,6 +112,7 @@ def find_longest(
     limit_bytes: int,
     start: int,
     resolution: float = 0.01,
+    stride: float | None = None,
     most: int = LONGEST,
 ) -> Search:
     """Bisect for the longest sequence whose step stays within `limit_bytes`, from a guess `start`.
@@ -113,6 +123,8 @@ def find_longest(
             the first length would be judged without them.
         resolution: stop when the shortest length that failed is at most this part above the
             longest that passed.
+        stride: the part by which the first step goes away from the start; the next ones double it.
+            None takes the resolution, which is good where the start is a good guess.
         most: the longest length to try; where it fits, it is the result.
     Raises ValueError for a start outside 1 … `most`, a resolution outside (0, 1), and if nothing
     fits.
@@ -132,14 +144,23 @@ def find_longest(
             return False
         return peaks[tokens] <= limit_bytes
 
-    low, high = _bracket(fits, start=start, most=most, stride=resolution)
+    if stride is None:
+        stride = resolution
+    low, high = _bracket(fits, start=start, most=most, stride=stride)
     if low == 0:
         raise ValueError(
             f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})"
         )
-    # What is left between both is halved, until it is small enough or there is nothing between.
-    while high - low > max(1, resolution * low):
+    # Between both ends: a little below and a little above the place where a straight line between
+    # them meets the limit, and then the middle, until what is left is small enough.
+    for side in itertools.cycle((-1, 1, 0)):
+        if high - low <= max(1, resolution * low):
+            break
         middle = (low + high) // 2
+        if side != 0 and peaks.get(low) and peaks.get(high):
+            crossing = _crossing(low, peaks[low], high, peaks[high], limit_bytes)
+            middle = round(crossing * (1 + side * resolution / 3))
+            middle = min(max(middle, low + 1), high - 1)
         if fits(middle):
             low = middle
         else:
@@ -197,16 +218,21 @@ def peak_of(
 def search(
     arrange: Callable[[], tuple[Callable, Callable]],
     *,
-    expected: int,
+    start: int,
     limit_bytes: int,
+    resolution: float = 0.01,
     also: Iterable[int] = (),
 ) -> Search:
     """`find_longest` for a training step: real steps on a GPU, dry ones on a CPU.
 
+    `Search.crossing` lies on the line between two lengths that are 1 % apart at most, so it is far
+    more exact than they are. The search knows no prediction. Its first guess is where the line
+    through the bytes of a short step and of one of `start` tokens meets the limit.
+
     Args:
         arrange: builds model and optimizer and returns (step, clear) of `peak_of`; called inside
             the dry run.
-        expected: the length to start from.
+        start: a length that fits, such as the longest of the recipe before.
         also: lengths whose peaks are wanted beside those that the search tries.
     """
     surroundings = contextlib.nullcontext()
@@ -214,9 +240,17 @@ def search(
         surroundings = dry_run()
     with surroundings:
         step, clear = arrange()
-        step(16)  # makes the optimizer's states
+        step(SHORT)  # makes the optimizer's states
         peak = peak_of(step, clear)
-        found = find_longest(peak, limit_bytes=limit_bytes, start=expected)
+        short_bytes = peak(SHORT)
+        start_bytes = peak(start)
+        guess = start
+        if start_bytes > short_bytes:
+            guess = round(_crossing(SHORT, short_bytes, start, start_bytes, limit_bytes))
+            guess = min(guess, FURTHEST * start)
+        found = find_longest(
+            peak, limit_bytes=limit_bytes, start=guess, resolution=resolution, stride=STRIDE
+        )
         for tokens in also:
             found.peaks[tokens] = peak(tokens)
     return found

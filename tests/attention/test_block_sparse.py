@@ -19,6 +19,7 @@ from recipes_lib.attention.block_sparse import (
     predicted_share_of_pairs,
 )
 from recipes_lib.attention.block_sparse_cpu import kernel_calls
+from recipes_lib.core import compiled_flex
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from tests.conftest import assert_same_gradients, gradients, make_batch
@@ -508,21 +509,15 @@ def test_bad_input():
 )
 def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
     """FlexAttention runs on a CPU, forward and not compiled: its values, and the tiles it skips."""
-    compiled = torch.compile
-    create = block_sparse.create_block_mask
+    create = compiled_flex.create_block_mask
     masks = []
-
-    def not_compiled(function, **options):
-        if options:  # FlexAttention compiles something itself, with options
-            return compiled(function, **options)
-        return function
 
     def create_and_keep(*args, **options):
         masks.append(create(*args, **options))
         return masks[-1]
 
-    monkeypatch.setattr(torch, "compile", not_compiled)
-    monkeypatch.setattr(block_sparse, "create_block_mask", create_and_keep)
+    monkeypatch.setattr(compiled_flex, "_compiled", lambda function, backend: function)
+    monkeypatch.setattr(compiled_flex, "create_block_mask", create_and_keep)
     q, k, v = (x.detach() for x in make_qkv(300))
     ids = make_documents(documents, 300)
     got = block_sparse._flex(q, k, v, ids, 0.4, Pattern(**pattern))

@@ -145,6 +145,32 @@ def test_sizes_follow_fast_and_the_tier(monkeypatch):
         assert str(sizes).splitlines() == [f"tier    {tier}", f"batch   {number}", "tokens  1,024"]
 
 
+def test_a_gpu_that_is_too_small_says_so(monkeypatch):
+    """The mistake: a card of 8 GB takes the sizes of a T4, and runs out in the first row."""
+    monkeypatch.setenv("RECIPES_FAST", "0")
+    monkeypatch.delenv("RECIPES_TIER", raising=False)
+    small = replace(machine(), device="cuda", name="RTX 4060", memory_bytes=8 * 2**30, tier="gpu16")
+    monkeypatch.setattr(module, "machine", lambda: small)
+    with pytest.raises(ValueError, match=r"RTX 4060 has 8\.0 GiB.*RECIPES_TIER=cpu"):
+        choose_sizes(**SIZES)
+    monkeypatch.setenv("RECIPES_TIER", "gpu16")
+    assert choose_sizes(**SIZES).tier == "gpu16"
+    t4 = replace(small, memory_bytes=15_642_329_088)
+    monkeypatch.delenv("RECIPES_TIER")
+    monkeypatch.setattr(module, "machine", lambda: t4)
+    assert choose_sizes(**SIZES).tier == "gpu16"
+
+
+def test_a_driver_whose_card_torch_does_not_see(fresh, tmp_path):
+    """The mistake: a PyTorch for a newer driver, and the whole notebook runs on the CPU."""
+    fresh.delenv("RECIPES_TIER", raising=False)
+    fresh.setattr(torch.cuda, "is_available", lambda: False)
+    fresh.setattr(module, "NVIDIA_DRIVER", tmp_path)
+    fresh.setattr(torch.version, "cuda", "13.0")
+    with pytest.warns(UserWarning, match=r"sees no GPU.*CUDA 13\.0"):
+        assert machine().tier == "cpu"
+
+
 def test_every_tier_names_the_same_sizes():
     """The mistake: a notebook that nobody runs on a T4 lacks a size there."""
     with pytest.raises(ValueError, match="gpu16 and cpu do not both have batch"):

@@ -243,6 +243,13 @@ def test_too_little_host_memory(monkeypatch, llama):
         offload_optimizer(llama, lr=1e-3, allow_cpu=True)
 
 
+def test_a_container_has_less_than_its_host(monkeypatch, llama):
+    """The mistake: the host's free memory. The container is killed while the states are made."""
+    monkeypatch.setattr("recipes_lib.core.machine._free_in_container", lambda: host_bytes(llama))
+    with pytest.raises(ValueError, match="bytes of host memory are needed"):
+        offload_optimizer(llama, lr=1e-3, allow_cpu=True)
+
+
 # --- what it saves --------------------------------------------------------------------------------
 
 

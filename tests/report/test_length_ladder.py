@@ -9,19 +9,20 @@ from recipes_lib.report.length_ladder import LengthLadder
 
 @pytest.fixture
 def ladder(tmp_path):
-    ladder = LengthLadder("lengths", folder=tmp_path)
+    ladder = LengthLadder("lengths", timed_at=64, folder=tmp_path)
     plain = {"tokens": 100, "crossing": 100, "peak_bytes": 2**20}
     ladder.add("plain", **plain, predicted=105, loss=3.0)
     better = {"tokens": 2000, "crossing": 2000, "peak_bytes": 2**20}
-    ladder.add("better", **better, predicted=1900, loss=3.00001)
+    ladder.add("better", **better, predicted=1900, loss=3.00001, least_seconds=7200)
     return ladder
 
 
 def test_table_compares_lengths_and_times(ladder):
-    assert ladder.table()[2][6] == "", "nothing is timed yet"
+    assert ladder.table()[2][7] == "", "nothing is timed yet"
     ladder.retime("plain", 2.0)
     ladder.retime("better", 3.0)
-    expected = ["better", "1,900", "2,000", "-5.0%", "20.00", "20.0", "1.50×", "3.00001"]
+    expected = ["better", "1,900", "2,000", "-5.0%", "20.00", "20.0", "2.0 h"]
+    expected += ["1.50×", "3.00001"]
     assert ladder.table()[2] == expected
     assert ladder.table()[1][4:6] == ["", "1.0"]
 
@@ -44,7 +45,7 @@ def test_gain_and_line(ladder):
 def test_rows_are_shown_and_kept(ladder):
     saved = json.loads(ladder.path.read_text())["rows"]
     assert [row["tokens"] for row in saved] == [100, 2000]
-    assert "longest found" in str(ladder)
+    assert "loss at 64" in str(ladder)
     assert "<td>better</td>" in ladder._repr_html_()
     assert [bar.get_width() for bar in ladder.chart().axes[0].patches] == [100, 2000]
 

@@ -39,11 +39,22 @@ def test_change_chart_draws_a_point_with_its_interval_per_run():
 
 
 def test_position_chart_puts_each_loss_into_the_middle_of_its_window():
-    figure = position_chart({"plain": [3.0, 4.0]}, window=512, trained=512, title="texts")
+    figure = position_chart({"plain": [[3.0, 4.0]]}, window=512, trained=512, title="texts")
     assert figure.axes[0].lines[0].get_xdata().tolist() == [256, 768]
     assert "measured" not in "".join(text.get_text() for text in figure.texts), (
         "recorded losses are not those of this machine"
     )
+
+
+def test_position_chart_compares_each_text_with_itself():
+    """Catches a band of the losses, which texts widen, in place of one of the differences."""
+    losses = {"none": [[3.0, 3.5], [5.0, 5.0]], "yarn": [[3.1, 3.25], [5.3, 4.5]]}
+    above, below = position_chart(losses, window=64, trained=64, title="texts").axes
+    assert above.lines[1].get_ydata().tolist() == pytest.approx([4.2, 3.875])
+    assert below.lines[1].get_ydata().tolist() == pytest.approx([0.2, -0.375])
+    _, band = below.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx((-0.5, 0.3))
 
 
 def test_nothing_to_draw():

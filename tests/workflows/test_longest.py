@@ -198,8 +198,8 @@ def test_a_search_without_a_gpu_is_dry_and_finds_what_fits():
     with dry_run():
         step, clear = plain_training("tiny-llama", layers=1)
         # Less than what one more token takes: the ids of an earlier step may still be alive.
-        limit = longest.peak_of(step, clear)(200) + 1000
-    found = longest.search(arrange, expected=200, limit_bytes=limit, also=[64])
+        limit = longest.peak_of(step, clear)(200) + 3000
+    found = longest.search(arrange, start=200, limit_bytes=limit, also=[64])
     assert all(seen)
     assert not dry()
     assert found.tokens == 200

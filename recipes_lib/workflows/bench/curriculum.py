@@ -56,7 +56,7 @@ def compare_at_equal_compute(
                 tokens,
                 stages=stages,
                 tokens_per_step=full_length,
-                steps=_steps_at_equal_compute(model, stages, steps, full_length=full_length),
+                steps=steps_at_equal_compute(model, stages, steps, full_length=full_length),
                 learning_rate=learning_rate,
                 seed=seed,
             )
@@ -67,8 +67,11 @@ def compare_at_equal_compute(
     return reached
 
 
-def _steps_at_equal_compute(model: Any, stages: Stages, steps: int, *, full_length: int) -> int:
-    """How many steps of the schedule cost what `steps` at the full length cost."""
+def steps_at_equal_compute(model: Any, stages: Stages, steps: int, *, full_length: int) -> int:
+    """How many steps of the schedule cost what `steps` at the full length cost.
+
+    Every step has the same number of tokens.
+    """
     full = flops_per_token(model, seq_len=full_length)
     longest, _ = stages[-1]
     # The share refers to the schedule's own longest rows, which may be shorter than the full ones.

@@ -18,6 +18,7 @@ from recipes_lib.core.chat import Row
 from recipes_lib.core.data import collate
 from recipes_lib.core.machine import machine, require, synchronize
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.fine_tuning.adapter_files import without_hub_warnings
 from recipes_lib.training.sequence_packing import collate_packed
 from recipes_lib.workflows.finetune.export import sft_arguments, trainer_arguments
 from recipes_lib.workflows.finetune.loop import (
@@ -135,7 +136,8 @@ def _train(
     steps: list[Step] = []
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_clock(steps, tokens, turn))
-    trainer.train()
+    with without_hub_warnings():  # a Trainer saves, too
+        trainer.train()
     return steps
 
 

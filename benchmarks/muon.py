@@ -1,0 +1,181 @@
+"""Muon beside AdamW: every weight of SmolLM2 fine-tuned on the same rows, several seeds.
+
+python -m benchmarks.muon --minutes 40
+
+Each optimizer gets the same learning rates, as `muon_adamw` scales its steps like those of AdamW.
+All runs begin with the pretrained weights; a seed decides which rows come, and in which order. The
+rate warms up in a tenth of the steps and falls to zero. Losses are of the same held-out rows, in
+nats per target.
+
+A run is `seconds` per step, too, but nothing here takes turns: compare them only roughly.
+`runs/muon.json` is written after each run, and a study that was cut goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import write_whole
+from recipes_lib.core.chat import Row
+from recipes_lib.core.data import collate, load_instructions
+from recipes_lib.core.default_model import model_source
+from recipes_lib.core.machine import provenance, runs_dir, seed_everything
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.row_order import rows_of_step
+from recipes_lib.core.sizes import state_bytes
+from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
+from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.training.muon import muon_adamw
+
+FILE = "muon.json"
+OPTIMIZERS = ("AdamW", "Muon")
+DECAY = 0.01  # of the weights, in both
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, and how much of it."""
+
+    seeds: int = 3
+    steps: int = 10
+    rows: int = 4  # of a step
+    tokens: int = 128  # of a row at most
+    held_out: int = 48  # rows
+    rates: tuple[float, ...] = (2e-4, 6e-4)
+
+
+def compare(
+    study: Study, *, minutes: float | None = None, done: Sequence[dict[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """The study so far, after each run. No run begins once the minutes are over.
+
+    Args:
+        done: runs of an earlier call with the same settings, which are taken over.
+    """
+    known = {(run["optimizer"], run["lr"], run["seed"]): run for run in done}
+    tokenizer = load_tokenizer()
+    rows = list(load_instructions(tokenizer, max_tokens=study.tokens, limit=1000))
+    held_out = list(
+        load_instructions(
+            tokenizer, split="validation", max_tokens=study.tokens, limit=study.held_out
+        )
+    )
+    pad = tokenizer.pad_token_id
+    started = time.perf_counter()
+    content: dict[str, Any] = {
+        "settings": asdict(study),
+        "source": model_source(),
+        "before": held_out_losses(load_model(), held_out, pad_token_id=pad).mean,
+        "runs": [],
+    }
+    for seed, rate, name in itertools.product(range(study.seeds), study.rates, OPTIMIZERS):
+        if (name, rate, seed) in known:
+            content["runs"].append(known[name, rate, seed])
+            yield content
+            continue
+        if minutes is not None and time.perf_counter() - started > 60 * minutes:
+            return
+        result = train(name, rows, held_out, rate=rate, seed=seed, study=study, pad_token_id=pad)
+        content["runs"].append({"optimizer": name, "lr": rate, "seed": seed} | result)
+        yield content
+
+
+def train(
+    name: str,
+    rows: Sequence[Row],
+    held_out: Sequence[Row],
+    *,
+    rate: float,
+    seed: int,
+    study: Study,
+    pad_token_id: int,
+) -> dict[str, Any]:
+    """One run: the held-out loss at its end, seconds per step, bytes of the optimizer's states."""
+    seed_everything(seed)
+    model = load_model().train()
+    if name == "Muon":
+        optimizer = muon_adamw(model, lr=rate, weight_decay=DECAY, betas=(0.9, 0.999))
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=DECAY, fused=True)
+    warmup = max(1, study.steps // 10)
+
+    def share(step: int) -> float:
+        """Of the learning rate: it rises, and falls to zero."""
+        return min((step + 1) / warmup, (study.steps - step) / (study.steps - warmup + 1))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    seconds = []
+    for step in range(study.steps):
+        start = time.perf_counter()
+        chosen = rows_of_step(step, rows=len(rows), rows_per_step=study.rows, seed=seed)
+        batch = collate(
+            [rows[number] for number in chosen],
+            pad_token_id=pad_token_id,
+            device=str(model.device),
+        )
+        accumulate_gradients(model, [batch], loss_sum=completion_only_loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "loss": held_out_losses(model, held_out, pad_token_id=pad_token_id).mean,
+        "seconds": statistics.median(seconds),
+        "state_bytes": state_bytes(optimizer),
+    }
+
+
+def runs_of(path: Path, study: Study) -> list[dict[str, Any]]:
+    """The runs that a file holds, if they were made with these settings; rates may be others."""
+    if not path.exists():
+        return []
+    older = json.loads(path.read_text())
+    if older["settings"] | {"rates": None} != asdict(study) | {"rates": None}:
+        return []
+    return older["runs"]
+
+
+def summary(content: dict[str, Any]) -> str:
+    """One line per optimizer and rate: the losses of its seeds."""
+    lines = [f"before: {content['before']:.3f}"]
+    losses: dict[tuple[str, float], list[float]] = {}
+    for run in content["runs"]:
+        losses.setdefault((run["optimizer"], run["lr"]), []).append(run["loss"])
+    for (name, rate), values in sorted(losses.items()):
+        words = " ".join(f"{loss:.3f}" for loss in values)
+        lines.append(f"{name:<6} {rate:.0e}: {words}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the study, and write the file after each run."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, help="after which no run begins")
+    for name in ("seeds", "steps", "rows", "tokens", "held_out"):
+        default = getattr(Study, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--rates", type=float, nargs="+", default=list(Study.rates))
+    given = vars(parser.parse_args())
+    minutes = given.pop("minutes")
+    study = Study(**given | {"rates": tuple(given["rates"])})
+    path = runs_dir() / FILE
+    for content in compare(study, minutes=minutes, done=runs_of(path, study)):
+        write_whole(path, provenance() | content)
+        print(summary(content), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

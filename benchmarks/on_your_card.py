@@ -1,0 +1,151 @@
+"""What each notebook is predicted to need on each kind of GPU: docs/on-your-card.md.
+
+python -m benchmarks.on_your_card
+
+Arithmetic only. The sizes are those of the notebooks: the cell that holds them is run here, and
+what it would give to a machine is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.machine import GIB, Sizes
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "on-your-card.md"
+# The smallest card of each tier, with the bytes that PyTorch says it has.
+CARDS = {"gpu16": ("T4", 14.6), "gpu24": ("L4, A10G", 22.0), "gpu80": ("A100, H100", 79.1)}
+# Of a card: the rest is for its context, and for gaps between tensors of many sizes.
+USABLE = 0.88
+
+
+class Need(NamedTuple):
+    """What a notebook needs on a card, at its highest row."""
+
+    notebook: str
+    row: str
+    gib: float
+
+
+def sizes_of(notebook: str) -> dict[str, Sizes]:
+    """The sizes of a notebook for each tier, from the cell of its source that holds them."""
+    (source,) = (ROOT / "notebooks" / "source").glob(f"{notebook}_*.py")
+    cells = re.split(r"^# %%.*$", source.read_text(encoding="utf-8"), flags=re.M)
+    (cell,) = (each for each in cells if "choose_sizes(\n" in each or "= choose_sizes(c" in each)
+    found: dict[str, Any] = {}
+
+    def keep(**tiers: dict[str, Any]) -> None:
+        found.update(tiers)
+
+    names = {"choose_sizes": keep, "GIB": GIB, "torch": torch}
+    exec(compile(cell, str(source), "exec"), names)
+    return {tier: Sizes(tier=tier, **found[tier]) for tier in CARDS}
+
+
+# --- one function per notebook: its highest row ---------------------------------------------------
+
+
+def training_step(sizes: Sizes) -> tuple[str, float]:
+    """Notebook 01: every weight in fp32, in one batch or accumulated."""
+    model = model_of_shape(sizes.shape, layers=sizes.layers, device="meta")
+    whole = Shape(batch=sizes.rows, seq=sizes.tokens)
+    parts = Shape(batch=sizes.rows, seq=sizes.tokens, micro_batches=2)
+    baseline = budget_of(model, whole)
+    accumulated = estimate_gradient_accumulation(baseline, model, parts)
+    peak = max(baseline.peak, accumulated.peak)
+    blocks = model.config.num_hidden_layers
+    return f"full fine-tuning in fp32 of {sizes.shape}, {blocks} blocks", peak / GIB
+
+
+def writing(sizes: Sizes) -> tuple[str, float]:
+    """Notebook 03: the wider model in fp32, before its weights get fewer bits."""
+    model = model_of_shape(sizes.shape, layers=sizes.wide_layers, device="meta")
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return f"{sizes.shape}, {sizes.wide_layers} blocks, fp32, writing text", size / GIB
+
+
+def long_texts(sizes: Sizes) -> tuple[str, float]:
+    """Notebook 04 searches below a limit of its own."""
+    return f"the longest text on which {sizes.shape} trains", sizes.limit / GIB
+
+
+def fine_tuning(sizes: Sizes) -> tuple[str, float]:
+    """Notebook 05: full fine-tuning of SmolLM2 on three rows."""
+    model = model_of_shape("smollm2-135m", device="meta")
+    shape = Shape(batch=3, seq=192)
+    return "full fine-tuning of SmolLM2 in fp32", budget_of(model, shape).peak / GIB
+
+
+NOTEBOOKS: dict[str, Callable[[Sizes], tuple[str, float]]] = {
+    "01": training_step,
+    "03": writing,
+    "04": long_texts,
+    "05": fine_tuning,
+}
+
+
+def needs(tier: str) -> list[Need]:
+    """What each notebook needs on a tier. 02 and 06 run on the CPU of a machine with one GPU."""
+    found = []
+    for notebook, highest in NOTEBOOKS.items():
+        row, gib = highest(sizes_of(notebook)[tier])
+        found.append(Need(notebook, row, gib))
+    return found
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+TOP = """\
+# On your card
+
+No GPU has run these notebooks yet: all numbers of this page are predictions, by the arithmetic that the notebooks explain. On a CPU they are within a few percent of what is measured.
+
+A notebook takes its sizes from the *tier* of the machine, which it reads from the memory of the first GPU. Cards below 14 GiB get a sentence that says so, and the sizes of a CPU with `RECIPES_TIER=cpu`. Notebooks 02 and 06 run on the CPU of a machine with one GPU.
+"""  # noqa: E501
+BOTTOM = """\
+## What you can do when memory runs out
+
+Other programs on the card count: `nvidia-smi` lists them. Restart the kernel, because a notebook that has failed keeps its tensors. `RECIPES_TIER=gpu16` takes the sizes of a T4 on any card. Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before Python starts, if the error says that much is reserved but unallocated.
+
+## Send us what you measure
+
+`make gpu` measures every recipe on your card ([how](gpu.md)) and writes one file into `benchmarks/results`. Open a pull request with this file, and the tables of this project show it, with your card's name.
+"""  # noqa: E501
+
+
+def page() -> str:
+    """The text of docs/on-your-card.md."""
+    parts = [TOP]
+    for tier, (cards, gib) in CARDS.items():
+        lines = [
+            f"## {cards}: `{tier}`",
+            "",
+            f"{gib} GiB, of which the sizes count on {USABLE * gib:.1f}.",
+            "",
+            "| notebook | highest row | predicted peak |",
+            "|---|---|---|",
+        ]
+        for need in needs(tier):
+            lines.append(f"| {need.notebook} | {need.row} | {need.gib:.1f} GiB |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join([*parts, BOTTOM])
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

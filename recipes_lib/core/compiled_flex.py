@@ -1,0 +1,50 @@
+"""FlexAttention, compiled or not at all. Uncompiled it makes all S x S scores, and says nothing.
+
+    mask = compiled_block_mask(reads, None, None, length, length, device=q.device)
+    out = compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+PyTorch compiles it once per mask. After eight masks in a process it gives up, and runs the plain
+code from then on: a text that fitted before runs out of memory. `fullgraph=True` makes that an
+error, and the limit here is higher.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+LIMIT = 128  # masks in a process
+BACKEND = "inductor"
+
+
+def compiled_block_mask(*args: Any, **options: Any) -> Any:
+    """What `create_block_mask` makes, without a tensor [S, S] on the way."""
+    return _run_compiled(create_block_mask, *args, **options)
+
+
+def compiled_flex_attention(*args: Any, **options: Any) -> torch.Tensor:
+    """What `flex_attention` computes, as one kernel. Raises RuntimeError beyond `LIMIT` masks."""
+    return _run_compiled(flex_attention, *args, **options)
+
+
+@functools.lru_cache
+def _compiled(function: Callable, backend: str) -> Callable:
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def _run_compiled(function: Callable, *args: Any, **options: Any) -> Any:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    limits = {"recompile_limit": LIMIT, "accumulated_recompile_limit": 2 * LIMIT}
+    with torch._dynamo.config.patch(limits):
+        try:
+            return _compiled(function, BACKEND)(*args, **options)
+        except FailOnRecompileLimitHit as error:
+            raise RuntimeError(
+                f"{function.__name__} was compiled for {LIMIT} masks or shapes in this process: "
+                f"call torch.compiler.reset(), which forgets them all"
+            ) from error

@@ -1,0 +1,48 @@
+"""FlexAttention never runs uncompiled."""
+
+import pytest
+import torch
+
+from recipes_lib.core import compiled_flex
+from recipes_lib.core.compiled_flex import compiled_block_mask, compiled_flex_attention
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Traced as for a kernel, and run as it is. What other tests compiled is forgotten."""
+    monkeypatch.setattr(compiled_flex, "BACKEND", "eager")
+    torch.compiler.reset()
+    yield monkeypatch
+    torch.compiler.reset()
+
+
+def attend(window, q):
+    def reads(batch, head, query, key):
+        return (key <= query) & (key > query - window)
+
+    # Code of its own, as another pattern has it. Only numbers differ between two windows, and for
+    # those one graph serves.
+    reads.__code__ = reads.__code__.replace(co_name=f"reads_{window}")
+    mask = compiled_block_mask(reads, None, None, len(q[0, 0]), len(q[0, 0]), device="cpu")
+    return compiled_flex_attention(q, q, q, block_mask=mask)
+
+
+def expected(window, q):
+    length = q.shape[2]
+    near = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=near)
+
+
+def test_more_masks_than_pytorch_allows_by_itself(quickly):
+    """The mistake: the ninth mask runs uncompiled, in the memory of all S x S scores."""
+    q = torch.randn(1, 2, 128, 16)
+    for window in range(3, 13):
+        torch.testing.assert_close(attend(window, q), expected(window, q), atol=1e-5, rtol=1e-4)
+
+
+def test_too_many_masks_are_an_error(quickly):
+    quickly.setattr(compiled_flex, "LIMIT", 2)
+    q = torch.randn(1, 2, 128, 16)
+    with pytest.raises(RuntimeError, match=r"compiled for 2 masks.*torch.compiler.reset"):
+        for window in range(3, 9):
+            attend(window, q)

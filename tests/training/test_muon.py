@@ -1,0 +1,273 @@
+"""Muon follows torch.optim.Muon, trains the right parameters, and keeps half of the states."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.sizes import state_bytes
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.training.muon import (
+    MuonAdamW,
+    estimate_muon,
+    muon_adamw,
+    orthogonalized,
+    predicted_state_bytes,
+    predicted_step_bytes,
+    split_for_muon,
+)
+from tests.small_models import small_model
+
+SHAPES = [(48, 16), (16, 48), (32, 32), (1, 8)]
+MUON = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def group_of(parameters, **options):
+    given = {"kind": "matrices", "lr": 0.02, "steps": 5} | MUON | options
+    return {"params": parameters} | given
+
+
+def train(model, optimizer, batch, steps):
+    """The loss after `steps` steps on one batch."""
+    for _ in range(steps):
+        model(**batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model(**batch, use_cache=False).loss.item()
+
+
+def names_of(model, parameters):
+    ids = {id(parameter) for parameter in parameters}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+# --- the idea -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(256, 64), (64, 256), (128, 128)])
+def test_singular_values_come_near_to_one(shape):
+    """The singular vectors stay. Of five steps no value ends outside of the known band."""
+    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    spread = torch.logspace(0, -1.5, min(shape))  # the largest is 32 times the smallest
+    got = orthogonalized(u * spread @ v).float()
+    values = torch.linalg.svdvals(got)
+    assert values.min() > 0.65 and values.max() < 1.25
+    inside = u.T @ got @ v.T
+    torch.testing.assert_close(inside, inside.diagonal().diag(), rtol=0, atol=0.03)
+
+
+def test_a_matrix_of_zeros_stays():
+    """The mistake: a division by its norm."""
+    assert torch.equal(orthogonalized(torch.zeros(4, 3)), torch.zeros(4, 3).bfloat16())
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_equals_torch(adjust_lr_fn, nesterov, weight_decay):
+    """To the last bit, on tall, wide and square matrices, over several steps.
+
+    The decay is strong, so that one after the step instead of before would show.
+    """
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    theirs = copy.deepcopy(ours)
+    options = {
+        "adjust_lr_fn": adjust_lr_fn,
+        "nesterov": nesterov,
+        "weight_decay": weight_decay,
+        "momentum": 0.9,
+    }
+    optimizer = MuonAdamW([group_of(ours, **options)])
+    reference = torch.optim.Muon(theirs, lr=0.02, **options)
+    for _ in range(6):
+        for own, other in zip(ours, theirs):
+            own.grad = torch.randn(own.shape)
+            other.grad = own.grad.clone()
+        optimizer.step()
+        reference.step()
+    for own, other in zip(ours, theirs):
+        assert torch.equal(own, other)
+
+
+def test_trains_a_model_as_the_two_of_torch(llama, batch):
+    """The mistake: a parameter that neither of the two trains, or both."""
+    reference = copy.deepcopy(llama)
+    split = split_for_muon(reference)
+    muon = torch.optim.Muon(split.matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    rest = torch.optim.AdamW(split.rest, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = muon_adamw(llama, lr=1e-3, rest_lr=2e-3)
+    for _ in range(4):
+        train(llama, optimizer, batch, 1)
+        reference(**batch, use_cache=False).loss.backward()
+        for each in (muon, rest):
+            each.step()
+            each.zero_grad()
+    for own, other in zip(llama.parameters(), reference.parameters()):
+        assert torch.equal(own, other)
+
+
+def test_the_loss_falls(llama, batch):
+    start = train(llama, None, batch, 0)
+    assert train(llama, muon_adamw(llama, lr=3e-3), batch, 30) < 0.5 * start
+
+
+def test_resumes_exactly(llama, batch):
+    optimizer = muon_adamw(llama, lr=1e-3)
+    train(llama, optimizer, batch, 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = copy.deepcopy(llama)
+    other = muon_adamw(resumed, lr=1.0, momentum=0.5)
+    other.load_state_dict(torch.load(file))
+    assert train(resumed, other, batch, 2) == train(llama, optimizer, batch, 2)
+    for ours, theirs in zip(llama.parameters(), resumed.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_schedules_and_closures(llama, batch):
+    """A learning rate of 0 changes nothing, in both groups."""
+    optimizer = muon_adamw(llama, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = llama(**batch, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    schedule.step()
+    before = copy.deepcopy(llama.state_dict())
+    assert optimizer.step(closure).item() < first
+    assert all(torch.equal(before[name], value) for name, value in llama.state_dict().items())
+
+
+# --- which parameters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_split_of_a_llama(tied):
+    model = small_model("Llama", tie_word_embeddings=tied, attention_bias=True)
+    split = split_for_muon(model)
+    expected = {name for name, _ in model.named_parameters() if "_proj.weight" in name}
+    assert len(expected) == 2 * 7
+    assert names_of(model, split.matrices) == expected
+    assert len(split.matrices) + len(split.rest) == len(list(model.parameters()))
+
+
+def test_split_of_gpt2():
+    """Its Conv1D counts as a linear layer; the embedding of positions is a matrix of the rest."""
+    model = model_of_shape("tiny-gpt2", device="cpu")
+    matrices = names_of(model, split_for_muon(model).matrices)
+    assert {name.split(".", 3)[3] for name in matrices} == {
+        "attn.c_attn.weight",
+        "attn.c_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    }
+    with pytest.raises(ValueError, match=r"Conv1D are \[inputs, outputs\]"):
+        muon_adamw(model, lr=1e-3, adjust_lr_fn="original")
+
+
+def test_frozen_parameters_are_left_out(llama):
+    llama.requires_grad_(False)
+    layer = llama.model.layers[0].mlp.up_proj
+    layer.weight.requires_grad_(True)
+    split = split_for_muon(llama)
+    assert split.matrices[0] is layer.weight and len(split.matrices) == 1
+    assert split.rest == []
+    assert len(muon_adamw(llama, lr=1e-3).param_groups) == 1
+
+
+def test_without_matrices(llama):
+    with pytest.raises(ValueError, match=r"no trainable matrix.*LoRA's are left to AdamW"):
+        muon_adamw(apply_lora(copy.deepcopy(llama), rank=4), lr=1e-3)
+    llama.model.layers.requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable matrix"):
+        split_for_muon(llama)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        split_for_muon(llama.requires_grad_(False))
+    with pytest.raises(ValueError, match="is no Hugging Face model"):
+        split_for_muon(torch.nn.Linear(2, 2))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [Shape(4, 64), Shape(1, 2)])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+def test_memory_as_estimated(name, shape):
+    """Of many tokens the activations are the peak, of two the step."""
+    model = model_of_shape(name, layers=4, device="cpu")
+    optimizer = muon_adamw(model, lr=1e-3)
+    ids = torch.randint(0, 128, (shape.batch, shape.seq))
+
+    def step():
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = estimate_muon(budget_of(model, shape), model, shape)
+    assert plan.peak == pytest.approx(measure(step, repeats=0).peak_bytes, rel=0.02)
+    assert state_bytes(optimizer) == plan.states == predicted_state_bytes(model)
+    assert plan.states < 8 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_step_needs_what_its_largest_matrix_needs():
+    model = small_model("Llama", num_hidden_layers=1, hidden_size=256, intermediate_size=1024)
+    optimizer = muon_adamw(model, lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    with PeakMemory() as memory:
+        before = memory.current
+        optimizer.step()
+    assert predicted_step_bytes(model) == 8 * 256 * 1024 + 4 * 256**2
+    assert memory.peak - before == pytest.approx(predicted_step_bytes(model), rel=0.01)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1"),
+        ({"momentum": 1.0}, r"momentum=1\.0"),
+        ({"nesterov": "no"}, "nesterov='no'"),
+        ({"steps": 0}, "steps=0"),
+        ({"adjust_lr_fn": "none"}, "adjust_lr_fn='none': choose one of match_rms_adamw"),
+        ({"betas": (0.9, 1.0)}, r"beta2=1\.0"),
+        ({"rest_lr": float("nan")}, "lr=nan"),
+    ],
+)
+def test_bad_options(llama, options, message):
+    with pytest.raises(ValueError, match=message):
+        muon_adamw(llama, **{"lr": 1e-3} | options)
+
+
+def test_bad_parameters(llama):
+    with pytest.raises(ValueError, match=r"model\.float\(\)"):
+        muon_adamw(copy.deepcopy(llama).bfloat16(), lr=1e-3)
+    optimizer = muon_adamw(llama, lr=1e-3)
+    vector = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \[3\].*kind 'rest'"):
+        optimizer.add_param_group(group_of([vector]))
+    with pytest.raises(ValueError, match="needs betas, eps, lr, weight_decay"):
+        optimizer.add_param_group({"params": [vector], "kind": "rest"})
+    with pytest.raises(ValueError, match="kind=None: choose one of matrices, rest"):
+        optimizer.add_param_group({"params": [vector]})
+    assert len(optimizer.param_groups) == 2
+    adamw = torch.optim.AdamW([vector])
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict(adamw.state_dict())
