@@ -407,7 +407,7 @@ for which, cost in beside.items():
 # %% [markdown]
 # The saving is memory; the time stays that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch's own `linear_cross_entropy` does the same, with the chunks of its default options, which are small and slow, or of 256 rows. The error is against fp64. (On a CPU the memory inside PyTorch's operator is not seen.)
 #
-# **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](05_fine_tuning_pretrained_models.ipynb) trains beside it). [Notebook 01](01_large_models_limited_hardware.ipynb) derives it.
+# **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it). [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) derives it.
 #
 # **What does it cost?** The model returns a loss and no logits.
 #
@@ -549,7 +549,7 @@ climb(
 )
 
 # %% [markdown]
-# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. Several GPUs share a text by ring attention, in [notebook 02](02_multi_gpu_training.ipynb).
+# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
 #
 # What do these recipes cost in time? Here all rows take turns, forward and backward, on the text that every row can do. One model exists at a time.
 

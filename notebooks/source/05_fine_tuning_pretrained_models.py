@@ -45,7 +45,7 @@
 # | 10 | the same run in production libraries | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
 # | 11 | other families: templates, context, experts, images | [chat.py](../recipes_lib/core/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
 #
-# [Notebook 01](01_large_models_limited_hardware.ipynb) explains how LoRA, four bits and 8-bit states save memory. Here the question is another one: does the model get better, and how do we know?
+# [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains how LoRA, four bits and 8-bit states save memory. Here the question is another one: does the model get better, and how do we know?
 #
 # ## Setup
 #
@@ -522,7 +522,7 @@ del model, optimizer, split
 #
 # ## 5. Accumulation, clipping and schedule
 #
-# [Notebook 01](01_large_models_limited_hardware.ipynb) shows why the loss of a batch in parts is divided by the targets of the *whole* batch. **Clipping and the schedule also belong to the whole:** once per optimizer step. Then the number of micro-batches changes nothing but rounding, although answers have unequal lengths.
+# [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows why the loss of a batch in parts is divided by the targets of the *whole* batch. **Clipping and the schedule also belong to the whole:** once per optimizer step. Then the number of micro-batches changes nothing but rounding, although answers have unequal lengths.
 
 # %%
 two_rows = replace(lora, steps=2, rows_per_step=2, micro_batch_size=2)
@@ -919,7 +919,7 @@ for row in tokenize_chat(qwen, chat):
 # %% [markdown]
 # The second row has the first answer without its thinking.
 #
-# **Its context is stretched by a factor in the configuration.** [Notebook 04](04_training_long_sequences.ipynb) compares the ways. One property matters for fine-tuning: what happens to short texts?
+# **Its context is stretched by a factor in the configuration.** [Notebook 04](../notebooks/04_training_long_sequences.ipynb) compares the ways. One property matters for fine-tuning: what happens to short texts?
 
 # %%
 from recipes_lib.architecture.rope import apply_rope_scaling

