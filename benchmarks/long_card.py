@@ -40,16 +40,20 @@ SHAPE = "llama-3.1-8b"
 TOKENS = 262_144
 TILE = 4096
 RANK = 16
+LEAST_BYTES = 4096  # of what goes to the host
 FEW = 3  # blocks of the dry step
 CARD = 22.35  # GiB that PyTorch sees of a 24 GB card
 
 
-def step_bytes(*, blocks: int, tokens: int, in_groups: bool, shape: str = SHAPE) -> int:
+def step_bytes(
+    *, blocks: int, tokens: int, in_groups: bool, in_flight: int, shape: str = SHAPE
+) -> int:
     """Bytes of a step's forward and backward beside weights and states, in bf16.
 
     Args:
         blocks: of the model; with their inputs away, the peak is that of one block.
         in_groups: let attention work on one group of heads after the other.
+        in_flight: as that of `offload_activations`, 0 or 1.
     """
     model = apply_lora(
         model_of_shape(shape, layers=blocks, dtype=torch.bfloat16, device="meta"), rank=RANK
@@ -67,7 +71,7 @@ def step_bytes(*, blocks: int, tokens: int, in_groups: bool, shape: str = SHAPE)
             apply_head_groups(twin)
         apply_activation_checkpointing(twin)
         ids = torch.zeros(1, tokens, dtype=torch.long)  # [B, S]
-        with PeakMemory() as memory, inputs_away(twin, least_bytes=4096):
+        with PeakMemory() as memory, inputs_away(twin, in_flight=in_flight):
             before = memory.current
             twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         return memory.peak - before
@@ -83,11 +87,11 @@ def fixed_bytes() -> int:
 
 
 @contextmanager
-def inputs_away(model: Any, *, least_bytes: int) -> Iterator[None]:
-    """As `offload_activations(..., in_flight=1)`, for tensors without data.
+def inputs_away(model: Any, *, in_flight: int) -> Iterator[None]:
+    """As `offload_activations(..., min_bytes=LEAST_BYTES)`, for tensors without data.
 
-    What the blocks save goes away; in backward one storage is on its way ahead. The last block's
-    stays, for backward needs it first.
+    What the blocks save goes away. In backward one storage comes ahead, unless `in_flight` is 0.
+    The last block's stays, for backward needs it first.
     """
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     blocks = decoder_blocks(model)
@@ -105,7 +109,7 @@ def inputs_away(model: Any, *, least_bytes: int) -> Iterator[None]:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | tuple[torch.Size, torch.dtype]:
         stays = not taking or tensor.untyped_storage()._cdata in weights
-        if stays or tensor.numel() * tensor.element_size() < least_bytes:
+        if stays or tensor.numel() * tensor.element_size() < LEAST_BYTES:
             return tensor.detach()
         away.append((tensor.shape, tensor.dtype))
         return away[-1]
@@ -116,7 +120,7 @@ def inputs_away(model: Any, *, least_bytes: int) -> Iterator[None]:
         shape, dtype = packed
         away.pop()
         ahead.clear()
-        if away:
+        if away and in_flight > 0:
             next_shape, next_dtype = away[-1]
             ahead.append(torch.empty(next_shape, dtype=next_dtype))
         return torch.empty(shape, dtype=dtype)
@@ -142,38 +146,49 @@ checkpointed, the inputs of the blocks on the host, 8-bit states. PyTorch sees {
 card. The context of CUDA and the gaps between tensors come on top of each peak.
 
 Forward and backward are a dry step of {few} blocks, whose tensors have no data. One block more
-changes it by {more:+.2%}, for the inputs of all but one block are away. Weights, gradients and
-states are arithmetic for all 32 blocks.
+changes it by {more:+.2%}, for the inputs of all but one block are away. The rest
+is weights, gradients and states of all 32 blocks, by arithmetic.
 
-| attention | forward and backward | weights, gradients, states | peak | beside {card} GiB |
-| :-- | --: | --: | --: | :-- |
+With "fetched ahead", the input of the next block comes while backward is in the one behind it.
+
+| attention | inputs of the blocks | forward and backward | the rest | peak | beside {card} GiB |
+| :-- | :-- | --: | --: | --: | :-- |
 """
 
 END = """
 Groups are one KV head with the query heads that read it:
-[head_groups.py](../recipes_lib/attention/head_groups.py).
+[head_groups.py](../recipes_lib/attention/head_groups.py). Not to fetch ahead is `in_flight=0` of
+[offload_activations](../recipes_lib/memory/activation_offload.py); backward then waits for each.
 """
+
+WAYS = {
+    ("all heads at once", "fetched ahead"): {"in_groups": False, "in_flight": 1},
+    ("in groups", "fetched ahead"): {"in_groups": True, "in_flight": 1},
+    ("in groups", "fetched when needed"): {"in_groups": True, "in_flight": 0},
+}
 
 
 def page() -> str:
     """The page: the step with all heads at once, and in groups."""
     fixed = fixed_bytes()
-    in_groups = step_bytes(blocks=FEW, tokens=TOKENS, in_groups=True)
-    one_more = step_bytes(blocks=FEW + 1, tokens=TOKENS, in_groups=True)
-    at_once = step_bytes(blocks=FEW, tokens=TOKENS, in_groups=False)
+    steps = {way: step_bytes(blocks=FEW, tokens=TOKENS, **how) for way, how in WAYS.items()}
+    last = list(WAYS)[-1]
+    one_more = step_bytes(blocks=FEW + 1, tokens=TOKENS, **WAYS[last])
     head = HEAD.format(
-        rank=RANK, tokens=TOKENS, tile=TILE, card=CARD, few=FEW, more=one_more / in_groups - 1
+        rank=RANK, tokens=TOKENS, tile=TILE, card=CARD, few=FEW, more=one_more / steps[last] - 1
     )
-    return head + row("all heads at once", at_once, fixed) + row("in groups", in_groups, fixed) + END
+    rows = [row(*way, step, fixed) for way, step in steps.items()]
+    return head + "".join(rows) + END
 
 
-def row(attention: str, step: int, fixed: int) -> str:
+def row(attention: str, inputs: str, step: int, fixed: int) -> str:
     """A row of the table; all bytes in GiB."""
     peak = (step + fixed) / GIB
     verdict = "too large"
     if peak < CARD:
         verdict = f"{CARD - peak:.1f} GiB are left"
-    return f"| {attention} | {step / GIB:.1f} | {fixed / GIB:.1f} | {peak:.1f} | {verdict} |\n"
+    numbers = f"{step / GIB:.1f} | {fixed / GIB:.1f} | {peak:.1f}"
+    return f"| {attention} | {inputs} | {numbers} | {verdict} |\n"
 
 
 def main() -> Path:

@@ -430,7 +430,7 @@ ladder.climb(
 )
 
 # %% [markdown]
-# **Why not more?** Most activations are gone: thirty inputs of 1.3 MiB are left, and what is outside of the blocks. So the second tower is the peak again. It is lower than with accumulation by one table, because no gradient of an earlier micro-batch waits. No recipe of Part A gets below it.
+# **Why not more?** Most activations are gone: thirty inputs of 0.95 MiB are left, and what is outside of the blocks. So the second tower is the peak again. It is lower than with accumulation by one table, because no gradient of an earlier micro-batch waits. No recipe of Part A gets below it.
 #
 # **How do I use it?** `TrainingArguments(gradient_checkpointing=True)`, or `model.gradient_checkpointing_enable()`. Newer versions of transformers also call it `activation_checkpointing`.
 #
@@ -819,7 +819,7 @@ ladder.climb(
 # 8 bits          4        4          2         10 bytes
 # ```
 #
-# **Guess first.** The averages are rounded after every step. The second one, of the squared gradient, is multiplied by 0.999 in a step. bf16 has about three digits. What happens to an average that should fall?
+# **Guess first.** The averages are rounded after every step. The second one, of the squared gradient, is multiplied by 0.999 in a step. bf16 has two to three digits. What happens to an average that should fall?
 
 # %%
 from recipes_lib.core.rounding import random_bits, stochastic_round
@@ -1092,7 +1092,7 @@ ladder.climb("QLoRA", with_qlora, predicted=qlora_plan, **checkpointed_rows)
 #
 # **How do I use it?** `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` in transformers, with a `LoraConfig`.
 #
-# **What does it cost?** The weights are rounded, and each product unpacks them again. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward pass in evaluation mode repacks the 4-bit weights for a kernel without a backward pass. From then on no gradient reaches the lower layers, and nothing says so. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
+# **What does it cost?** The weights are rounded, and each product unpacks them again. The row can still take less time than that of LoRA: where 16 bits are native, the four-bit layers multiply in 16 bits, and those of LoRA in 32. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward pass in evaluation mode repacks the 4-bit weights for a kernel without a backward pass. From then on no gradient reaches the lower layers, and nothing says so. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
 
 # %% [markdown]
 # The rows of Part B take their turns, each compared with the baseline.
@@ -1168,7 +1168,7 @@ for attempt in fitted.attempts:
 # | weights | QLoRA: four bits |
 # | gradients, states, embedding copies | adapters: hardly anything trains; their states take 8 bits |
 # | activations | checkpointing, in compiled blocks, in 16 bits |
-# | loss | a loss in chunks: output layer and loss for a few hundred tokens at a time |
+# | loss | chunked cross-entropy, the *loss in chunks*: output layer and loss for a few hundred tokens at a time |
 #
 # The last one is a recipe of [notebook 04](../notebooks/04_training_long_sequences.ipynb), where long texts need it. Accumulation would shrink the loss as well, but each micro-batch unpacks all four-bit weights again. The step in backward stays out: adapters have hardly any gradients to free.
 #
@@ -1366,7 +1366,7 @@ for name, run in {
 loss_chart(curves, title="All three learn")
 
 # %% [markdown]
-# All three learn. The combination begins and ends a little higher than the other two, in a tenth of the memory. Read the distances with care: this is one run of each, on a few held-out answers, with learning rates that were not tuned. With other pairs of text the order of the three may change. A curve can also rise between two points: a run of so few steps at a constant rate is noisy. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows how to compare two training runs with intervals and seeds.
+# All three learn. The combination begins and ends a little higher than the other two, in a tenth of the memory. Read the distances with care: this is one run of each, on a few held-out answers, with learning rates that were not tuned. With other pairs of text the order of the three may change. A curve can also rise between two points: a run of so few steps at a constant rate is noisy. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows how to compare two models with an interval, and the recorded run of recipe 7 in [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) compares two ways of training with three seeds.
 #
 # Before training only the combination differs from the other two, and the distance at step 0 is what its four bits cost. The note on SmolLM2's source above says how to read it: weights that come from a file of four-bit groups have paid a part of this price already.
 
@@ -1550,7 +1550,7 @@ print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
 #
 # **Measured here: two recipes that save less than one expects.** *Activation offloading* ends at the same peak as checkpointing, because both leave the tower of gradients as it is. *Mixed precision* saves no memory on a batch this small; its gain is time. Both stay in the ladder, so that you see it.
 #
-# A pair that does not go together: *step in backward* with accumulation, clipping or fp16. *8-bit states* with LoRA do work, as in the combination, but there is little left to save. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
+# **What goes together.** Recipes that remove different terms: see the table of *everything combined*. *8-bit states* go with LoRA, as there, but little is left to save. **What does not.** *Step in backward* with accumulation, clipping or fp16. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
 #
 # ## Exercises
 #

@@ -83,7 +83,7 @@ print(machine())
 torch.set_num_threads(1)
 
 # %% [markdown]
-# A training on many GPUs is many copies of one program, one process for each GPU. Such a process is called a *rank*, and the number of ranks N is the *world size*. Ranks exchange tensors by *collectives*, calls that all of them make together. On GPUs the library for that is NCCL, on CPUs it is gloo. The programs are the same. So with four GPUs or more the ranks below run on GPUs, and on any other machine on its CPU.
+# A training on many GPUs is many copies of one program, one process for each GPU. Such a process is called a *rank*, and the number of ranks N is the *world size*. It has nothing to do with the rank of LoRA's matrices. Ranks exchange tensors by *collectives*, calls that all of them make together. On GPUs the library for that is NCCL, on CPUs it is gloo. The programs are the same. So with four GPUs or more the ranks below run on GPUs, and on any other machine on its CPU.
 #
 # All sizes stand in one cell, and with `RECIPES_FAST=1` they are tiny. The model is small, and each byte of the text is a token. What a rank keeps and sends depends on shapes only, so it is the same on GPUs. Without four GPUs the times are CPU times: they do not say how fast a network of GPUs is.
 
@@ -127,7 +127,7 @@ sizes
 # %% [markdown]
 # ## What runs out: the equation of one rank
 #
-# Notebook 01 has one equation for the memory of a training step. With AdamW in fp32, P parameters take 4 P bytes of weights, 4 P of gradients and 8 P of optimizer states. On many ranks each of these terms is either *whole* on every rank, or *split*: divided by N.
+# [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) has one equation for the memory of a training step. With AdamW in fp32, P parameters, the single numbers that are trained, take 4 P bytes of weights, 4 P of gradients and 8 P of optimizer states. On many ranks each of these terms is either *whole* on every rank, or *split*: divided by N.
 #
 # $$\text{bytes of a rank} = \frac{4P}{a} + \frac{4P}{b} + \frac{8P}{c} + \text{activations of its rows} \qquad a, b, c \in \{1, N\}$$
 #
@@ -369,7 +369,7 @@ print(f"tokens that count: {counts}")
 print(f"mean of the ranks' means {mean_of_means:.5f}, mean {true_mean:.5f}")
 
 # %% [markdown]
-# So all strategies here divide the sum of a rank's losses by the tokens of *all* ranks. Here the two counts are close, and so are the two means. The larger the difference between the ranks, the larger the error; notebook 01 shows it for the gradient.
+# So all strategies here divide the sum of a rank's losses by the tokens of *all* ranks. Here the two counts are close, and so are the two means. The larger the difference between the ranks, the larger the error; recipe 1 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows it for the gradient.
 #
 # **What came before.** `torch.nn.DataParallel` runs replicas in threads of one process. It copies the weights to all replicas in each step. Python code runs in one thread at a time; PyTorch's operators themselves run side by side:
 
@@ -554,7 +554,7 @@ for name, row in table.items():
 #
 # ### 5. FSDP with QLoRA
 #
-# **What is going on?** In QLoRA the base is frozen in four bits, and small adapters train. The base has no gradients and no states, so it is nearly all that a rank keeps. A weight in four bits is a *code*, an index into a table of 16 values, and 64 codes share one *scale*. Both can be split like any other weight, if both are parameters of the model.
+# **What is going on?** In QLoRA, recipe 10 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), the base is frozen in four bits, and small adapters train. The base has no gradients and no states, so it is nearly all that a rank keeps. A weight in four bits is a *code*, an index into a table of 16 values, and 64 codes share one *scale*. Both can be split like any other weight, if both are parameters of the model.
 #
 # ```text
 # rank 0 [codes 0, scales 0]  → all-gather →  a block in four bits
@@ -734,7 +734,7 @@ climb("pipeline (1F1B)", 2, "work is split")
 #
 # **Guess first.** Attention is causal: the first tokens see few keys, the last ones see many. Which rank is the slowest, and what can be done?
 #
-# **The idea.** Two results can be joined: attention on some keys, and attention on others. Each is weighted by the sum of its exponentials, of which the logarithm is kept.
+# **The idea.** Two results can be joined: attention on some keys, and attention on others. Each is weighted by the sum of its exponentials, of which the logarithm is kept. Flash attention joins its blocks in the same way ([notebook 04](../notebooks/04_training_long_sequences.ipynb)).
 
 # %%
 from recipes_lib.parallel.context_parallel import (
@@ -773,7 +773,7 @@ climb("context parallel (Ulysses)", 2, "work is split")
 #
 # ### 9. Mixture of experts
 #
-# **What is going on?** A block has many feed-forward layers, the *experts*, and each token goes through a few of them. All experts take memory; the active ones take time. With *expert parallelism* each rank has some experts, and tokens travel to them and back.
+# **What is going on?** A block has many feed-forward layers (MLPs), the *experts*, and each token goes through a few of them. All experts take memory; the active ones take time. With *expert parallelism* each rank has some experts, and tokens travel to them and back.
 #
 # ```text
 # token → router → the 2 best of 8 experts → weighted sum
@@ -1071,7 +1071,7 @@ strategy_map_chart(
 # %% [markdown]
 # Where a cell says that nothing fits, adapters or QLoRA still may. In the row of 70 billion, 16 cards take TP and 64 do not: on 16 cards the parts of a rank fit, and a gathered block beside them does not. TP splits that block as well.
 #
-# **What goes together.** FSDP with tensor parallelism is a row of the ladder: each has its own axis of a *mesh*, a grid of ranks. FSDP with QLoRA is section 5, and the tests train context parallelism with FSDP. Megatron-core and torchtitan add a pipeline to both; this notebook does not run that.
+# **What goes together.** FSDP with tensor parallelism is a row of the ladder: each has its own axis of a *mesh*, a grid of ranks. FSDP with QLoRA is recipe 5, and the tests train context parallelism with FSDP. Megatron-core and torchtitan add a pipeline to both; this notebook does not run that.
 #
 # **What does not.** An optimizer that steps in backward does not combine with strategies that average gradients: it would step before the average is there. A pipeline does not go well with FSDP that gathers weights for each micro-batch: it would gather them m times. A block that is sharded already should not be compiled: `apply_fully_sharded` then raises an error.
 #

@@ -947,7 +947,7 @@ judge("student", student_decoder)
 #
 # ### 8. Flash attention, 16 and 8 bits, for the prompt
 #
-# **What is going on?** *Eager* attention, which is written in plain operators, stores a score for every pair of tokens: a table of S × S for each head. A fused kernel works through the table block by block, and keeps only a running sum. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) explains it. Here it reads a prompt.
+# **What is going on?** *Eager* attention, which is written in plain operators, stores a score for every pair of tokens: a table of S × S for each head. A fused kernel, *flash attention*, works through the table block by block, and keeps only a running sum. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) explains it. Here it reads a prompt.
 #
 # **Guess first.** Prefill is limited by arithmetic. Which helps more, the fused kernel or 16 bits?
 #
@@ -1164,7 +1164,7 @@ for name, result in architectures.items():
 # %% [markdown]
 # Each line is one architecture. *as GPT* is the first one, which the others are compared with: LayerNorm, GELU, one head of keys for each head of queries, tied embeddings. The next four change one thing each, and *as Llama* changes three. From the left: the mean held-out loss of three seeds, in brackets the difference to the first line with its smallest and largest value, the number of weights, the bytes of cache per token, and the time of a training step.
 #
-# **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. Large models need tests of their own, and the papers in the references made them.
+# **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. The table below is a recorded run of ten times as many steps, and there a part can change its place: compare SwiGLU in both. Large models need tests of their own, and the papers in the references made them.
 #
 # <!-- numbers:architecture-03 -->
 # The recorded comparison trains each of the small models for 600 steps:
@@ -1568,7 +1568,7 @@ print(tokenizer.decode(answer.tokens))
 # | INT4 | more perplexity; slow prompts | a small model that nobody has measured |
 # | activation-aware scaling | a pass over text | rounding costs nothing |
 # | distillation | training | 8 or 4 bits are small enough |
-# | flash attention | another order of sums | you want to look at the attention weights |
+# | flash attention | sums in another order; a short text gains no time | you want to look at the attention weights |
 # | grouped queries | long training | the cache is small |
 # | cache in 8 bits | rounding; no time saved on a CPU | short texts |
 # | SwiGLU, tied embeddings; RMSNorm where it cannot replace LayerNorm | training from the start | the model is trained already |

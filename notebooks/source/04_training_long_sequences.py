@@ -21,30 +21,32 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24.
 # <!-- end -->
 #
+# A longer text needs more memory, and at some length the training step fails. This notebook trains one small model within a fixed memory, on texts that become longer and longer. For each recipe it first predicts the longest text with arithmetic, then searches for it, and then checks whether the loss is still the same number.
+#
 # | | |
 # |---|---|
 # | **You will learn** | to predict the longest sequence that a memory holds, and which recipe moves that limit |
-# | **You need** | Python and PyTorch basics; no GPU, no login |
+# | **You need** | Python and the basics of PyTorch, and the equation of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb); no GPU, no login |
 # | **Time** | eight to twenty minutes on two CPU cores |
-# | **Cost** | free on a laptop or a Colab T4 |
+# | **Cost** | free on a laptop or on a Colab T4 |
 
 # %% [markdown]
 # ## The map
 #
-# | | recipe | removes | file |
+# | | recipe | makes smaller | file |
 # |---|---|---|---|
-# | 1 | flash attention | the square of the length | [flash.py](../recipes_lib/attention/flash.py) |
-# | 2 | chunked cross-entropy | tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy.py) |
-# | 3 | activation checkpointing | tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
-# | 4 | tiled MLP | tokens × feed-forward | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp.py) |
-# | 5 | nested checkpoints | most of the block inputs | [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py) |
+# | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash.py) |
+# | 2 | chunked cross-entropy | loss: tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy.py) |
+# | 3 | activation checkpointing | activations: tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
+# | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp.py) |
+# | 5 | nested checkpoints | inputs of the blocks | [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py) |
 # | 6 | sliding window, block-sparse | time | [sliding_window.py](../recipes_lib/attention/sliding_window.py), [block_sparse.py](../recipes_lib/attention/block_sparse.py) |
 # | 7 | curriculum | time | [curriculum.py](../recipes_lib/training/curriculum.py) |
-# | 8 | RoPE scaling | the trained length as a limit | [rope.py](../recipes_lib/architecture/rope.py) |
+# | 8 | RoPE scaling | the loss beyond the trained length | [rope.py](../recipes_lib/architecture/rope.py) |
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
 
 # %%
 import importlib.util
@@ -76,14 +78,14 @@ from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 here = machine()
 tokenizer = load_tokenizer()
 print(here)
-print("default model from", model_source())
+print("SmolLM2 comes from:", model_source())
 if here.device == "cuda":
     print("cuDNN", torch.backends.cudnn.version())
 dtype = torch.float32
 if here.device == "cuda" and here.native_bf16:
     dtype = torch.bfloat16
 rate = measure_matrix_rates()[dtype]  # operations per second, in about a second
-print(f"matrix products in {dtype}: {rate / 1e9:,.0f} billion operations per second")
+print(f"matrix products in {dtype}: {rate / 1e12:.2f} TFLOP/s")
 
 # %% [markdown]
 # All sizes stand in one cell. On a CPU the real SmolLM2-135M trains within an exact budget of 4 GiB of tensors, all its weights in fp32. A GPU takes a larger shape with random weights, and leaves room on the card for what the allocator cannot use.
@@ -154,9 +156,9 @@ sizes
 #
 # $$\text{peak}(S) = \text{fixed} + a\,S^2 + b\,S$$
 #
-# $a$ counts attention scores: heads × layers numbers for each pair of tokens. $b$ counts what every token leaves behind: activations of each layer, and a row of logits as wide as the vocabulary. Every recipe below removes a part of $a$ or $b$, so the longest $S$ under a given memory moves. The arithmetic is that of notebook 01, solved for $S$.
+# $a$ counts attention scores: heads × layers numbers for each pair of tokens. $b$ counts what every token leaves behind: activations of each layer, and a row of logits as wide as the vocabulary. Every recipe below removes a part of $a$ or $b$, so the longest $S$ under a given memory moves. The arithmetic is that of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), solved for $S$.
 #
-# Guess first: within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
+# **Guess first.** Within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
 
 # %%
 from recipes_lib.core.budget import Shape
@@ -179,11 +181,11 @@ expected = predicted_longest(base_plan, limit_bytes=sizes.limit)
 print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 
 # %% [markdown]
-# The peak is the largest of three moments: here that in which backward begins, with weights, states, activations and loss. In a short text it is that in which the last gradient arrives, with all gradients in place of the last two; no recipe for activations helps there.
+# The peak is at one of the two moments of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb): here when backward begins, with weights, states, activations and loss. Where recipes have taken these two away and the text is short, it is when the last gradient arrives, with all gradients and the embedding copies in their place; no recipe for activations helps there. (The [cheatsheet](../CHEATSHEET.md#the-equation) has a third moment between the two. It is never the highest in these two notebooks.)
 #
 # ## Baseline: the plain loop
 #
-# Attention is computed as in the formula, softmax(QKᵀ)V. This is called *eager*. Every number is kept until backward. `climb` first predicts the longest text. Then it searches for it, and the search knows no prediction: it begins with a short step and with the longest text of the row before, draws a straight line through their bytes, and goes on until two lengths that are 1 % apart have the limit between them. What is *found* is where the line between these two meets it.
+# Attention is computed as in the formula, softmax(QKᵀ)V. This is called *eager*. Every number is kept until backward. The baseline of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) has recipe 1 already, because it is the default of transformers: there nothing grows with the square. The results go into a table that grows by one row per recipe, the *ladder*. `climb` first predicts the longest text. Then it searches for it, and the search knows no prediction: it begins with a short step and with the longest text of the row before, draws a straight line through their bytes, and goes on until two lengths that are 1 % apart have the limit between them. The line that is printed for a row says the longest text that was tried and fits, and all factors compare such lengths. The column *found* of the table says where a straight line between the two lengths meets the limit: *off by* compares the prediction with it.
 #
 # One step of the longest rows would take many minutes on a CPU. So there the search takes **dry steps**: the same operators on tensors that have shapes but no data, counted by the same account. After each search one real step of real text, at a length that every row can do, shows that the loss is still the same number, and that the dry step had the bytes right.
 
@@ -317,7 +319,7 @@ flash_plan = on(base_plan, estimate_flash_attention)
 climb("flash attention", flash_plan, apply_flash_attention)
 
 # %% [markdown]
-# That answers the guess: the loss is the same number, and the limit moves only a little. Something else fills the memory now. What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer:
+# **Why not more?** That answers the guess: the loss is the same number, and the limit moves only a little. Something else fills the memory now. What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer:
 
 # %%
 import contextlib
@@ -352,7 +354,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# The tower are the scores, the weights after the softmax, and their gradients. And at growing length:
+# The tower is made of the scores, the weights after the softmax, and their gradients. Now time and memory as the text grows:
 
 # %%
 from recipes_lib.workflows.bench.attention import measure_attention
@@ -370,22 +372,38 @@ for tokens in sizes.one_layer:
 del layer
 
 # %% [markdown]
-# Twice the length: four times the memory for eager attention, twice for flash. Time still grows with the square; where eager's scores leave the cache, faster.
+# With twice the length, eager attention takes four times the memory, and flash attention, which is *fused* in the print, twice. The time of both still grows at least with the square: the number of products is the same. Eager attention also has to write its scores and to read them back.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, PyTorch's attention may take cuDNN's kernel by itself.
 #
-# **What does it cost?** Nothing: sums come in another order.
+# **What does it cost?** Sums come in another order, which changes the last digits.
 #
 # ### 2. Chunked cross-entropy
 #
 # **What is going on?** Now the logits are the largest tensor: a row as wide as the vocabulary for every token. **Make the logits of a few hundred tokens at a time, and their gradient at once.** The loss is a scalar, so the gradient of each chunk is known in the forward pass up to a factor. Logits for all tokens, and two gradients of that size, never exist.
+#
+# **The idea.** For one chunk, the logits are made, give their part of the loss and of both gradients, and are freed:
 
 # %%
 from recipes_lib.memory.chunked_cross_entropy import (
     apply_chunked_cross_entropy,
     estimate_chunked_cross_entropy,
+    plain_chunked_loss,
 )
 
+show(plain_chunked_loss)
+states = torch.randn(50, 16, requires_grad=True)  # [T, D]
+head = torch.randn(40, 16, requires_grad=True)  # [V, D]
+labels = torch.randint(0, 40, (50,))
+chunked = plain_chunked_loss(states, head, labels, chunk_size=16)
+at_once = torch.nn.functional.cross_entropy(states @ head.T, labels)
+gradients = torch.autograd.grad(at_once, (states, head))
+for ours, exact in zip(chunked, (at_once, *gradients)):
+    assert torch.allclose(ours, exact, atol=1e-5)
+print("in chunks and at once: the same loss and the same gradients")
+
+
+# %%
 
 def lean(model):
     return apply_chunked_cross_entropy(apply_flash_attention(model))
@@ -402,18 +420,18 @@ beside = compare_losses(
     tokens=loss_tokens, hidden=width, vocab=vocabulary, dtype=dtype, rounds=2
 )
 for which, cost in beside.items():
-    print(f"{which:<16}{cost}")
+    print(f"{which:<18}{cost}")
 
 # %% [markdown]
-# The saving is memory; the time stays that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch's own `linear_cross_entropy` does the same, with the chunks of its default options, which are small and slow, or of 256 rows. The error is against fp64. (On a CPU the memory inside PyTorch's operator is not seen.)
+# **Why not more?** The saving is memory; the time stays that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch's own `linear_cross_entropy` does the same, with the chunks of its default options, which are small and slow, or of 256 rows. TRL's loss keeps no gradients in forward: it computes all logits once more in backward, and on a CPU its tiles of 32,768 entries of the vocabulary are copied several times, so narrower ones suit it better. The error is against fp64. (On a CPU the memory inside PyTorch's operator is not seen.)
 #
-# **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it). [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) derives it.
+# **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it).
 #
 # **What does it cost?** The model returns a loss and no logits.
 #
 # ### 3. Activation checkpointing
 #
-# **What is going on?** Every block keeps its activations for backward. **Keep the input of each block, recompute the rest in backward.** Notebook 01 shows how. Here it is the recipe that matters most: with the logits gone, activations of 30 layers are nearly all that grows.
+# **What is going on?** Every block keeps its activations for backward. **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most: with the logits gone, activations of 30 layers are nearly all that grows.
 
 # %%
 from recipes_lib.memory.activation_checkpointing import (
@@ -430,7 +448,7 @@ checkpoint_plan = on(lean_plan, estimate_activation_checkpointing)
 climb("+ checkpointing", checkpoint_plan, checkpointed)
 
 # %% [markdown]
-# Compare the column *× previous*: no other recipe moves the limit as far. Now one block at a time is whole, and in it the MLP is widest.
+# **Why not more?** No other recipe moves the limit as far: the column *× previous* of the table below says it. Now one block at a time is whole, and in it the MLP is widest.
 #
 # **How do I use it?** `gradient_checkpointing=True` in the Trainer.
 #
@@ -484,7 +502,7 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 # %% [markdown]
 # **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
 #
-# **What does it cost?** Without checkpointing, the MLP once more. With it, next to nothing: its recomputation ends at the MLP's input.
+# **What does it cost?** Smaller products. Without checkpointing, also the MLP once more; with it no product is computed again, because its recomputation ends at the MLP's input. On a CPU the real steps of this notebook have very small tiles, and the column *time* of the table below shows what such tiles cost.
 #
 # ### 5. Nested checkpoints
 #
@@ -492,12 +510,12 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 #
 # ```text
 # checkpoints   x1  x2  x3  x4  x5  x6  x7  x8  x9       L inputs
-# nested        x1          x4          x7               L / k inputs, and k inside of one group
+# nested        x1          x4          x7               L / k inputs, and k - 1 more inside of one group
 # ```
 #
 # **Guess first.** With 30 blocks, which k keeps the fewest inputs?
 #
-# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become L/k + k, fewest near √L, for another forward pass.
+# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become L/k + k - 1, fewest near √L, for another forward pass.
 
 # %%
 from recipes_lib.memory.nested_checkpointing import (
@@ -524,13 +542,13 @@ def nested(model, **options):
 climb("+ nested checkpoints", nested_plan, nested, lengths=shortest)
 
 # %% [markdown]
-# **How do I use it?** No library has it for causal language models. They send the inputs of the blocks to the host instead: `offload_activations` here, `activation_checkpointing_kwargs={"offload": True}` in the Trainer, whose copies wait for the computation and the computation for them, `activation_offloading=True` in TRL. That is for GPUs: on a CPU, host memory is what runs out.
+# **How do I use it?** No library has it for causal language models. They send the inputs of the blocks to the host instead: `offload_activations` here, `gradient_checkpointing_kwargs={"offload": True}` in the Trainer, which copies and computes in turn, `activation_offloading=True` in TRL. On a CPU, host memory is what runs out, and only the disk is left: recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) takes it.
 #
 # **What does it cost?** One more forward pass.
 #
 # ## Everything combined
 #
-# Two things are left. The norms can run in tiles like the MLP; and, from notebook 01, the optimizer can step in backward and free each gradient. (Its offloading is for GPUs: on a CPU, host memory is what runs out.)
+# Two things are left. The norms can run in tiles like the MLP. And the optimizer can step in backward and free each gradient, which is recipe 6 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb).
 
 # %%
 from recipes_lib.memory.optimizer_in_backward import (
@@ -549,9 +567,11 @@ climb(
 )
 
 # %% [markdown]
-# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
+# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. By a dry run, that is what brings QLoRA of an 8B model to 262,144 tokens on a card of 24 GB: [the account](../docs/long-card.md). Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
 #
-# What do these recipes cost in time? Here all rows take turns, forward and backward, on the text that every row can do. One model exists at a time.
+# ## The ladder
+#
+# What do these recipes cost in time? Here all rows take turns on the clock, each with a forward and a backward pass on the text that every row can do. The fastest turn of each counts. One model exists at a time.
 
 # %%
 import time
@@ -581,11 +601,11 @@ for row, seconds in took.items():
 ladder
 
 # %% [markdown]
-# Flash attention and the chunked loss cost no time. Checkpointing, tiles and nested checkpoints each compute a part once more.
+# Flash attention and the chunked loss cost no time. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
 #
-# The column *a step there, at least* divides the operations of a step by the rate that this machine reaches in matrix products. At the end of the table it is hours on two CPU cores: the memory is no longer what limits the length, time is. That is why there is a part B.
+# The column *a step there, at least* divides the operations of a step by the rate that this machine reaches in matrix products. At the end of the table a single step takes many minutes on two CPU cores, at the very least: the memory is no longer what limits the length, time is. That is why there is a part B.
 #
-# ## The picture
+# ## The pictures
 
 # %%
 ladder.chart()
@@ -600,7 +620,7 @@ curves = {row: found[row].peaks for row in shown}
 growth_chart(curves, fixed_bytes=fixed, limit_bytes=sizes.limit)
 
 # %% [markdown]
-# Dots are steps, the dashed line is what the memory leaves for them. The baseline bends towards slope 2; all others towards slope 1, where twice the memory is twice the text, from below where gradients, which do not grow, are still a part. From there each recipe moves the line down, not its slope.
+# Dots are the peaks of single steps. The upper dashed line is the limit, and the lower one is what weights and states take at any length. The baseline bends towards slope 2, where twice the text takes four times the memory. All others bend towards slope 1, where it takes twice the memory. On short texts they are flatter still: there gradients are a large part, and gradients do not grow with the text. From there on each recipe moves the line down, not its slope.
 #
 # **Before and after.** Both steps fill the same memory, one with the text of the first row and one with that of the last:
 
@@ -632,7 +652,11 @@ timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 #
 # ### 6. Sliding window and block-sparse attention
 #
-# **Let each token read its last W tokens only.** In blocks of queries this is a band of small dense products: S × W of them in place of S²/2. More layers see further: what a layer reads, the next passes on. Here are four patterns on a text of 64 tokens:
+# **What is going on?** Flash attention stores no scores, but it still computes one for every pair of tokens.
+#
+# **Guess first.** With a window of a sixteenth of the text: how many times as fast is attention?
+#
+# **The idea.** **Let each token read its last W tokens only.** In blocks of queries this is a band of small dense products: S × W of them in place of S²/2. More layers see further: what a layer reads, the next passes on. Here are four patterns on a text of 64 tokens:
 
 # %%
 from recipes_lib.attention.block_sparse import (
@@ -707,7 +731,7 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = min(turns["full"]) / seconds
 
 # %% [markdown]
-# The last column says why the two ratios differ: the ways do not compute a pair at the same speed. A band is cut into many small dense products of one shape; PyTorch's causal kernel goes through one long row. On a CPU the small products can be the faster ones, so that a window gains more than the pairs say.
+# That answers the guess: compare the first numbers with 16. The last column says why the two ratios differ: the ways do not compute a pair at the same speed. A band is cut into many small dense products of one shape; PyTorch's causal kernel goes through one long row. On a CPU the small products can be the faster ones, so that a window gains more than the pairs say.
 #
 # Block-sparse patterns add a few blocks that all tokens read; *sinks* are a few first tokens that stay readable beside the window. All are exact for what they read; but the model was trained to read more. What does that cost without further training?
 
@@ -733,7 +757,7 @@ for which, adapt in variants.items():
 del model
 
 # %% [markdown]
-# Reading less makes this model worse at once; four sinks repair most of it: a trained model parks attention there. Such patterns are for models that train with them: Mistral and Gemma were.
+# **Why not more?** Reading less makes this model worse at once; four sinks repair most of it: a trained model parks attention there. Such patterns are for models that train with them: Mistral and Gemma were.
 #
 # **How do I use it?** `sliding_window` in config.json of a model that was trained with it; FlexAttention for other patterns.
 #
@@ -741,7 +765,9 @@ del model
 #
 # ### 7. Curriculum: short texts first
 #
-# **Most of what a model learns early needs no long context,** and short rows cost less attention. The schedule lengthens the rows while the tokens of a step stay the same. Here two small models of characters train on source code with equal compute, three seeds each; the loss on long held-out rows decides.
+# **What is going on?** From the first step on, every row has its full length, and attention its full price.
+#
+# **The idea.** **Most of what a model learns early needs no long context,** and short rows cost less attention. The schedule lengthens the rows while the tokens of a step stay the same. Here two small models of characters train on source code with equal compute, three seeds each; the loss on long held-out rows decides.
 
 # %%
 from recipes_lib.training.curriculum import flops_per_token
@@ -791,7 +817,7 @@ for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b"
     )
 
 # %% [markdown]
-# The model that was trained here is so narrow that attention is most of its work. That is where most of its additional steps come from, and a wide model has few of them. What is left for it is the other half of the idea: early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
+# **Why not more?** The model that was trained here is so narrow that attention is most of its work. That is where most of its additional steps come from, and a wide model has few of them. What is left for it is the other half of the idea: early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
 #
 # **How do I use it?** DeepSpeed `curriculum_learning`, Composer `SeqLengthWarmup`.
 #
@@ -799,7 +825,11 @@ for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b"
 #
 # ### 8. RoPE scaling: beyond the trained length
 #
-# **Rotary positions can be stretched:** by slower turning (linear), a larger base (dynamic NTK), or slowing only the pairs of dimensions that never turned whole (YaRN). Without it a text may be longer than anything the model has seen. `check_length` says so before it happens in silence.
+# **What is going on?** A rotary position turns each pair of dimensions of queries and keys by an angle that grows with the position. Behind the trained length come angles that the model has never seen. Nothing fails there, so `check_length` says it before.
+#
+# **Guess first.** Twice the trained length: which way of stretching costs the least where the model was good before?
+#
+# **The idea.** **Rotary positions can be stretched:** by turning all pairs more slowly (linear), by a larger base (dynamic NTK), or by slowing only those pairs that never made a whole turn in training (YaRN).
 
 # %%
 from recipes_lib.architecture.rope import (
@@ -846,11 +876,15 @@ title = f"SmolLM2-135M beyond its trained length, {when}; texts: {texts}"
 position_chart(rope["losses"], window=rope["window"], trained=8192, title=title)
 
 # %% [markdown]
-# Above are means over the texts. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Without scaling the loss climbs soon behind the dashed line. Linear scaling changes every angle, so it hurts everywhere until the model is trained with it; YaRN and the larger base keep what it knows.
+# Above are means over the texts. The curves before the dashed line answer the guess. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Without scaling the loss climbs soon behind the dashed line. Linear scaling changes every angle, so it hurts everywhere until the model is trained with it. YaRN and the larger base keep nearly all that it knows: before the dashed line they lose a little. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
+#
+# **How do I use it?** `rope_parameters` in config.json; vLLM `--hf-overrides` with the same.
+#
+# **What does it cost?** Quality on short texts, with linear and YaRN.
 #
 # ### Several GPUs: context parallelism
 #
-# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every row, and keys and values travel around a ring. A hop hides behind its own computation from a certain length per GPU on:
+# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every row, and keys and values travel around a ring. While a GPU computes with the keys it has, the next ones are on their way. From a certain length per GPU on, this takes no time of its own:
 
 # %%
 config = model_of_shape("llama-3.1-8b", layers=1, device="meta").config
@@ -863,20 +897,7 @@ hidden_from = attention_rate / link * key_width / query_width
 print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 
 # %% [markdown]
-# [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs both kinds on two ranks, with their bytes, and with the loss of one process.
-#
-# ## What it costs, and when not to use it
-#
-# | recipe | price | not when |
-# |---|---|---|
-# | flash attention | none: it is exact and faster | scores are capped (Gemma 2): other kernels do that |
-# | chunked loss | no logits in the output | you need the logits |
-# | checkpointing | about one more forward pass | activations are not the largest term |
-# | tiled MLP | small products; the MLP once more | without checkpointing: do that first |
-# | nested checkpoints | another forward pass | block inputs are not what fills the memory |
-# | sliding window, block-sparse | another model, to be trained that way | far tokens decide |
-# | curriculum | a schedule to tune | fine-tuning on one length |
-# | RoPE scaling | worse on short texts (linear, YaRN) | the texts are not longer than the training's |
+# [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs this ring on two ranks, and *Ulysses* as well, which exchanges tokens for heads, with their bytes and with the loss of one process.
 #
 # ## Take this into your code
 #
@@ -899,7 +920,24 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # loss.backward()
 # ```
 #
-# **Where next.** `attn_implementation="flash_attention_2"` or `"sdpa"` in transformers, `use_liger_kernel=True` for the loss, `gradient_checkpointing=True`, ALST in ArcticTraining and DeepSpeed for tiled MLPs; each file names its switch under *In production*, the [cheatsheet](../CHEATSHEET.md) puts them side by side.
+# The same with the libraries: `attn_implementation="flash_attention_2"` or `"sdpa"` in transformers, `use_liger_kernel=True` for the loss, `gradient_checkpointing=True`, and ALST in ArcticTraining and DeepSpeed for tiled MLPs. The [cheatsheet](../CHEATSHEET.md) has all switches side by side.
+#
+# ## What it costs, and when not to use it
+#
+# | recipe | price | not when |
+# |---|---|---|
+# | flash attention | sums in another order; a short text gains no time | you want to look at the attention weights; scores are capped (Gemma 2): other kernels do that |
+# | chunked cross-entropy | no logits in the output | you need the logits |
+# | activation checkpointing | about one more forward pass | activations are not at the peak |
+# | tiled MLP | small products; without checkpointing, the MLP once more | no block is checkpointed yet: do that first |
+# | nested checkpoints | another forward pass | block inputs are not what fills the memory |
+# | sliding window, block-sparse | another model, to be trained that way | far tokens decide |
+# | curriculum | a schedule to tune | fine-tuning on one length |
+# | RoPE scaling | worse on short texts (linear, YaRN) | the texts are not longer than the training's |
+#
+# **Measured here: two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, because the logits are there as well. The *curriculum* gets its additional steps from a model in which attention is most of the work; a wide model gets few of them.
+#
+# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not.** The step in backward with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says; a sliding window or block-sparse attention with packed rows, which both refuse.
 #
 # ## Exercises
 #

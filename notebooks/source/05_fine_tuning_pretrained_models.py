@@ -21,35 +21,37 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24.
 # <!-- end -->
 #
+# A pretrained model knows a language, and not your task. This notebook trains one small model on pairs of a question and an answer, in several ways. For each way it predicts the memory, measures it, and asks on pairs that were never trained on whether the model got better, or whether that was luck. At the end the same run becomes a command, and goes to production libraries.
+#
 # | | |
 # |---|---|
 # | **You will learn** | to adapt a pretrained model, to prove that it got better, and to take the run to production |
-# | **You need** | Python and PyTorch basics; no GPU, no login |
+# | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Time** | six to ten minutes on two CPU cores |
-# | **Cost** | free on a laptop or a Colab T4 |
+# | **Cost** | free on a laptop or on a Colab T4 |
 
 # %% [markdown]
 # ## The map
 #
-# | | recipe | file |
-# |---|---|---|
-# | 1 | loss on the answers, and the masking bug | [completion_only_loss.py](../recipes_lib/fine_tuning/completion_only_loss.py) |
-# | 2 | held-out loss with an interval | [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) |
-# | 3 | LoRA and QLoRA, beside full fine-tuning | [lora.py](../recipes_lib/fine_tuning/lora.py), [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
-# | 4 | the optimizer: 8 bits, pure bf16, Muon | [eight_bit_adam.py](../recipes_lib/precision/eight_bit_adam.py), [pure_bf16.py](../recipes_lib/precision/pure_bf16.py), [muon.py](../recipes_lib/training/muon.py) |
-# | 5 | accumulation, clipping and schedule | [gradient_accumulation.py](../recipes_lib/training/gradient_accumulation.py) |
-# | 6 | sequence packing | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
-# | 7 | a run that is long enough to see | [loop.py](../recipes_lib/workflows/finetune/loop.py) |
-# | 8 | save, merge, deploy | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
-# | 9 | pairs of your own, by one command; killed and resumed | [command.py](../recipes_lib/workflows/finetune/command.py), [exact_resume.py](../recipes_lib/training/exact_resume.py) |
-# | 10 | the same run in production libraries | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
-# | 11 | other families: templates, context, experts, images | [chat.py](../recipes_lib/core/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
+# | | recipe | its question | file |
+# |---|---|---|---|
+# | 1 | loss on the answers, and the masking bug | what is learned? | [completion_only_loss.py](../recipes_lib/fine_tuning/completion_only_loss.py) |
+# | 2 | held-out loss with an interval | is it better, or is it luck? | [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) |
+# | 3 | LoRA and QLoRA, beside full fine-tuning | which weights train? | [lora.py](../recipes_lib/fine_tuning/lora.py), [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
+# | 4 | the optimizer: 8 bits, pure bf16, Muon | how do the weights move? | [eight_bit_adam.py](../recipes_lib/precision/eight_bit_adam.py), [pure_bf16.py](../recipes_lib/precision/pure_bf16.py), [muon.py](../recipes_lib/training/muon.py) |
+# | 5 | accumulation, clipping and schedule | is a batch in parts the same batch? | [gradient_accumulation.py](../recipes_lib/training/gradient_accumulation.py) |
+# | 6 | sequence packing | how much is padding? | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
+# | 7 | a run that is long enough to see | where does it end? | [loop.py](../recipes_lib/workflows/finetune/loop.py) |
+# | 8 | save, merge, deploy | which model is deployed? | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
+# | 9 | pairs of your own, by one command; killed and resumed | does it work on other pairs, and after a crash? | [command.py](../recipes_lib/workflows/finetune/command.py), [exact_resume.py](../recipes_lib/training/exact_resume.py) |
+# | 10 | the same run in production libraries | is it the same in libraries? | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
+# | 11 | other families: templates, context, experts, images | does it work for other models? | [chat.py](../recipes_lib/core/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
 #
 # [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains how LoRA, four bits and 8-bit states save memory. Here the question is another one: does the model get better, and how do we know?
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, the first cell fetches this repository and adds what is lacking; it keeps the installed PyTorch. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
 
 # %%
 import importlib.util
@@ -169,7 +171,9 @@ def fresh(dtype=torch.float32):
 
 
 # %% [markdown]
-# ## 1. Loss on the answers, and the masking bug
+# ## Part A: what is learned, and is it better?
+#
+# ### 1. Loss on the answers, and the masking bug
 #
 # **What is going on?** A pair is a question and an answer, in one row of tokens. The model should learn to write the answer, and not the question. So labels of the question are -100, which every loss skips.
 #
@@ -215,11 +219,11 @@ for wrong in (shifted, unmasked, without_end):
 #
 # **What does it cost?** Nothing. With long questions, short answers and few rows, learning the questions too can help.
 #
-# ## 2. How good is it before?
+# ### 2. Held-out loss with an interval
 #
 # **What is going on?** "The loss fell from 1.52 to 1.47" on some rows says little: other rows might show the opposite. **A number without an interval is an opinion.**
 #
-# **The idea.** A row is the unit that was drawn, so draw rows again, with replacement, 2,000 times. The middle 95 % of the results is the interval. Two models are compared on the *same* rows: what makes a row hard for both is gone from the difference.
+# **The idea.** A row is the unit that was drawn, so draw rows again, with replacement, 2,000 times. The middle 95 % of the results is the interval. Two models are compared on the *same* rows: what makes a row hard for both is gone from the difference. *Held-out* rows are never trained on. The unit of a loss is the *nat*: 0.01 nats per token less are about 1 % less perplexity.
 
 # %%
 from functools import partial
@@ -253,13 +257,13 @@ print(f"held-out loss {before}")
 print(f"perplexity of Python source {text_before:.1f}")
 
 # %% [markdown]
-# The perplexity of Python source shows damage: a model that learned docstrings and forgot Python would have paid too much. It does not show all that can be forgotten.
+# *Perplexity* is the exponential of the mean loss; [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) explains it, on other pieces of text, so its numbers are others. That of Python source shows damage: a model that learned docstrings and forgot Python would have paid too much. It does not show all that can be forgotten.
 #
 # **What does it cost?** A forward pass over the held-out rows. The interval covers the choice of rows. It does not cover another seed of the training.
 #
 # ## Baseline: full fine-tuning
 #
-# All rows of the table go through one loop. Clipping and the schedule count optimizer steps, however many micro-batches a step has.
+# The results go into a table that grows by one row per recipe, the *ladder*. All its rows go through one loop. Clipping and the schedule count optimizer steps, however many micro-batches a step has.
 
 # %%
 from recipes_lib.workflows.finetune import loop
@@ -325,9 +329,11 @@ model = climb("full fine-tuning", run)
 del model
 
 # %% [markdown]
-# ## 3. LoRA and QLoRA
+# ## Part B: other ways to train
 #
-# **LoRA** freezes the model and trains a low-rank correction of each linear layer. **QLoRA** stores the frozen weights in four bits as well. Same rows, same number of tokens; adapters take a larger learning rate.
+# ### 3. LoRA and QLoRA, beside full fine-tuning
+#
+# **What is going on?** **LoRA** freezes the model and trains a low-rank correction of each linear layer. **QLoRA** stores the frozen weights in four bits as well. Same rows, same number of tokens; adapters take a larger learning rate.
 #
 # **Guess first.** QLoRA begins with weights that were rounded to four bits. Does it begin at the same loss?
 
@@ -352,15 +358,15 @@ print(f"Python source {text_before:.1f}, in four bits {text_in_four_bits:.1f}")
 # %% [markdown]
 # That answers the guess: the last number of QLoRA is the sum of two. Compare its second line with LoRA's, not its third. These weights were rounded once before, in the file that carries them, so what four bits cost here is not what they cost a model of 16 bits.
 #
-# **Why not more?** Three steps show that a model moves, not where it ends. Section 7 has a longer run.
+# **Why not more?** Three steps show that a model moves, not where it ends. Recipe 7 has a longer run.
 #
 # **Which variant of LoRA?** Rank, α, DoRA and rsLoRA change little, and three steps cannot judge them; nothing is ranked here. PEFT publishes a comparison of July 2026, of Llama-3.2-3B on an L40S GPU: rsLoRA with rank 64 reaches 51.3 % of its test, LoRA with rank 32 47.8 %, full fine-tuning 47.2 %, DoRA 46.9 % at 17 % less speed and 2 GiB more. Tune learning rate and α first, and adapt all linear layers.
 #
 # **How do I use it?** `LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")` of peft, with `BitsAndBytesConfig(load_in_4bit=True)` for QLoRA.
 #
-# ## 4. The optimizer: 8 bits, pure bf16, Muon
+# ### 4. The optimizer: 8 bits, pure bf16, Muon
 #
-# This matters when all weights are trained: adapters have hardly any states. Here it is the last four blocks.
+# **What is going on?** This matters when all weights are trained: adapters have hardly any states. Here it is the last four blocks.
 #
 # **8-bit AdamW** keeps one byte per state and a scale for every 256 of them. Two libraries do it. bitsandbytes has kernels of its own; torchao is PyTorch code that `torch.compile` fuses.
 
@@ -400,7 +406,7 @@ torch.compiler.reset()  # what it keeps would count below
 # %% [markdown]
 # A quarter of the bytes, and losses that agree to three digits.
 #
-# **Pure bf16** has no fp32 weights. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is rounded away. *Stochastic rounding* keeps it on average, *master weights* keep it exactly, beside the model. **Guess first:** after three steps, which share of the last block's weights has changed?
+# **Pure bf16** has no fp32 weights. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is rounded away. *Stochastic rounding*, which [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) uses for states, keeps it on average. *Master weights* in fp32, beside the model, keep it exactly. **Guess first:** after three steps, which share of the last block's weights has changed?
 
 # %%
 from recipes_lib.precision.mixed_precision import mixed_precision
@@ -438,7 +444,7 @@ for rounding in ("nearest", "stochastic", "master"):
 # %% [markdown]
 # With rounding to nearest few weights move at this learning rate. Master weights have all moved, but most of them still round to the same bf16 number; after many steps the model shows it. Stochastic rounding shows it at once, with noise.
 #
-# ### Muon
+# #### Muon
 #
 # **What is going on?** AdamW divides each number of a gradient by its own average. It does not know that the numbers form a matrix, which has a few large directions and many small ones. The small ones hardly train.
 #
@@ -520,7 +526,7 @@ del model, optimizer, split
 #
 # **What does it cost?** The products in each step. They do not depend on the number of tokens, so with few tokens they are most of a step, as here.
 #
-# ## 5. Accumulation, clipping and schedule
+# ### 5. Accumulation, clipping and schedule
 #
 # [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows why the loss of a batch in parts is divided by the targets of the *whole* batch. **Clipping and the schedule also belong to the whole:** once per optimizer step. Then the number of micro-batches changes nothing but rounding, although answers have unequal lengths.
 
@@ -536,7 +542,7 @@ for way in (two_rows, replace(two_rows, micro_batch_size=1)):
 del model
 
 # %% [markdown]
-# ## 6. Sequence packing
+# ### 6. Sequence packing
 #
 # **What is going on?** Rows of a batch are as long as the longest of them. The rest is padding: computed, and thrown away.
 #
@@ -657,7 +663,9 @@ answers = answers_of(trained)
 text_after = on_python(trained)
 
 # %% [markdown]
-# Seconds come last: one step of each row in turns, there and back, so that what slows the machine slows all rows.
+# ## The ladder
+#
+# Seconds come last: one step of each row in turns, there and back, so that what slows the machine slows all rows. The column *time* is that of a step. The last row has steps of other rows, so the first lines of this notebook compare its time per token. *Loss* is the held-out loss after training. In the table of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) it is the loss of the batch, and there LoRA and QLoRA have checkpointing as well, which takes time. QLoRA unpacks its weights in each product and can still be faster than LoRA: where 16 bits are native, its layers multiply in 16 bits, and those of LoRA in 32.
 
 # %%
 def step_in_turn(row):
@@ -743,7 +751,9 @@ change_chart(
 # <!-- numbers:finetune-gpu -->
 # <!-- end -->
 #
-# ## 7. A run that is long enough to see
+# ## Part C: from the run to production
+#
+# ### 7. A run that is long enough to see
 #
 # Three steps are a check. This run was recorded (`python -m benchmarks.long_finetune`): full fine-tuning and LoRA on the same rows, with the held-out loss every few steps.
 
@@ -775,9 +785,9 @@ for number, wanted in enumerate(long_run["wanted"][:3]):
 # %% [markdown]
 # The answers are whole: each ends where the model ended it, or after as many tokens as the run allowed. Before, the model repeats the code. After either training it writes a docstring, short and in the right form. What it says is not always true: compare the first answers with what was wanted. A loss does not see that, a reader does. Between the two ways of training these rows show no difference that one seed could prove.
 #
-# ## 8. Save, merge, deploy
+# ### 8. Save, merge, deploy
 #
-# **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape.
+# **What is going on?** **An adapter belongs to one base.** `load_adapter` compares a fingerprint, and refuses another base of the same shape.
 #
 # **Guess first.** QLoRA was trained on rounded weights. Which model is better: its adapter on the rounded base, or on the one in full precision?
 
@@ -814,7 +824,7 @@ del on_full, trained
 # %% [markdown]
 # The full base does not pay what four bits cost. So deploy the adapter on it, if the line above says *better* for your rows, and if its memory fits. Otherwise deploy the merged one, which is the model that was judged. Never the third way: peft's own merge into four-bit weights rounds the sum once more.
 #
-# ## 9. Pairs of your own, by one command
+# ### 9. Pairs of your own, by one command
 #
 # `python -m recipes_lib finetune` is the loop above as a command. It reads a file of pairs, checks every row, keeps each tenth one out of the training, and says at its end what changed. Here the pairs are sums:
 
@@ -862,7 +872,7 @@ print((folder / "run" / "adapter" / "README.md").read_text()[:1400])
 # %% [markdown]
 # The steps that both processes trained have the same loss, digit for digit: weights, states, schedule, position in the data and random state come back. The log has each step once. The README is the card of the adapter: data, base, losses, and how to load it.
 #
-# ## 10. The same run in production
+# ### 10. The same run in production libraries
 #
 # `transformers.Trainer` and TRL's `SFTTrainer` on the same rows, in the same order, with the same settings. Each step takes turns with ours.
 
@@ -885,7 +895,7 @@ print(libraries.table(found))
 print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
 
 # %% [markdown]
-# ## 11. Other families: templates, context, experts, images
+# ### 11. Other families: templates, context, experts, images
 #
 # The notebook runs with other families as it is. What is special shows in Qwen3.
 #
@@ -935,7 +945,7 @@ for kind in ("dynamic", "yarn"):
 # %% [markdown]
 # YaRN changes short texts, too, so switch it on only if you need it. Dynamic NTK changes nothing until a text is longer than the training was.
 #
-# **Experts, and images.** In Qwen3-VL-MoE a vision tower turns an image into tokens, and each block of the language model has many MLPs, the *experts*, of which a *router* chooses a few per token. The experts of a block are stored as one tensor, which is no linear layer. Here is its smallest relative, with random weights:
+# **Experts, and images.** In Qwen3-VL-MoE a vision tower turns an image into tokens, and each block of the language model has many MLPs, the *experts*, of which a *router* chooses a few per token ([notebook 02](../notebooks/02_multi_gpu_training.ipynb) explains them). The experts of a block are stored as one tensor, which is no linear layer. Here is its smallest relative, with random weights:
 
 # %%
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
@@ -998,19 +1008,6 @@ in_vision = any(
 # %% [markdown]
 # What trains are the adapters on the attention of the language model. The vision tower, the experts and the router are frozen; they still take their bytes as weights, and the tower takes its forward pass for each image. Four bits do not reach experts that are one tensor. A text-only data set can be trained with this notebook; rows with images need the model's processor.
 #
-# ## What it costs, and when not to use it
-#
-# | recipe | price | not when |
-# |---|---|---|
-# | full fine-tuning | 16 bytes per parameter | forgetting hurts: LoRA learns less and forgets less (Biderman et al.) |
-# | LoRA | a low-rank update only | teaching much new knowledge |
-# | QLoRA | unpacking in each product; rounded weights | the 16-bit weights fit |
-# | 8-bit AdamW | slightly different updates | with adapters |
-# | pure bf16 | noise of rounding | fp32 weights fit: autocast |
-# | Muon | products of matrices in each step | with adapters; few tokens per step |
-# | packing | a mask, or a kernel for variable lengths | rows of one length |
-# | loss on answers | none | long prompts, short answers, few rows: learning prompts too can help |
-#
 # ## Take this into your code
 #
 # The loop of this notebook on a model of the hub. `resolve` gives the folder of the embedded model where the hub cannot be reached.
@@ -1036,6 +1033,23 @@ del model, optimizer
 
 # %% [markdown]
 # Without code: `python -m recipes_lib finetune --data pairs.jsonl --output my-adapter`. The [cheatsheet](../CHEATSHEET.md) has the switches of the libraries side by side, and the traps.
+#
+# ## What it costs, and when not to use it
+#
+# | recipe | price | not when |
+# |---|---|---|
+# | full fine-tuning | 16 bytes per weight | forgetting hurts: LoRA learns less and forgets less (Biderman et al.) |
+# | LoRA | a low-rank update only | teaching much new knowledge |
+# | QLoRA | unpacking in each product; rounded weights | the 16-bit weights fit |
+# | 8-bit AdamW | slightly different updates | with adapters |
+# | pure bf16 | noise of rounding | fp32 weights fit: autocast |
+# | Muon | products of matrices in each step | with adapters; few tokens per step |
+# | packing | a mask, or a kernel for variable lengths | rows of one length |
+# | loss on the answers | none | long prompts, short answers, few rows: learning prompts too can help |
+#
+# **Measured here: two recipes that gain less than one expects.** *Packing*: on a CPU, rows that are sorted by length can give more useful tokens per second, as in the print of recipe 6. *Pure bf16* with rounding to nearest: few weights move at all.
+#
+# **What goes together.** QLoRA, packed rows and the loss on the answers: they are *everything combined*. **What does not.** 8-bit states or Muon with adapters, which have hardly any states to shrink; packing with models that ignore positions.
 #
 # ## Exercises
 #

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # The model has to run on a device
+# # My model has to run on a device: training for edge devices
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/06_training_for_edge_devices.ipynb)
 #
@@ -496,7 +496,7 @@ climb_in_pytorch("as small, from the start", same_from_the_start, after="student
 # %% [markdown]
 # ### 4. Quantization-aware training
 #
-# **What is going on?** A weight of b bits can have one of 2^b values: the *levels* of a grid. *Post-training quantization* (PTQ) takes a trained model and moves each weight to the nearest level. *Quantization-aware training* (QAT) rounds in every forward pass while it trains. So the loss sees the rounding, and the weights learn to make up for it. But the gradient of rounding is zero nearly everywhere, and nothing would learn. So backward goes *straight through*, as if nothing had been rounded. The *activations*, the numbers between the layers, are rounded to eight bits as well. Some images tell how large they become: this is the *calibration*.
+# **What is going on?** A weight of b bits can have one of 2^b values: the *levels* of a grid. *Post-training quantization* (PTQ), as in recipes 4 and 5 of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb), takes a trained model and moves each weight to the nearest level. *Quantization-aware training* (QAT) rounds in every forward pass while it trains. So the loss sees the rounding, and the weights learn to make up for it. But the gradient of rounding is zero nearly everywhere, and nothing would learn. So backward goes *straight through*, as if nothing had been rounded. The *activations*, the numbers between the layers, are rounded to eight bits as well. Some images tell how large they become: this is the *calibration*.
 #
 # ```text
 # forward    y = x · round(W / s) · s            what the device will compute
@@ -812,7 +812,7 @@ print(f"  {small_share:.0%} of the time at 32 x 32 pixels")
 print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares):.0%})")
 
 # %% [markdown]
-# Half of the multiply-adds take a little more than half of the time, with both images. The range of the large one is wider than the difference between the two, so this run does not order them.
+# Compare both shares of the time with the share of the work. With the larger image each layer has more work, so starting a layer should count less, and the share of the time should come nearer to that of the work. Where the range of the large image contains the share of the small one, the run does not order the two.
 #
 # Zeros bring nothing here either: compare *zeros 0.8, ExecuTorch* with *student, ExecuTorch*.
 #
@@ -918,7 +918,7 @@ for layers in (6, 12, 30, 48):
 #
 # **Why not more?** Each block waits for the one before it, and PyTorch starts some dozens of operators in each. So in PyTorch a token takes longer, the more blocks there are: the last column of the table shows it. How much of that an export takes away we have not measured.
 #
-# **How do I use it?** `num_hidden_layers=30, hidden_size=576, tie_word_embeddings=True` in a `LlamaConfig`, as SmolLM2 has it; `deep_thin_model` finds the widths for any depth. Notebook 03 has the recipes for one table that embedding and output layer share, and for few heads of keys and values.
+# **How do I use it?** `num_hidden_layers=30, hidden_size=576, tie_word_embeddings=True` in a `LlamaConfig`, as SmolLM2 has it; `deep_thin_model` finds the widths for any depth. [Notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) has the recipes for tied embeddings, one table for embedding and output layer, and for few heads of keys and values.
 #
 # **What does it cost?** A training from the start.
 #
@@ -926,7 +926,7 @@ for layers in (6, 12, 30, 48):
 #
 # **What is going on?** Phones have kernels that multiply weights of four bits with activations of eight bits. In the grid of this section 64 weights share a scale. Rounded to it after training, SmolLM2 loses much. *Perplexity* says how much: it is exp of the loss, about the number of tokens between which the model hesitates.
 #
-# One remark on the weights. Without the hub, SmolLM2 comes from a file that holds four bits already, on another grid: 32 weights share a scale and an offset. So *full precision* below means these weights, and rounding them to *our* grid is a second rounding.
+# Without the hub, the weights of SmolLM2 have four bits already, on another grid ([notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) measures what that means). So *full precision* below means these weights, and rounding them to *our* grid is a second rounding.
 #
 # **Guess first.** How much worse is the perplexity with four bits everywhere: by 5 %, by 50 %, or more than twice as high? And if only the output layer keeps eight bits?
 
@@ -960,7 +960,7 @@ for name, options in formats.items():
 del rounded
 
 # %% [markdown]
-# That answers the guess: with four bits everywhere the perplexity more than doubles. Most of that comes from the output layer, whose rounded weights change every logit. With eight bits there, the perplexity is about one and a half times that of full precision. Eight bits everywhere cost little. Can training win it back? A recorded run trains the whole model on the grid, and beside it a control that trains as long in full precision and is rounded at the end. Training on the text lowers the perplexity by itself, so only the comparison with the control says what the rounding in training is worth. The learning rates differ: 1e-4 for the control, and 3e-4 with the rounding, because a weight has to reach the middle of two levels before anything changes.
+# That answers the guess: with four bits everywhere the perplexity more than doubles. Most of that comes from the output layer, whose rounded weights change every logit. With eight bits there, the perplexity is about one and a half times that of full precision. In [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) four bits in groups of 64 cost less: its grid has an offset, its activations are not rounded to eight bits, and it reads other pieces of text. So compare perplexities within one notebook only. Eight bits everywhere cost little. Can training win it back? A recorded run trains the whole model on the grid, and beside it a control that trains as long in full precision and is rounded at the end. Training on the text lowers the perplexity by itself, so only the comparison with the control says what the rounding in training is worth. The learning rates differ: 1e-4 for the control, and 3e-4 with the rounding, because a weight has to reach the middle of two levels before anything changes.
 #
 # <!-- numbers:grids-06 -->
 # Rounding takes the perplexity of SmolLM2 from 11.03 to 16.77, 1.52×. Copies of it then train for 30 steps. The control trains in full precision, and is rounded at the end: 9.12 becomes 13.24. Another copy trains with the rounding: 10.99. So training with the rounding wins back 54 % (48 to 63) of what rounding costs the control, and with a teacher besides 62 % (60 to 66).
@@ -983,7 +983,7 @@ del rounded
 #
 # ### 7. Export of a language model
 #
-# **What is going on?** To write a token, a language model needs the keys and values of all tokens before it. So the file holds a *cache* for them. Two operators are made for this cache: `update_cache` writes the keys and values of a token into it, and `custom_sdpa` attends only to the places that are filled. Without them, *plain attention* copies the cache and compares each token with all places. The weights are quantized before the export, on the grid of recipe 4.
+# **What is going on?** To write a token, a language model needs the keys and values of all tokens before it: this is the KV cache of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). So the file holds a *cache* for them. Two operators are made for this cache: `update_cache` writes the keys and values of a token into it, and `custom_sdpa` attends only to the places that are filled. Without them, *plain attention* copies the cache and compares each token with all places. The weights are quantized before the export, on the grid of recipe 4.
 #
 # **Guess first.** An exported 4-bit file writes faster than `generate`. How much of the gain comes from the four bits, how much from leaving Python, and how much from the two operators?
 #
@@ -1104,7 +1104,7 @@ ladder
 #
 # The file in 32 bits writes the same tokens as `generate`, one by one: so weights, positions and cache are right. It is larger, because embedding and output layer share one table in PyTorch and have one each in the file. And it is faster by what `generate` does between the layers.
 #
-# Now the guess, from the column *times as fast*. From `generate` to *32 bits* is the gain of leaving Python, and this file has the two operators already: it is the smallest of the three. From *32 bits* to *4 bits* is the gain of the four bits: the largest. From *4 bits, plain attention* to *4 bits* is the gain of the two operators. Without them a good part of the four bits' gain is lost.
+# Now the guess, from the column *times as fast*. From `generate` to *32 bits* is the gain of leaving Python, and this file has the two operators already. From *32 bits* to *4 bits* is the gain of the four bits: the largest of the three. From *4 bits, plain attention* to *4 bits* is the gain of the two operators. It is about as large as that of leaving Python, and two runs can rank these two differently. Without them a good part of the four bits' gain is lost.
 #
 # The four bits have their price. With them the likeliest token is no longer the same everywhere: the column *quality* says how often it still is, for both files alike, because their weights are the same. Below, the perplexity of the whole model says what that means.
 #
@@ -1135,7 +1135,7 @@ ladder
 #
 # #### Another exit: GGUF
 #
-# llama.cpp and all programs around it (Ollama, LM Studio) read GGUF files: one file with weights, settings and tokenizer. The kind that we write stores 8 bits per weight, and a scale for each group of 32. For four bits, llama.cpp's own `llama-quantize` makes a smaller file of it. A GGUF has no graph: the program must know the family of the model.
+# llama.cpp and all programs around it (Ollama, LM Studio) read GGUF files: one file with weights, settings and tokenizer. The kind that we write stores 8 bits per weight, and a scale for each group of 32. For four bits, llama.cpp's own `llama-quantize` makes a smaller file of it. How fast llama.cpp writes with such files is in the last table of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). A GGUF has no graph: the program must know the family of the model.
 
 # %%
 from recipes_lib.edge.gguf_export import export_to_gguf, load_gguf

@@ -92,7 +92,9 @@ def export_to_executorch(
     """Write `model` as a .pte file. The model stays as it is.
 
     A Hugging Face model becomes a program that returns its logits. The result's `delegation` says
-    which operators the backend has taken; `seconds` are those of the whole export.
+    which operators the backend has taken. Light ones that it does not know, such as a group norm or
+    an upsampling, run outside of it: `delegation.outside()` names them. `seconds` are those of the
+    whole export.
 
     Args:
         model: in fp32 on a CPU, or a graph that `quantize_pt2e` made.

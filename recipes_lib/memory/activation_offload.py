@@ -89,6 +89,7 @@ def offload_activations(
         to: "host" copies to pinned memory on a second CUDA stream, "disk" to an unnamed file.
         min_bytes: smaller storages stay.
         in_flight: how many storages may be on their way in one direction; 1 if they are large.
+            With 0 nothing comes back ahead: backward waits for each, and has one less in memory.
         directory: of the file; None is /var/tmp.
     Raises ValueError for what cannot work here ("host" without CUDA, a directory in memory, a
     model that is no causal LM) or moves nothing, OSError for a disk without room, RuntimeError for
@@ -96,7 +97,8 @@ def offload_activations(
     """
     require_causal_lm(model)
     check_choice(("host", "disk"), to=to)
-    check_whole(min_bytes=min_bytes, in_flight=in_flight)
+    check_whole(min_bytes=min_bytes)
+    check_whole(least=0, in_flight=in_flight)
     device = _device_of_blocks(model)
     if to == "host" and device.type != "cuda":
         raise ValueError(
@@ -186,7 +188,7 @@ class Offloader:
             return Here(tensor.detach(), tensor._version)
         saved = self._known_storage(tensor)
         if saved is None:
-            self._finish(self._in_flight - 1)
+            self._finish(max(0, self._in_flight - 1))
             saved = SavedStorage(tensor)
             self._store.send(saved)
             self._known[tensor.untyped_storage()._cdata] = saved

@@ -94,7 +94,7 @@ class LengthLadder(Rows):
     def line(self, name: str) -> str:
         """One row as a sentence."""
         row = self[name]
-        sentence = f"{name}: expected {row.predicted_tokens:,} tokens, found {row.tokens:,}"
+        sentence = f"{name}: predicted {row.predicted_tokens:,} tokens, found {row.tokens:,}"
         if row is not self.rows[0]:
             sentence += f", {self.gain(name):.1f}× the baseline"
         if row.loss is not None:

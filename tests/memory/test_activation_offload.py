@@ -78,7 +78,8 @@ def test_same_loss_and_gradients(family, dtype, batch):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "seq_len", "in_flight"), [(1, 2, 1), (3, 7, 1), (3, 7, 100), (1, 61, 100)]
+    ("batch_size", "seq_len", "in_flight"),
+    [(1, 2, 1), (3, 7, 0), (3, 7, 1), (3, 7, 100), (1, 61, 100)],
 )
 def test_odd_shapes_and_queues(llama, batch_size, seq_len, in_flight):
     """A queue of one waits for each transfer, one of a hundred for none before the last block."""
@@ -307,7 +308,7 @@ def test_an_error_leaves_no_tensor_behind(batch, full_disk):
         ({}, "use to='disk'"),
         ({"to": "tape"}, "host, disk"),
         ({"to": "disk", "min_bytes": 0}, "min_bytes=0: give a whole number of 1 or more"),
-        ({"to": "disk", "in_flight": 0}, "in_flight=0: give a whole number of 1 or more"),
+        ({"to": "disk", "in_flight": -1}, "in_flight=-1: give a whole number of 0 or more"),
         (
             {"to": "disk", "min_bytes": 2**30, "directory": HERE},
             "nothing moved, the largest saved storage has [1-9]",

@@ -37,9 +37,9 @@ def test_the_prediction_is_compared_with_the_crossing(tmp_path):
 def test_gain_and_line(ladder):
     assert ladder.gain("better") == 20
     assert ladder.line("better") == (
-        "better: expected 1,900 tokens, found 2,000, 20.0× the baseline; loss 3.00001"
+        "better: predicted 1,900 tokens, found 2,000, 20.0× the baseline; loss 3.00001"
     )
-    assert ladder.line("plain") == "plain: expected 105 tokens, found 100; loss 3.00000"
+    assert ladder.line("plain") == "plain: predicted 105 tokens, found 100; loss 3.00000"
 
 
 def test_rows_are_shown_and_kept(ladder):
