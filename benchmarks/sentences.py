@@ -97,12 +97,15 @@ def longer_texts(run: dict[str, Any]) -> str:
     facts = run["facts"]
     how = ""
     if run["device"] == "cpu":  # a GPU takes real steps
-        how = ", found by dry steps, which count the bytes of real ones"
+        how = (
+            " No step of such a length was computed here: its bytes were counted on tensors that "
+            "have shapes and no data."
+        )
     return (
         f"**{first:,} → {last:,} tokens:** the longest text on which every weight of "
         f"{facts['model']} trains within {facts['limit_bytes'] / 2**30:.0f} GiB, "
-        f"**{last / first:.0f} times as long**, with the same loss to {facts['loss_error']:.0e} "
-        f"on {facts['timed_at']:,} tokens{how}."
+        f"**{last / first:.0f} times as long**. The loss on {facts['timed_at']:,} tokens is the "
+        f"same in every row, to {facts['loss_error']:.0e}.{how}"
     )
 
 

@@ -40,9 +40,11 @@
 # | 3 | activation checkpointing | activations: tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
 # | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp.py) |
 # | 5 | nested checkpoints | inputs of the blocks | [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py) |
-# | 6 | sliding window, block-sparse | time | [sliding_window.py](../recipes_lib/attention/sliding_window.py), [block_sparse.py](../recipes_lib/attention/block_sparse.py) |
-# | 7 | curriculum | time | [curriculum.py](../recipes_lib/training/curriculum.py) |
+# | 6 | sliding window, block-sparse | time of attention | [sliding_window.py](../recipes_lib/attention/sliding_window.py), [block_sparse.py](../recipes_lib/attention/block_sparse.py) |
+# | 7 | curriculum | time of early steps | [curriculum.py](../recipes_lib/training/curriculum.py) |
 # | 8 | RoPE scaling | the loss beyond the trained length | [rope.py](../recipes_lib/architecture/rope.py) |
+#
+# The words of the table are explained where they are first needed. Recipes 1 to 5 are **Part A**: they save memory, and the model learns the same. Recipes 6 to 8 are **Part B**: they save time or reach further, and they change the model or its training.
 #
 # ## Setup
 #
@@ -88,7 +90,9 @@ rate = measure_matrix_rates()[dtype]  # operations per second, in about a second
 print(f"matrix products in {dtype}: {rate / 1e12:.2f} TFLOP/s")
 
 # %% [markdown]
-# All sizes stand in one cell. On a CPU the real SmolLM2-135M trains within an exact budget of 4 GiB of tensors, all its weights in fp32. A GPU takes a larger shape with random weights, and leaves room on the card for what the allocator cannot use.
+# The last line of the print says how fast this machine multiplies large matrices. One TFLOP/s is 1,000 billion operations per second. Later it gives a lower bound for the time of a step.
+#
+# All sizes stand in one cell. On a CPU we set a limit of 4 GiB for all tensors together. The machine has more: the limit is one that we count. All weights of the real SmolLM2-135M train, in fp32. A GPU takes a larger model with random weights, since memory does not depend on what the weights are. Its limit leaves some room on the card, because a part of the card's memory lies in pieces that are too small to use.
 
 # %%
 cpu = dict(
@@ -99,15 +103,15 @@ cpu = dict(
     lengths=(512, 8192, 32768),  # whose peaks are wanted for the picture
     tile=8192,  # tokens of a tile
     small_tile=128,  # for the real steps of `common` tokens
-    one_layer=(1024, 2048, 4096, 16384),  # lengths of attention alone
-    eager_to=4096,  # the longest of them with all scores
+    one_layer=(1024, 2048, 4096, 16384),  # lengths at which attention alone is timed
+    eager_to=4096,  # the longest of them at which eager attention is measured, too
     loss=(1024, 576, 49152),  # tokens, width, vocabulary
-    rounds=2,
-    long_text=16384,  # of attention that reads less
+    rounds=2,  # of turns on the clock
+    long_text=16384,  # tokens on which windows are timed
     window=1024,
-    reads=2048,  # tokens with which the model is asked what reading less costs
+    reads=2048,  # tokens on which we ask what reading less costs
     row=2048,  # characters of a row of the curriculum
-    steps=60,
+    steps=60,  # of the curriculum, at full length
     seeds=(0, 1, 2),
     least_speedup=1,  # of attention that reads less
     least_slope=1.6,  # of the bytes of the baseline; 2 would be scores alone
@@ -152,11 +156,11 @@ sizes
 # %% [markdown]
 # ## What runs out: one equation
 #
-# Weights and optimizer states do not care how long a text is. The rest does:
+# Weights and optimizer states (AdamW keeps two numbers per weight) take the same bytes for any text. The rest grows with its length $S$:
 #
 # $$\text{peak}(S) = \text{fixed} + a\,S^2 + b\,S$$
 #
-# $a$ counts attention scores: heads × layers numbers for each pair of tokens. $b$ counts what every token leaves behind: activations of each layer, and a row of logits as wide as the vocabulary. Every recipe below removes a part of $a$ or $b$, so the longest $S$ under a given memory moves. The arithmetic is that of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), solved for $S$.
+# *fixed* are weights and states. $a$ counts attention *scores*: each token compares itself with the others, so there is one number for each pair of tokens, in each head of each layer. $b$ counts what every single token leaves behind: *activations*, which forward keeps for backward in each layer, and *logits*, one number per entry of the vocabulary, from which the loss is made. Each recipe of part A makes $a$ or $b$ smaller, so the longest $S$ within a given memory grows. The arithmetic is that of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), solved for $S$.
 #
 # **Guess first.** Within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
 
@@ -181,13 +185,15 @@ expected = predicted_longest(base_plan, limit_bytes=sizes.limit)
 print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 
 # %% [markdown]
-# The peak is at one of the two moments of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb): here when backward begins, with weights, states, activations and loss. Where recipes have taken these two away and the text is short, it is when the last gradient arrives, with all gradients and the embedding copies in their place; no recipe for activations helps there. (The [cheatsheet](../CHEATSHEET.md#the-equation) has a third moment between the two. It is never the highest in these two notebooks.)
+# The equation holds for the moment in which backward begins: activations and loss are complete, and there are no gradients yet. Later, when the last gradient arrives, activations and loss are gone, and all gradients are there. In a long text the first moment is the peak. In a short text, or after recipes that make activations and loss smaller, it can be the second, and then no recipe for activations helps. (These are the two moments of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). The [cheatsheet](../CHEATSHEET.md#the-equation) has a third one between them, which is never the highest in these two notebooks.)
 #
 # ## Baseline: the plain loop
 #
-# Attention is computed as in the formula, softmax(QKᵀ)V. This is called *eager*. Every number is kept until backward. The baseline of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) has recipe 1 already, because it is the default of transformers: there nothing grows with the square. The results go into a table that grows by one row per recipe, the *ladder*. `climb` first predicts the longest text. Then it searches for it, and the search knows no prediction: it begins with a short step and with the longest text of the row before, draws a straight line through their bytes, and goes on until two lengths that are 1 % apart have the limit between them. The line that is printed for a row says the longest text that was tried and fits, and all factors compare such lengths. The column *found* of the table says where a straight line between the two lengths meets the limit: *off by* compares the prediction with it.
+# In attention each token has a query, a key and a value: the rows of Q, K and V. The baseline computes softmax(QKᵀ/√E) V as the formula says, where E is the width of a head. This is called *eager*: all scores are made, and what the softmax makes of them waits for backward. The baseline of notebook 01 has recipe 1 already, because it is the default of transformers: there nothing grows with the square.
 #
-# One step of the longest rows would take many minutes on a CPU. So there the search takes **dry steps**: the same operators on tensors that have shapes but no data, counted by the same account. After each search one real step of real text, at a length that every row can do, shows that the loss is still the same number, and that the dry step had the bytes right.
+# The results go into a table that grows by one row per recipe, the *ladder*. `climb` adds a row. First it predicts the longest text. Then it searches for it, and the search does not use the prediction. It takes a step with a short text and one with the longest text of the row before. A straight line through their bytes gives the first guess. From there it goes up and down until one length fits, another does not, and they are at most 1 % apart. The search gives two numbers. The line under each `climb` gives the longest text that was tried and fits, and all factors compare such lengths. The column *found* of the table is a little larger: there a straight line between the two lengths meets the limit. The prediction is compared with this second number.
+#
+# One step of the longest rows would take many minutes on a CPU. So there the search takes **dry steps**: the same operators on tensors that have shapes but no data. What is counted is the same in both: the bytes of all tensors that are alive, after each operator. After each search comes one real step on real text, at a length that every row can do. It shows that the loss is still the same number, and its bytes are printed beside those of the dry step of this length. (In so short a text the later rows have their peak where the last gradient arrives, so for them this comparison says little about activations. The tests of the package compare dry and real steps more closely, for many families of models.)
 
 # %%
 from recipes_lib.core.measure import PeakMemory, dry
@@ -207,7 +213,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
 
 
-def take_step(model, states, tokens):
+def take_step(model, optimizer, tokens):
     """One training step on a text of so many tokens; returns its loss."""
     if dry():
         row = torch.ones(1, tokens, dtype=torch.long)
@@ -215,39 +221,39 @@ def take_step(model, states, tokens):
         row = text[:, torch.arange(tokens) % text.shape[1]]
     loss = model(input_ids=row, labels=row, use_cache=False).loss
     loss.backward()
-    states.step()
-    states.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     return loss
 
 
-def real_step(adapt, optimizer):
+def real_step(adapt, make_optimizer):
     """One step on `common` tokens of real text: its loss, and its peak bytes."""
     model = adapt(load_model() if real_weights else build())
-    states = optimizer(model)
-    take_step(model, states, 16)  # makes the optimizer's states
+    optimizer = make_optimizer(model)
+    take_step(model, optimizer, 16)  # makes the optimizer's states
     with PeakMemory() as memory:
-        loss = take_step(model, states, sizes.common).item()
+        loss = take_step(model, optimizer, sizes.common).item()
     return loss, memory.peak
 
 
 # %%
-def climb(row, plan, adapt, optimizer=adamw, lengths=sizes.lengths):
+def climb(row, plan, adapt, make_optimizer=adamw, lengths=sizes.lengths):
     """Predict the longest text of a row, search for it, and add the row."""
     seed_everything(0)
     expected = predicted_longest(plan, limit_bytes=sizes.limit)
     begin = ladder.rows[-1].tokens if ladder.rows else sizes.common
 
-    def anew():
+    def fresh_step():
         model = adapt(build())
-        states = optimizer(model)
-        return partial(take_step, model, states), states.zero_grad
+        optimizer = make_optimizer(model)
+        return partial(take_step, model, optimizer), optimizer.zero_grad
 
     # The longest texts of the picture are not tried where they are far too long.
     wanted = [tokens for tokens in lengths if tokens < 20 * expected]
-    found[row] = search(anew, start=begin, limit_bytes=sizes.limit, also=wanted)
-    loss, peak = real_step(adapt, optimizer)
+    found[row] = search(fresh_step, start=begin, limit_bytes=sizes.limit, also=wanted)
+    loss, peak = real_step(adapt, make_optimizer)
     adapted_by[row] = adapt
-    optimizer_by[row] = optimizer
+    optimizer_by[row] = make_optimizer
     longest = found[row].tokens
     ladder.add(
         row,
@@ -285,7 +291,9 @@ climb("baseline", base_plan, eager)
 #
 # **Guess first.** Without the scores, how many times as long can the text be?
 #
-# **The idea.** **Never store the scores: go through the keys block by block and keep a running softmax.** Same result, memory proportional to the length. PyTorch carries such kernels for CPUs and GPUs; `apply_flash_attention` picks the best one here and says why.
+# **The idea.** **Never store the scores: go through the keys block by block and keep a running softmax.** A softmax divides by a sum over *all* keys, and before that the largest score is subtracted, so that exp does not overflow. Block by block, neither is known yet. So we keep the largest score so far and the sum so far. If a later block has a larger score, what was summed before is multiplied by a correction. Backward makes each block of scores again from Q, K and the saved sums, so nothing of size S × S has to wait. The function below shows forward only.
+#
+# PyTorch has such programs, called *kernels*, for CPUs and GPUs, behind one function: `scaled_dot_product_attention`, SDPA for short. `apply_flash_attention` picks the best one here, and `best_kernel` will say which one it is and why.
 
 # %%
 from recipes_lib.attention.flash import (
@@ -306,7 +314,7 @@ print("by hand and by PyTorch: the same")
 
 
 # %%
-def on(plan, estimate, **options):
+def with_recipe(plan, estimate, **options):
     """The plan after one more recipe."""
 
     def changed(tokens):
@@ -315,11 +323,11 @@ def on(plan, estimate, **options):
     return changed
 
 
-flash_plan = on(base_plan, estimate_flash_attention)
+flash_plan = with_recipe(base_plan, estimate_flash_attention)
 climb("flash attention", flash_plan, apply_flash_attention)
 
 # %% [markdown]
-# **Why not more?** That answers the guess: the loss is the same number, and the limit moves only a little. Something else fills the memory now. What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer:
+# **Why not more?** The line above answers the guess. Something else fills the memory now: the logits, and the activations of all layers. What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer. On a CPU all pictures of this notebook are drawn from dry steps: their bytes are counted, and nothing is computed.
 
 # %%
 import contextlib
@@ -354,7 +362,9 @@ timeline_chart(
 )
 
 # %% [markdown]
-# The tower is made of the scores, the weights after the softmax, and their gradients. Now time and memory as the text grows:
+# The tower is made of the scores, of the probabilities that the softmax makes of them, and in backward of their gradients, which the figure counts as *other*. The ground at the bottom is the layer and the embedding. From left to right are operators, each as wide as any other, however long it takes.
+#
+# Now time and memory as the text grows. The rows *fused* are flash attention, by the kernel that the first line names:
 
 # %%
 from recipes_lib.workflows.bench.attention import measure_attention
@@ -372,17 +382,19 @@ for tokens in sizes.one_layer:
 del layer
 
 # %% [markdown]
-# With twice the length, eager attention takes four times the memory, and flash attention, which is *fused* in the print, twice. The time of both still grows at least with the square: the number of products is the same. Eager attention also has to write its scores and to read them back.
+# With twice the length, eager attention takes four times the memory, and flash attention twice. The time of both grows at least with the square: the number of products is the same. Eager attention also has to write its scores and to read them back.
 #
-# **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, PyTorch's attention may take cuDNN's kernel by itself.
+# **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, SDPA may choose by itself the kernel of cuDNN, NVIDIA's library; the setup prints its version there.
 #
 # **What does it cost?** Sums come in another order, which changes the last digits.
 #
 # ### 2. Chunked cross-entropy
 #
-# **What is going on?** Now the logits are the largest tensor: a row as wide as the vocabulary for every token. **Make the logits of a few hundred tokens at a time, and their gradient at once.** The loss is a scalar, so the gradient of each chunk is known in the forward pass up to a factor. Logits for all tokens, and two gradients of that size, never exist.
+# **What is going on?** Now the logits are the largest tensor: as many numbers as the vocabulary has entries, for every token.
 #
-# **The idea.** For one chunk, the logits are made, give their part of the loss and of both gradients, and are freed:
+# **Guess first.** Without all logits at once, by which factor does the text grow?
+#
+# **The idea.** **Make the logits of a few hundred tokens at a time, and their gradient at once.** For one token that gradient is softmax(logits) minus one-hot(target): the probabilities, with 1 subtracted at the right entry. It needs no other token. The loss is one number, so backward brings from behind only one factor, usually 1 divided by the number of tokens. So a chunk gives its part of the loss and of both gradients, and its logits are freed:
 
 # %%
 from recipes_lib.memory.chunked_cross_entropy import (
@@ -409,7 +421,7 @@ def lean(model):
     return apply_chunked_cross_entropy(apply_flash_attention(model))
 
 
-lean_plan = on(flash_plan, estimate_chunked_cross_entropy)
+lean_plan = with_recipe(flash_plan, estimate_chunked_cross_entropy)
 climb("+ chunked loss", lean_plan, lean)
 
 # %%
@@ -423,7 +435,9 @@ for which, cost in beside.items():
     print(f"{which:<18}{cost}")
 
 # %% [markdown]
-# **Why not more?** The saving is memory; the time stays that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch's own `linear_cross_entropy` does the same, with the chunks of its default options, which are small and slow, or of 256 rows. TRL's loss keeps no gradients in forward: it computes all logits once more in backward, and on a CPU its tiles of 32,768 entries of the vocabulary are copied several times, so narrower ones suit it better. The error is against fp64. (On a CPU the memory inside PyTorch's operator is not seen.)
+# **Why not more?** The activations of all layers are now nearly all that grows.
+#
+# In the print, the time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The rows *TRL* are the loss of its `SFTTrainer`. It keeps no gradients in forward and makes all logits once more in backward. Its tiles are 32,768 entries of the vocabulary wide, and on a CPU each is copied several times; narrower ones suit it better. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
 #
 # **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it).
 #
@@ -431,7 +445,11 @@ for which, cost in beside.items():
 #
 # ### 3. Activation checkpointing
 #
-# **What is going on?** Every block keeps its activations for backward. **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most: with the logits gone, activations of 30 layers are nearly all that grows.
+# **What is going on?** Every block keeps its activations for backward.
+#
+# **Guess first.** Of each block only its input stays, one number where a plain block keeps dozens. By which factor does the text grow?
+#
+# **The idea.** **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most.
 
 # %%
 from recipes_lib.memory.activation_checkpointing import (
@@ -444,13 +462,13 @@ def checkpointed(model):
     return apply_activation_checkpointing(lean(model))
 
 
-checkpoint_plan = on(lean_plan, estimate_activation_checkpointing)
+checkpoint_plan = with_recipe(lean_plan, estimate_activation_checkpointing)
 climb("+ checkpointing", checkpoint_plan, checkpointed)
 
 # %% [markdown]
-# **Why not more?** No other recipe moves the limit as far: the column *× previous* of the table below says it. Now one block at a time is whole, and in it the MLP is widest.
+# **Why not more?** No other recipe moves the limit as far, as the column *× previous* of the table below will show. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
 #
-# **How do I use it?** `gradient_checkpointing=True` in the Trainer.
+# **How do I use it?** `gradient_checkpointing=True` in the Trainer; newer versions call it `activation_checkpointing`.
 #
 # **What does it cost?** About one more forward pass.
 #
@@ -483,7 +501,7 @@ print("in tiles and whole: the same")
 
 # %%
 def tiled(model, **options):
-    """In smaller tiles for the short real steps on a CPU: they would be a single one."""
+    """On a CPU the real steps are so short that one tile would hold them: they get smaller ones."""
     tile_size = sizes.tile
     if here.device == "cpu" and not dry():
         tile_size = sizes.small_tile
@@ -494,15 +512,17 @@ def tiled_and_checkpointed(model):
     return apply_activation_checkpointing(tiled(model))
 
 
-tiled_plan = on(lean_plan, estimate_tiled_mlp, tile_size=sizes.tile)
-checkpoint_plan = on(tiled_plan, estimate_activation_checkpointing)
+tiled_plan = with_recipe(lean_plan, estimate_tiled_mlp, tile_size=sizes.tile)
+checkpoint_plan = with_recipe(tiled_plan, estimate_activation_checkpointing)
 shortest = sizes.lengths[:1]  # this row is not in the picture of growth
 climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 
 # %% [markdown]
 # **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
 #
-# **What does it cost?** Smaller products. Without checkpointing, also the MLP once more; with it no product is computed again, because its recomputation ends at the MLP's input. On a CPU the real steps of this notebook have very small tiles, and the column *time* of the table below shows what such tiles cost.
+# **Why not more?** The inputs of the blocks are still there, and a tile does not touch them.
+#
+# **What does it cost?** Without checkpointing, the MLP is computed once more. With it no product is added: the block's own recomputation stops where the MLP begins, and the tiles do the rest. But the products become smaller, and each tile adds to the gradients of the weights. On a CPU the short real steps have tiles of 128 tokens only, and the column *time* of the table below shows what such tiles cost.
 #
 # ### 5. Nested checkpoints
 #
@@ -515,7 +535,7 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 #
 # **Guess first.** With 30 blocks, which k keeps the fewest inputs?
 #
-# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become L/k + k - 1, fewest near √L, for another forward pass.
+# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become about L/k + k - 1: one per group, and those of one group, whose first is counted already. That is fewest near √L. The price is another forward pass, but for the last block of each group, which is computed once less. So among equally good groups the smallest recomputes the least. The two loops are `nested_by_hand` in [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py).
 
 # %%
 from recipes_lib.memory.nested_checkpointing import (
@@ -525,12 +545,16 @@ from recipes_lib.memory.nested_checkpointing import (
 )
 
 group = best_group(weightless.config.num_hidden_layers)
-nested_plan = on(tiled_plan, estimate_nested_checkpointing, group=group)
+nested_plan = with_recipe(tiled_plan, estimate_nested_checkpointing, group=group)
 blocks = weightless.config.num_hidden_layers
 for k in range(1, 11):
-    # Backward is in block i: alive are the inputs of the groups up to its own, and
+    # When backward is in block i, the inputs of the groups up to its own are alive, and
     # those of its group's blocks after the first, up to i.
-    alive = [i // k + 1 + i % k for i in range(blocks)]
+    alive = []
+    for i in range(blocks):
+        of_groups = i // k + 1
+        inside_of_its_group = i % k
+        alive.append(of_groups + inside_of_its_group)
     print(f"k = {k:2}: {max(alive):2} inputs")
 print(f"taken: k = {group}, the smallest of the best, which recomputes the least")
 
@@ -542,7 +566,7 @@ def nested(model, **options):
 climb("+ nested checkpoints", nested_plan, nested, lengths=shortest)
 
 # %% [markdown]
-# **How do I use it?** No library has it for causal language models. They send the inputs of the blocks to the host instead: `offload_activations` here, `gradient_checkpointing_kwargs={"offload": True}` in the Trainer, which copies and computes in turn, `activation_offloading=True` in TRL. On a CPU, host memory is what runs out, and only the disk is left: recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) takes it.
+# **How do I use it?** We know of no flag for it in a training library. Megatron-LM comes near: `--recompute-method uniform --recompute-num-layers k` keeps the inputs of groups, but in backward all activations of one group. Other libraries send the inputs of the blocks to host memory instead: the Trainer with `gradient_checkpointing_kwargs={"offload": True}`, TRL with `activation_offloading=True`. In the Trainer, copying and computing wait for each other. Recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) does it with `offload_activations`. On a CPU, host memory is what runs out, and only the disk is left.
 #
 # **What does it cost?** One more forward pass.
 #
@@ -556,9 +580,9 @@ from recipes_lib.memory.optimizer_in_backward import (
     estimate_optimizer_in_backward,
 )
 
-norms_plan = on(lean_plan, estimate_tiled_mlp, tile_size=sizes.tile, norms=True)
-nested_plan = on(norms_plan, estimate_nested_checkpointing, group=group)
-everything_plan = on(nested_plan, estimate_optimizer_in_backward)
+norms_plan = with_recipe(lean_plan, estimate_tiled_mlp, tile_size=sizes.tile, norms=True)
+nested_plan = with_recipe(norms_plan, estimate_nested_checkpointing, group=group)
+everything_plan = with_recipe(nested_plan, estimate_optimizer_in_backward)
 climb(
     "everything combined",
     everything_plan,
@@ -567,11 +591,17 @@ climb(
 )
 
 # %% [markdown]
+# **Why not more?** What is left are the inputs of groups, and one block that is computed again.
+#
+# **What does not go together.** The step in backward allows no accumulation and no clipping of gradients. Selective checkpointing keeps what tiles want to free, and the functions refuse it.
+#
 # For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. By a dry run, that is what brings QLoRA of an 8B model to 262,144 tokens on a card of 24 GB: [the account](../docs/long-card.md). Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
 #
 # ## The ladder
 #
-# What do these recipes cost in time? Here all rows take turns on the clock, each with a forward and a backward pass on the text that every row can do. The fastest turn of each counts. One model exists at a time.
+# What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, so that a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed, and the faster of two turns counts.
+#
+# In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text; time is a multiple of the baseline's. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
 
 # %%
 import time
@@ -601,11 +631,13 @@ for row, seconds in took.items():
 ladder
 
 # %% [markdown]
-# Flash attention and the chunked loss cost no time. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
+# At this length flash attention and the chunked loss cost next to no time; with two turns, a few per cent say nothing. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
 #
-# The column *a step there, at least* divides the operations of a step by the rate that this machine reaches in matrix products. At the end of the table a single step takes many minutes on two CPU cores, at the very least: the memory is no longer what limits the length, time is. That is why there is a part B.
+# The lower bound assumes that everything runs at the rate of large products. Checkpoints compute some parts twice, and attention is slower (compare the TFLOP/s of recipe 1). Still, at the end of the table a single step takes many minutes on two CPU cores: memory is no longer what limits the length, time is. That is why there is a part B.
 #
 # ## The pictures
+#
+# The longest text of each row. The black mark is the prediction. On this axis one sees which recipes matter.
 
 # %%
 ladder.chart()
@@ -620,7 +652,7 @@ curves = {row: found[row].peaks for row in shown}
 growth_chart(curves, fixed_bytes=fixed, limit_bytes=sizes.limit)
 
 # %% [markdown]
-# Dots are the peaks of single steps. The upper dashed line is the limit, and the lower one is what weights and states take at any length. The baseline bends towards slope 2, where twice the text takes four times the memory. All others bend towards slope 1, where it takes twice the memory. On short texts they are flatter still: there gradients are a large part, and gradients do not grow with the text. From there on each recipe moves the line down, not its slope.
+# Each dot is one step: of the search, or at one of the lengths that were asked for. The upper dashed line is the limit. The lower one is what is there at any length: weights and states. The number at the end of a curve is its slope between its last two dots, for the bytes above the lower line. With slope 2, twice the text takes four times the memory; with slope 1 it takes twice the memory. The baseline is on its way to 2, because its scores grow with the square. Without the scores all curves end close to 1. *Everything combined* is a little lower, because a part of its memory does not grow with the text: a tile has the same number of tokens in any long text. So after flash attention a recipe moves the curve down, and does not change how steep it becomes. A curve ends early where a longer text would be more than twenty times too long.
 #
 # **Before and after.** Both steps fill the same memory, one with the text of the first row and one with that of the last:
 
@@ -629,10 +661,10 @@ def timeline_of(row):
     """Live bytes over one step at the longest length of a row."""
     with as_searched():
         model = adapted_by[row](build())
-        states = optimizer_by[row](model)
-        take_step(model, states, 16)
-        step = partial(take_step, model, states, ladder[row].tokens)
-        return record_timeline(step, model=model, optimizer=states)
+        optimizer = optimizer_by[row](model)
+        take_step(model, optimizer, 16)
+        step = partial(take_step, model, optimizer, ladder[row].tokens)
+        return record_timeline(step, model=model, optimizer=optimizer)
 
 
 before_and_after = {}
@@ -641,22 +673,24 @@ for row in ("baseline", "everything combined"):
 timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 
 # %% [markdown]
-# In the first picture activations pile up during forward, layer upon layer. In the second, forward leaves a few inputs of groups; the teeth in backward are groups that are recomputed block by block, and no gradients wait for the optimizer.
+# In the first picture activations pile up during forward, layer upon layer. In the second, forward leaves only the inputs of groups. The flat part in the middle is the loss, chunk by chunk: it consists of many operators, and each is drawn equally wide. In backward each tooth is a block that is computed again, and k of them are a group. There is no phase *step*: each weight is updated during backward.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
 #
 # ## Part B: less time, another model
 #
-# So far no number changed. But exact attention still takes S² time: at tens of thousands of tokens it is most of a step.
+# So far the model learned the same: the loss is the same number in each row, and the tests of each recipe compare the gradients. But exact attention still takes S² time. In this narrow model it is soon most of a step; in a wide model that point comes later. Recipe 7 prints the shares of three models.
 #
 # ### 6. Sliding window and block-sparse attention
 #
-# **What is going on?** Flash attention stores no scores, but it still computes one for every pair of tokens.
+# **What is going on?** Flash attention stores no scores, but it still computes one for every pair of tokens, however far they are apart.
 #
 # **Guess first.** With a window of a sixteenth of the text: how many times as fast is attention?
 #
-# **The idea.** **Let each token read its last W tokens only.** In blocks of queries this is a band of small dense products: S × W of them in place of S²/2. More layers see further: what a layer reads, the next passes on. Here are four patterns on a text of 64 tokens:
+# **The idea.** **Let each token read its last W tokens only.** That leaves about S × W pairs in place of S²/2. They lie in a band, which is computed as many small dense products. A token still gets something from beyond its window, through the layers: the tokens that it reads have read their own windows one layer below.
+#
+# *Sinks* are a few first tokens that stay readable beside the window. A *block-sparse* pattern lets a block of tokens read the blocks just before it, and a few that all tokens read. Here are four patterns on a text of 64 tokens. Each line from left to right is one token that reads, each column is a token that can be read:
 
 # %%
 from recipes_lib.attention.block_sparse import (
@@ -698,8 +732,9 @@ key_heads = config.num_key_value_heads
 heads = [config.num_attention_heads, key_heads, key_heads]  # of Q, K and V
 qkv = []
 for count in heads:
-    shape = (1, count, tokens, 64)  # [B, H, S, E]
+    shape = (1, count, tokens, config.head_dim)  # [B, H, S, E]
     qkv.append(torch.randn(shape, device=here.device, dtype=dtype, requires_grad=True))
+# A block reads itself and the 3 blocks before it, and the first block of the text.
 pattern = {"block_size": window // 4, "local": 4, "global_blocks": 1}
 ways = {
     # With a window as long as the text it is PyTorch's causal attention.
@@ -731,16 +766,16 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = min(turns["full"]) / seconds
 
 # %% [markdown]
-# That answers the guess: compare the first numbers with 16. The last column says why the two ratios differ: the ways do not compute a pair at the same speed. A band is cut into many small dense products of one shape; PyTorch's causal kernel goes through one long row. On a CPU the small products can be the faster ones, so that a window gains more than the pairs say.
+# The first ratio answers the guess. It differs from the second because the ways do not compute a pair at the same speed: the last column shows this. The cause is not measured here. A likely one: PyTorch's causal kernel goes through one long row, and the many small products of a band all have one shape that suits the machine more or less.
 #
-# Block-sparse patterns add a few blocks that all tokens read; *sinks* are a few first tokens that stay readable beside the window. All are exact for what they read; but the model was trained to read more. What does that cost without further training?
+# All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training?
 
 # %%
 last_quarter = sizes.reads // 4
 variants = {
     "full": None,
-    "the last quarter": partial(apply_sliding_window, window=last_quarter),
-    "and 4 sinks": partial(apply_sliding_window, window=last_quarter, sinks=4),
+    "window": partial(apply_sliding_window, window=last_quarter),
+    "window and 4 sinks": partial(apply_sliding_window, window=last_quarter, sinks=4),
     "block-sparse": partial(
         apply_block_sparse, block_size=sizes.reads // 16, local=3, global_blocks=1
     ),
@@ -757,17 +792,21 @@ for which, adapt in variants.items():
 del model
 
 # %% [markdown]
-# **Why not more?** Reading less makes this model worse at once; four sinks repair most of it: a trained model parks attention there. Such patterns are for models that train with them: Mistral and Gemma were.
+# **Why not more?** On this text, reading less makes the model worse at once, and four sinks repair most of it. The usual explanation (Xiao et al., 2023): a softmax must add up to one, so a head that needs no token sends its attention to the first ones. The block-sparse pattern has such first tokens, too, in its global block. Without further training no pattern reaches full attention. They are for models that are trained with them, as Mistral and Gemma are.
 #
 # **How do I use it?** `sliding_window` in config.json of a model that was trained with it; FlexAttention for other patterns.
 #
-# **What does it cost?** Another model, which has to be trained so.
+# **What does it cost?** Further training, before the model is as good as it was.
 #
 # ### 7. Curriculum: short texts first
 #
 # **What is going on?** From the first step on, every row has its full length, and attention its full price.
 #
-# **The idea.** **Most of what a model learns early needs no long context,** and short rows cost less attention. The schedule lengthens the rows while the tokens of a step stay the same. Here two small models of characters train on source code with equal compute, three seeds each; the loss on long held-out rows decides.
+# **Guess first.** At equal compute, how many more steps does a curriculum get?
+#
+# **The idea.** **Most of what a model learns early should need no long context,** and short rows cost less attention. The schedule lengthens the rows while the tokens of a step stay the same.
+#
+# Here one small model reads source code as single characters. It is trained twice: always on rows of full length, and with a curriculum, which has rows of a sixteenth for 40 % of the steps, of a quarter for 30 %, and of full length for the rest. Both get the same compute, three seeds each. The loss on long held-out rows decides.
 
 # %%
 from recipes_lib.training.curriculum import flops_per_token
@@ -801,7 +840,7 @@ for schedule, losses in reached.items():
     print(f"{schedule:<13} loss on rows of {row} characters: {words}")
 
 # %% [markdown]
-# At equal compute the curriculum takes more steps. How many more depends on how much of a step is attention, which only short rows save:
+# The print says for each seed which of the two ends lower. But at equal compute the curriculum also takes more steps. How many more depends on how much of a step is attention, the only part that is cheaper in short rows:
 
 # %%
 for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b", None)):
@@ -817,7 +856,7 @@ for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b"
     )
 
 # %% [markdown]
-# **Why not more?** The model that was trained here is so narrow that attention is most of its work. That is where most of its additional steps come from, and a wide model has few of them. What is left for it is the other half of the idea: early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
+# **Why not more?** The model that was trained here is narrow: attention is most of its work, so short rows are much cheaper, and the same compute buys many more steps. In a wide model they are only a little cheaper, and there are few additional steps. It can then gain only if early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
 #
 # **How do I use it?** DeepSpeed `curriculum_learning`, Composer `SeqLengthWarmup`.
 #
@@ -825,11 +864,11 @@ for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b"
 #
 # ### 8. RoPE scaling: beyond the trained length
 #
-# **What is going on?** A rotary position turns each pair of dimensions of queries and keys by an angle that grows with the position. Behind the trained length come angles that the model has never seen. Nothing fails there, so `check_length` says it before.
+# **What is going on?** Attention itself does not know the order of the tokens. In RoPE, *rotary position embeddings*, each pair of numbers of a query and of a key is turned by an angle: position × frequency. The first pairs turn fast, the last ones slowly. In a text longer than those of the training come angles that the model has never seen. Nothing fails there, so `check_length` says it before.
 #
-# **Guess first.** Twice the trained length: which way of stretching costs the least where the model was good before?
+# **Guess first.** Where does the loss begin to climb: at the trained length, or later?
 #
-# **The idea.** **Rotary positions can be stretched:** by turning all pairs more slowly (linear), by a larger base (dynamic NTK), or by slowing only those pairs that never made a whole turn in training (YaRN).
+# **The idea.** **Stretch the positions, so that the angles stay among those that are known.** There are three ways. *linear*: all pairs turn slower. *dynamic* (NTK): a larger base, which slows the slow pairs most. *yarn*: slow only the pairs that made less than about one full turn in the training, and leave the fast ones alone.
 
 # %%
 from recipes_lib.architecture.rope import (
@@ -847,7 +886,7 @@ except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# Longer texts than those of the training take SmolLM2 minutes on a CPU, so there the curves come from a recorded run of the same steps (`python -m benchmarks.gpu --parts rope`); a GPU measures them now.
+# Texts that are longer than those of the training take minutes on a CPU. So on a CPU the curves come from a recorded run of the same steps (`python -m benchmarks.gpu --parts rope`, also on two CPU cores). On a GPU they are measured now. The scalings are made for twice the trained length.
 
 
 # %%
@@ -866,33 +905,37 @@ def along(kind, tokens, window, texts):
 
 if sizes.stretched is None:
     rope = recorded("rope")
-    when = "recorded"
 else:
-    rope = {"window": sizes.stretched[1]}
+    rope = {"window": sizes.stretched[1], "measured_on": f"measured now on {here.name}"}
     rope["losses"] = {kind: along(kind, *sizes.stretched) for kind in ("none", *KINDS)}
-    when = "measured now"
 texts = len(rope["losses"]["none"])
-title = f"SmolLM2-135M beyond its trained length, {when}; texts: {texts}"
-position_chart(rope["losses"], window=rope["window"], trained=8192, title=title)
+position_chart(
+    rope["losses"],
+    window=rope["window"],
+    trained=8192,
+    title=f"SmolLM2-135M beyond its trained length; texts: {texts}",
+    source=rope["measured_on"],
+)
 
 # %% [markdown]
-# Above are means over the texts. The curves before the dashed line answer the guess. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Without scaling the loss climbs soon behind the dashed line. Linear scaling changes every angle, so it hurts everywhere until the model is trained with it. YaRN and the larger base keep nearly all that it knows: before the dashed line they lose a little. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
+# Above are means over the texts; *none* is the model without scaling. The upper picture answers the guess: nothing happens at the dashed line itself. Some way behind it the loss begins to climb, and it climbs fast. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end, where the unscaled model has lost its way, is it the better of the two. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
 #
 # **How do I use it?** `rope_parameters` in config.json; vLLM `--hf-overrides` with the same.
 #
-# **What does it cost?** Quality on short texts, with linear and YaRN.
+# **What does it cost?** A little in the trained part; with linear scaling, much.
 #
 # ### Several GPUs: context parallelism
 #
-# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every row, and keys and values travel around a ring. While a GPU computes with the keys it has, the next ones are on their way. From a certain length per GPU on, this takes no time of its own:
+# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every text, and keys and values travel around a ring. In each step of the ring a GPU computes with the keys and values that it has, and meanwhile sends them on to its neighbour. If sending takes less time than computing, it costs nothing: it is *hidden*. Computing grows with the square of the tokens per GPU, sending only with their number. So from a certain length on, sending is hidden. The two rates in the next cell are assumptions: put in yours.
 
 # %%
 config = model_of_shape("llama-3.1-8b", layers=1, device="meta").config
-attention_rate = 400e12  # operations per second that attention reaches: put in yours
-link = 50e9  # bytes per second between two cards
+attention_rate = 400e12  # operations per second that attention reaches: an assumption
+link = 50e9  # bytes per second between two cards: another one
 query_width = config.num_attention_heads * config.head_dim
 key_width = config.num_key_value_heads * config.head_dim
-# computing: 4 (S/N)² Q / rate        sending K and V in 16 bits: 4 (S/N) KV / link
+# computing:                    4 (S/N)² query_width / attention_rate
+# sending K and V in 16 bits:   4 (S/N) key_width / link
 hidden_from = attention_rate / link * key_width / query_width
 print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 
@@ -904,23 +947,26 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # These lines are not run here, for they need the hub and a GPU:
 #
 # ```python
-# from transformers import AutoModelForCausalLM
+# from transformers import AutoModelForCausalLM, AutoTokenizer
 #
 # from recipes_lib.attention.flash import apply_flash_attention
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
-# model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B").cuda().train()
+# name = "Qwen/Qwen3-0.6B"
+# ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
+# model = AutoModelForCausalLM.from_pretrained(name).cuda().train()
 # apply_flash_attention(model)
 # apply_chunked_cross_entropy(model)
 # apply_tiled_mlp(model, norms=True)
 # apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
-# loss = model(input_ids=ids, labels=ids, use_cache=False).loss  # ids [1, S], as long as fits
-# loss.backward()
+# optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+# model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+# optimizer.step()
 # ```
 #
-# The same with the libraries: `attn_implementation="flash_attention_2"` or `"sdpa"` in transformers, `use_liger_kernel=True` for the loss, `gradient_checkpointing=True`, and ALST in ArcticTraining and DeepSpeed for tiled MLPs. The [cheatsheet](../CHEATSHEET.md) has all switches side by side.
+# The same with libraries: `TrainingArguments(gradient_checkpointing=True, use_liger_kernel=True)` and a model that is loaded with `attn_implementation="sdpa"` give recipes 1 to 3. For tiled MLPs there is ALST (*Arctic Long Sequence Training*) in ArcticTraining and DeepSpeed. The [cheatsheet](../CHEATSHEET.md) has all switches side by side.
 #
 # ## What it costs, and when not to use it
 #
@@ -933,7 +979,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # | nested checkpoints | another forward pass | block inputs are not what fills the memory |
 # | sliding window, block-sparse | another model, to be trained that way | far tokens decide |
 # | curriculum | a schedule to tune | fine-tuning on one length |
-# | RoPE scaling | worse on short texts (linear, YaRN) | the texts are not longer than the training's |
+# | RoPE scaling | a little worse in the trained part (linear: much worse) | the texts are not longer than the training's |
 #
 # **Measured here: two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, because the logits are there as well. The *curriculum* gets its additional steps from a model in which attention is most of the work; a wide model gets few of them.
 #
@@ -951,6 +997,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # - Hsu et al., *Liger Kernel*, 2024; Wijmans et al., *Cut Your Losses*, 2024
 # - Bekman et al., *Arctic Long Sequence Training*, 2025: tiled MLP and loss, checkpoints on the host
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016: nested checkpoints
+# - Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2023
 # - Beltagy et al., *Longformer*, and Zaheer et al., *Big Bird*, 2020
 # - Su et al., *RoFormer*, 2021; Peng et al., *YaRN*, 2023
 #
@@ -981,4 +1028,4 @@ if here.device == "cpu":
     assert slopes["flash attention"] < 1.1, "and without them with the length"
 assert ladder.gain("everything combined") > 10
 assert min(speedup.values()) > sizes.least_speedup, "reading less is faster"
-print(f"all checks passed: {ladder.gain('everything combined'):.0f}× longer")
+print(f"all checks passed: {ladder.gain('everything combined'):.0f}× as long")
