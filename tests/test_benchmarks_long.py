@@ -180,7 +180,7 @@ def test_notebook_04_in_numbers(tmp_path):
         "**99 → 2,970 tokens:**",
         "**30 times as long**",
         "within 4 GiB",
-        "with the same loss to 2e-06",
+        "The loss on 64 tokens is the same in every row, to 2e-06.",
         "by 10.0% at most",
     ):
         assert sentence in headline

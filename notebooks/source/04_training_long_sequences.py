@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **891 → 54,989 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long**, with the same loss to 2e-07 on 512 tokens, found by dry steps, which count the bytes of real ones. Every row was predicted first; the arithmetic is off by 1.2% at most.
+# > **891 → 54,989 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long**. The loss on 512 tokens is the same in every row, to 2e-07. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data. Every row was predicted first; the arithmetic is off by 1.2% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24.
 # <!-- end -->
@@ -103,9 +103,9 @@ cpu = dict(
     lengths=(512, 8192, 32768),  # whose peaks are wanted for the picture
     tile=8192,  # tokens of a tile
     small_tile=128,  # for the real steps of `common` tokens
-    one_layer=(1024, 2048, 4096, 16384),  # lengths at which attention alone is timed
+    one_layer=(1024, 2048, 4096, 8192),  # lengths at which attention alone is timed
     eager_to=4096,  # the longest of them at which eager attention is measured, too
-    loss=(1024, 576, 49152),  # tokens, width, vocabulary
+    loss=(512, 576, 49152),  # tokens, width, vocabulary
     rounds=2,  # of turns on the clock
     long_text=16384,  # tokens on which windows are timed
     window=1024,
@@ -185,6 +185,8 @@ expected = predicted_longest(base_plan, limit_bytes=sizes.limit)
 print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 
 # %% [markdown]
+# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. $a S^2$ are the scores: 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. $b S$ is the rest of the activations, and the loss: 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB. The sum is the predicted peak. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains the other lines of the print.
+#
 # The equation holds for the moment in which backward begins: activations and loss are complete, and there are no gradients yet. Later, when the last gradient arrives, activations and loss are gone, and all gradients are there. In a long text the first moment is the peak. In a short text, or after recipes that make activations and loss smaller, it can be the second, and then no recipe for activations helps. (These are the two moments of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). The [cheatsheet](../CHEATSHEET.md#the-equation) has a third one between them, which is never the highest in these two notebooks.)
 #
 # ## Baseline: the plain loop
@@ -327,7 +329,9 @@ flash_plan = with_recipe(base_plan, estimate_flash_attention)
 climb("flash attention", flash_plan, apply_flash_attention)
 
 # %% [markdown]
-# **Why not more?** The line above answers the guess. Something else fills the memory now: the logits, and the activations of all layers. What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer. On a CPU all pictures of this notebook are drawn from dry steps: their bytes are counted, and nothing is computed.
+# **Why not more?** The line above answers the guess. Something else fills the memory now: the logits, and the activations of all layers.
+#
+# What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer. On a CPU all pictures of memory and of lengths in this notebook are drawn from dry steps: their bytes are counted, and nothing is computed.
 
 # %%
 import contextlib
@@ -382,7 +386,7 @@ for tokens in sizes.one_layer:
 del layer
 
 # %% [markdown]
-# With twice the length, eager attention takes four times the memory, and flash attention twice. The time of both grows at least with the square: the number of products is the same. Eager attention also has to write its scores and to read them back.
+# With twice the length, eager attention takes four times the memory, and flash attention twice. The time of both grows about with the square, because the number of products does. Eager attention also has to write its scores and to read them back.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, SDPA may choose by itself the kernel of cuDNN, NVIDIA's library; the setup prints its version there.
 #
@@ -437,7 +441,7 @@ for which, cost in beside.items():
 # %% [markdown]
 # **Why not more?** The activations of all layers are now nearly all that grows.
 #
-# In the print, the time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The rows *TRL* are the loss of its `SFTTrainer`. It keeps no gradients in forward and makes all logits once more in backward. Its tiles are 32,768 entries of the vocabulary wide, and on a CPU each is copied several times; narrower ones suit it better. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
+# The second print compares the loss alone. The time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The row *TRL* is the loss of its `SFTTrainer`. It works in tiles of 32,768 entries of the vocabulary, keeps no gradients in forward, and makes all logits once more in backward: that is its time. The row *TRL, 2,048 words* is the same with tiles of 2,048 entries, which need less memory. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
 #
 # **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it).
 #
@@ -481,6 +485,8 @@ climb("+ checkpointing", checkpoint_plan, checkpointed)
 # tiled    for t rows of x:  the same [t, F]                   one tile at a time, also in backward
 # ```
 #
+# **Guess first.** What is larger now: the inputs of all blocks, or one block with its MLP?
+#
 # **The idea.** **An MLP treats each token by itself, so it can run tile by tile,** and be recomputed tile by tile in backward. No tensor of length × feed-forward width ever exists.
 
 # %%
@@ -518,9 +524,9 @@ shortest = sizes.lengths[:1]  # this row is not in the picture of growth
 climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 
 # %% [markdown]
-# **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
+# **Why not more?** That answers the guess: the inputs of the blocks are larger. They are still there, and a tile does not touch them.
 #
-# **Why not more?** The inputs of the blocks are still there, and a tile does not touch them.
+# **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
 #
 # **What does it cost?** Without checkpointing, the MLP is computed once more. With it no product is added: the block's own recomputation stops where the MLP begins, and the tiles do the rest. But the products become smaller, and each tile adds to the gradients of the weights. On a CPU the short real steps have tiles of 128 tokens only, and the column *time* of the table below shows what such tiles cost.
 #
@@ -535,15 +541,29 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 #
 # **Guess first.** With 30 blocks, which k keeps the fewest inputs?
 #
-# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become about L/k + k - 1: one per group, and those of one group, whose first is counted already. That is fewest near √L. The price is another forward pass, but for the last block of each group, which is computed once less. So among equally good groups the smallest recomputes the least. The two loops are `nested_by_hand` in [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py).
+# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become about L/k + k - 1: one per group, and those of one group, whose first is counted already. That is fewest near √L. The price is another forward pass, but for the last block of each group, which is computed once less. So among equally good groups the smallest recomputes the least.
 
 # %%
 from recipes_lib.memory.nested_checkpointing import (
     apply_nested_checkpointing,
     best_group,
     estimate_nested_checkpointing,
+    nested_by_hand,
 )
 
+show(nested_by_hand)
+blocks = [torch.nn.Linear(8, 8) for _ in range(9)]
+hidden = torch.randn(1, 5, 8, requires_grad=True)
+plain = torch.nn.Sequential(*blocks)(hidden).sum()
+by_hand = nested_by_hand(blocks, hidden, group=3).sum()
+gradients = [torch.autograd.grad(loss, hidden)[0] for loss in (plain, by_hand)]
+assert torch.equal(*gradients)
+print("nested and plain: the same gradient")
+
+# %% [markdown]
+# Which group is best? For each k, here are the inputs that are alive at the worst moment of backward:
+
+# %%
 group = best_group(weightless.config.num_hidden_layers)
 nested_plan = with_recipe(tiled_plan, estimate_nested_checkpointing, group=group)
 blocks = weightless.config.num_hidden_layers
@@ -566,7 +586,7 @@ def nested(model, **options):
 climb("+ nested checkpoints", nested_plan, nested, lengths=shortest)
 
 # %% [markdown]
-# **How do I use it?** We know of no flag for it in a training library. Megatron-LM comes near: `--recompute-method uniform --recompute-num-layers k` keeps the inputs of groups, but in backward all activations of one group. Other libraries send the inputs of the blocks to host memory instead: the Trainer with `gradient_checkpointing_kwargs={"offload": True}`, TRL with `activation_offloading=True`. In the Trainer, copying and computing wait for each other. Recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) does it with `offload_activations`. On a CPU, host memory is what runs out, and only the disk is left.
+# **How do I use it?** We know of no flag for it in a training library. Megatron-LM comes near: `--recompute-method uniform --recompute-num-layers k` keeps the inputs of groups, but in backward all activations of one group. Other libraries send the inputs of the blocks to host memory instead: the Trainer with `gradient_checkpointing_kwargs={"offload": True}`, TRL with `activation_offloading=True`. Recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) does it with `offload_activations`. On a CPU, host memory is what runs out, and only the disk is left.
 #
 # **What does it cost?** One more forward pass.
 #
@@ -592,8 +612,6 @@ climb(
 
 # %% [markdown]
 # **Why not more?** What is left are the inputs of groups, and one block that is computed again.
-#
-# **What does not go together.** The step in backward allows no accumulation and no clipping of gradients. Selective checkpointing keeps what tiles want to free, and the functions refuse it.
 #
 # For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. By a dry run, that is what brings QLoRA of an 8B model to 262,144 tokens on a card of 24 GB: [the account](../docs/long-card.md). Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
 #
@@ -652,7 +670,7 @@ curves = {row: found[row].peaks for row in shown}
 growth_chart(curves, fixed_bytes=fixed, limit_bytes=sizes.limit)
 
 # %% [markdown]
-# Each dot is one step: of the search, or at one of the lengths that were asked for. The upper dashed line is the limit. The lower one is what is there at any length: weights and states. The number at the end of a curve is its slope between its last two dots, for the bytes above the lower line. With slope 2, twice the text takes four times the memory; with slope 1 it takes twice the memory. The baseline is on its way to 2, because its scores grow with the square. Without the scores all curves end close to 1. *Everything combined* is a little lower, because a part of its memory does not grow with the text: a tile has the same number of tokens in any long text. So after flash attention a recipe moves the curve down, and does not change how steep it becomes. A curve ends early where a longer text would be more than twenty times too long.
+# Each dot is one step: of the search, or at one of the lengths that were asked for. The upper dashed line is the limit. The lower one is what is there at any length: weights and states. The number at the end of a curve is its slope between its last two dots, for the bytes above the lower line. With slope 2, twice the text takes four times the memory; with slope 1 it takes twice the memory. The baseline is on its way to 2, because its scores grow with the square. Without the scores all curves end close to 1. *Everything combined* is a little lower, because a part of its memory does not grow with the text: a tile has the same number of tokens in any long text. So after flash attention a recipe moves the curve down, and hardly changes how steep it becomes in the end. A curve ends early where a longer text would be more than twenty times too long.
 #
 # **Before and after.** Both steps fill the same memory, one with the text of the first row and one with that of the last:
 
@@ -680,7 +698,7 @@ timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 #
 # ## Part B: less time, another model
 #
-# So far the model learned the same: the loss is the same number in each row, and the tests of each recipe compare the gradients. But exact attention still takes S² time. In this narrow model it is soon most of a step; in a wide model that point comes later. Recipe 7 prints the shares of three models.
+# So far the model learned the same: the loss is the same number in each row, and the tests of each recipe compare the gradients. But exact attention still takes S² time. In this narrow model it soon is a large part of a step; in a wide model that point comes later. Recipe 7 prints the shares of three models, in rows of 2,048.
 #
 # ### 6. Sliding window and block-sparse attention
 #
@@ -766,7 +784,7 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = min(turns["full"]) / seconds
 
 # %% [markdown]
-# The first ratio answers the guess. It differs from the second because the ways do not compute a pair at the same speed: the last column shows this. The cause is not measured here. A likely one: PyTorch's causal kernel goes through one long row, and the many small products of a band all have one shape that suits the machine more or less.
+# *As fast* answers the guess. It differs from *fewer pairs* because the ways do not compute a pair at the same speed: the last column shows this. The cause is not measured here. A likely one: PyTorch's causal kernel goes through one long row, and the many small products of one shape, of which a band consists, can run faster on this machine.
 #
 # All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training?
 
@@ -840,7 +858,7 @@ for schedule, losses in reached.items():
     print(f"{schedule:<13} loss on rows of {row} characters: {words}")
 
 # %% [markdown]
-# The print says for each seed which of the two ends lower. But at equal compute the curriculum also takes more steps. How many more depends on how much of a step is attention, the only part that is cheaper in short rows:
+# Compare the two lines seed by seed: in the recorded run on a CPU the curriculum ended lower with each of them. But at equal compute the curriculum also takes more steps. How many more depends on how much of a step is attention, the only part that is cheaper in short rows:
 
 # %%
 for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b", None)):
@@ -877,15 +895,25 @@ from recipes_lib.architecture.rope import (
     check_length,
     position_losses,
     rope_frequencies,
+    rotate,
 )
 
-show(rope_frequencies)
+show(rotate)
+query, key = torch.randn(2, 1, 1, 1, 16)  # [B, H, S, E] each, one token
+frequencies, _ = rope_frequencies(head_dim=16, base=10_000.0)
+for near, far in ((3, 7), (1003, 1007)):
+    turned = rotate(query, torch.tensor([far]), frequencies)
+    turned_key = rotate(key, torch.tensor([near]), frequencies)
+    score = (turned * turned_key).sum()
+    print(f"query at {far}, key at {near}: score {score:.4f}")
 try:
     check_length(load_model(), 16_384)
 except ValueError as reason:
     print(reason)
 
 # %% [markdown]
+# The score depends on the distance of the two tokens only. A scaling changes the frequencies, and nothing else.
+#
 # Texts that are longer than those of the training take minutes on a CPU. So on a CPU the curves come from a recorded run of the same steps (`python -m benchmarks.gpu --parts rope`, also on two CPU cores). On a GPU they are measured now. The scalings are made for twice the trained length.
 
 
@@ -918,7 +946,7 @@ position_chart(
 )
 
 # %% [markdown]
-# Above are means over the texts; *none* is the model without scaling. The upper picture answers the guess: nothing happens at the dashed line itself. Some way behind it the loss begins to climb, and it climbs fast. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end, where the unscaled model has lost its way, is it the better of the two. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
+# Above are means over the texts; *none* is the model without scaling. The upper picture answers the guess: nothing happens at the dashed line itself. About 2,000 tokens behind it the loss begins to climb, and it climbs fast. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end, where the unscaled model has lost its way, is it the better of the two. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
 #
 # **How do I use it?** `rope_parameters` in config.json; vLLM `--hf-overrides` with the same.
 #
@@ -947,6 +975,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # These lines are not run here, for they need the hub and a GPU:
 #
 # ```python
+# import torch
 # from transformers import AutoModelForCausalLM, AutoTokenizer
 #
 # from recipes_lib.attention.flash import apply_flash_attention
@@ -955,6 +984,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
 # name = "Qwen/Qwen3-0.6B"
+# text = open("my_text.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
 # model = AutoModelForCausalLM.from_pretrained(name).cuda().train()
 # apply_flash_attention(model)
@@ -983,7 +1013,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 #
 # **Measured here: two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, because the logits are there as well. The *curriculum* gets its additional steps from a model in which attention is most of the work; a wide model gets few of them.
 #
-# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not.** The step in backward with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says; a sliding window or block-sparse attention with packed rows, which both refuse.
+# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not.** The step in backward with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says; a sliding window with packed rows, which it refuses (block-sparse attention keeps the documents of a row apart); selective checkpointing with tiles, which the functions refuse.
 #
 # ## Exercises
 #

@@ -26,7 +26,9 @@ Shapes: r rank, B batch, S sequence.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -108,8 +110,8 @@ def apply_lora(
         peft_options: more fields of peft's `LoraConfig`, such as use_dora, or use_rslora (scale by
             alpha / sqrt(r)).
     Raises ValueError for rank < 1, alpha <= 0, dropout outside [0, 1), a name that matches no
-    linear layer of the blocks, layers that the model runs without calling them (Mamba), and a model
-    that already has adapters.
+    linear layer of the blocks, layers that the model runs without calling them (Mamba), layers that
+    share a weight with another one (Zamba), and a model that already has adapters.
     """
     require_causal_lm(model)
     config = lora_config(
@@ -201,7 +203,13 @@ def target_linears(
     else:
         chosen = _by_name(linears, target_modules)
     _refuse_read_past(model, chosen, linears)
+    _refuse_shared(model, chosen, linears)
     return chosen
+
+
+def _leaf(name: str) -> str:
+    """The last part of a full name, as `target_modules` takes it."""
+    return name.rpartition(".")[2]
 
 
 def _is_attention(name: str) -> bool:
@@ -220,16 +228,16 @@ def _require_some(model: Any, chosen: dict[str, torch.nn.Module]) -> None:
 def _refuse_read_past(
     model: Any, chosen: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Module]
 ) -> None:
-    """Raise ValueError for layers whose weight a state space model hands to a kernel itself.
+    """Raise ValueError for layers whose weight another module reads or changes by itself.
 
+    Mixers of state space models hand it to a kernel, Gemma 3n clamps it in each step of training.
     The layer is not called then. An adapter on it would not count, and a weight in four bits would
     be read as a matrix.
     """
     read_past = [name for name in chosen if _is_read_past(model, name)]
     if read_past:
-        names = sorted({name.rpartition(".")[2] for name in read_past})
-        others = {name for name in linears if not _is_read_past(model, name)}
-        left = sorted({name.rpartition(".")[2] for name in others})
+        names = sorted({_leaf(name) for name in read_past})
+        left = sorted({_leaf(name) for name in linears if not _is_read_past(model, name)})
         raise ValueError(
             f"{type(model).__name__} runs {', '.join(names)} without calling these layers, so "
             f"neither an adapter nor 4 bits would reach them: use LoRA on others, "
@@ -238,12 +246,45 @@ def _refuse_read_past(
 
 
 def _is_read_past(model: Any, name: str) -> bool:
-    """Whether the mixer of a state space model reads the weight of its layer `name` by itself."""
+    """Whether the code around the layer `name` takes its weight, beyond asking for its dtype."""
     owner_name, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if not hasattr(owner, "A_log"):  # the parameter that all mixers of this kind have
+    owner = type(model.get_submodule(owner_name))
+    if owner.__module__.startswith("torch."):  # a container, which calls its layers
         return False
-    return f"self.{leaf}.weight" in inspect.getsource(type(owner))
+    asks = r"\.(dtype|device|shape)\b"
+    return re.search(rf"self\.{leaf}\.weight\b(?!{asks})", _source(owner)) is not None
+
+
+@functools.cache
+def _source(kind: type) -> str:
+    """The code of a class; nothing for one that was written at a prompt."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+def _refuse_shared(
+    model: Any, chosen: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Module]
+) -> None:
+    """Raise ValueError for layers that have one weight together.
+
+    Each would get an adapter of its own, and training would pull them apart. Merged into the one
+    weight, every adapter would count for all of these layers.
+    """
+    names_of: dict[int, list[str]] = {}
+    for name, layer in linears.items():
+        names_of.setdefault(id(layer.weight), []).append(name)
+    shared = {name for names in names_of.values() if len(names) > 1 for name in names}
+    first = next((name for name in chosen if name in shared), None)
+    if first is not None:
+        second = next(name for name in names_of[id(chosen[first].weight)] if name != first)
+        bad = {name for name in linears if name in shared or _is_read_past(model, name)}
+        left = sorted({_leaf(name) for name in linears} - {_leaf(name) for name in bad})
+        raise ValueError(
+            f"{first} and {second} of {type(model).__name__} share one weight, and an adapter on "
+            f"each would pull them apart: use LoRA on others, target_modules={left}"
+        )
 
 
 def _require_all_weights(

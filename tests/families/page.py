@@ -23,7 +23,7 @@ Made by `make test FAMILIES=all` on {date}, with transformers {transformers}, to
 What is compared is the loss and every gradient, or for inference the logits or the text.
 
 {families} families and {techniques} techniques: {equal} cells are equal to the reference, {refused}
-are refused in one sentence, {untested} are untested. {wrong} are wrong: they are known and open.
+are refused in one sentence, {untested} are untested, {wrong} are wrong.
 
 - `=` equal to an independent reference
 - a number: refused, with the sentence of this number below
@@ -31,7 +31,8 @@ are refused in one sentence, {untested} are untested. {wrong} are wrong: they ar
 - `?` transformers itself fails on the reference, or builds no tiny model of the family
 
 References: the unmodified eager model, under a dense mask for windows and blocks; each document
-alone for packing; the merged weights for adapters; rounded weights for quantized layers.
+alone for packing; the merged weights for adapters; rounded weights for quantized layers, and with
+int4 the 16 bits in which its kernel takes and gives numbers.
 """
 
 

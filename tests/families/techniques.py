@@ -7,11 +7,13 @@ rounded weights. The name of a function is the technique's column in docs/famili
 
 from __future__ import annotations
 
+import functools
 import inspect
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,7 +34,13 @@ from recipes_lib.core.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.decoding import greedy
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
-from recipes_lib.fine_tuning.qlora import apply_qlora, block_size_of, plain_nf4, quantize_nf4
+from recipes_lib.fine_tuning.qlora import (
+    apply_qlora,
+    block_size_of,
+    plain_nf4,
+    quantize_nf4,
+    quantized_layers,
+)
 from recipes_lib.inference.batching import generate_batch
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import prompt_lookup_generate
@@ -353,11 +361,23 @@ def qlora(family: Family) -> None:
     model = apply(quantize_nf4, family.model(), compute_dtype=torch.float32, double_quant=False)
     plain = family.model()
 
+    stored = {name: unpacked(layer) for name, layer in quantized_layers(model).items()}
+
     def rounded(name: str, weight: Tensor) -> Tensor:
-        return plain_nf4(weight, block_size=block_size_of(name, plain.get_submodule(name)))
+        nearest = plain_nf4(weight, block_size=block_size_of(name, plain.get_submodule(name)))
+        # A weight in the middle between two levels may go to either.
+        further = (stored[name] - weight).abs() - (nearest - weight).abs()
+        if not further.max() <= 1e-6:
+            raise Wrong(f"{name} is not rounded to the nearest level")
+        return stored[name]
 
     model = apply_qlora(model, rank=2, alpha=8, compute_dtype=torch.float32)
     against_the_merged_model(model, family, rounded)
+
+
+def unpacked(layer: Any) -> Tensor:
+    """The weight of a 4-bit layer, by bitsandbytes."""
+    return bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
 def against_the_merged_model(
@@ -409,20 +429,36 @@ def int8(family: Family) -> None:
 
 def int4(family: Family) -> None:
     model = apply(apply_int4, family.model().eval())
-    against_rounded_weights(model, family, plain_int4, tolerance=2e-2)
+    against_rounded_weights(model, family, plain_int4, tolerance=2e-3, in_16_bits=True)
 
 
 def against_rounded_weights(
-    model: Any, family: Family, rounded: Callable[[Tensor], Tensor], *, tolerance: float
+    model: Any,
+    family: Family,
+    rounded: Callable[[Tensor], Tensor],
+    *,
+    tolerance: float,
+    in_16_bits: bool = False,
 ) -> None:
+    """With `in_16_bits`, products of the reference take and give bf16, as those of a kernel do."""
     with reference():
         plain = family.eager().eval()
     for name, module in plain.named_modules():
         if isinstance(module, nn.Linear) and not isinstance(model.get_submodule(name), nn.Linear):
             module.weight.data = rounded(module.weight.detach()).to(module.weight.dtype)
+            if in_16_bits:
+                module.forward = functools.partial(linear_in_16_bits, module)
     with reference():
         expected = logits(plain)
     require_same(logits(model), expected, tolerance=tolerance)
+
+
+def linear_in_16_bits(module: nn.Linear, x: Tensor) -> Tensor:
+    """Its input and its product in bf16, the sum with its bias in fp32."""
+    y = F.linear(x.bfloat16().float(), module.weight).bfloat16().float()
+    if module.bias is not None:
+        y = y + module.bias
+    return y
 
 
 def pruning(family: Family) -> None:

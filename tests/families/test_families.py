@@ -33,22 +33,6 @@ DOZEN = (
 )
 
 
-# Defects that are known and open. A cell that is repaired has to leave this list.
-OPEN = {
-    ("cpmant", "int4"),
-    ("gemma3n_text", "lora"),
-    ("gemma3n_text", "qlora"),
-    ("gemma4_unified", "int4"),
-    ("gemma4_unified", "qlora"),
-    ("gemma4_unified_text", "int4"),
-    ("gemma4_unified_text", "qlora"),
-    ("reformer", "lora"),
-    ("reformer", "qlora"),
-    ("zamba", "lora"),
-    ("zamba", "qlora"),
-}
-
-
 def chosen_families():
     asked = os.environ.get("FAMILIES", "")
     if asked == "all":
@@ -89,9 +73,6 @@ def test_equal_or_refused(name, technique, outcomes):
         return
     outcomes[name, technique] = outcome(family, TECHNIQUES[technique])
     kind, text = outcomes[name, technique]
-    if (name, technique) in OPEN:
-        assert kind not in ("equal", "refused"), "it is repaired: take it out of OPEN"
-        pytest.xfail(f"open: {kind}: {text}")
     assert kind in ("equal", "refused", "untested"), f"{kind}: {text}"
     assert (kind, name in DOZEN) != ("untested", True), text
 

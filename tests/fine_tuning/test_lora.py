@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
@@ -476,6 +477,31 @@ def test_missing_peft_names_the_command(llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match="pip install peft"):
         apply_lora(llama)
+
+
+class ClampsItsWeight(LlamaMLP):
+    """As AltUp of Gemma 3n: the weight of a layer is used, and the layer is not called."""
+
+    def forward(self, x):
+        weight = self.down_proj.weight.clamp(-1, 1)
+        return torch.nn.functional.linear(self.up_proj(x), weight)
+
+
+def test_layers_whose_weight_others_read(llama):
+    """The mistake: adapters that train, while no token ever meets them."""
+    llama.model.layers[1].mlp.__class__ = ClampsItsWeight
+    with pytest.raises(ValueError, match="down_proj without calling these layers"):
+        apply_lora(llama)
+    apply_lora(llama, target_modules=["up_proj", "q_proj"])
+
+
+def test_layers_that_share_a_weight(llama):
+    """The mistake: two adapters of one weight, which a merge would both add to both layers."""
+    first, second = (layer.mlp for layer in llama.model.layers)
+    second.up_proj.weight = first.up_proj.weight
+    with pytest.raises(ValueError, match=r"up_proj and .*up_proj of .*share one weight"):
+        apply_lora(llama)
+    apply_lora(llama, target_modules=["down_proj"])
 
 
 @pytest.mark.gpu
