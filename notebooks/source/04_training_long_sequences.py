@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest sequence that a memory holds, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch, and the equation of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb); no GPU, no login |
-# | **Time** | eight to twenty minutes on two CPU cores |
+# | **Time** | ten to eleven minutes on two CPU cores |
 # | **Cost** | free on a laptop or on a Colab T4 |
 
 # %% [markdown]
