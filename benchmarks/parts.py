@@ -6,6 +6,7 @@ What is beside a library, or long, is in files of its own: `versus`, `finetune`,
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 from collections.abc import Callable, Iterator
@@ -106,7 +107,9 @@ def ladder() -> None:
             print(kept.line(name), flush=True)
         except Exception as error:  # one technique that fails costs only its row
             failed[name] = f"{type(error).__name__}: {error}"
-        arranged = None  # its model would be alive beside the next one's
+        # Its model would be alive beside the next: hooks of parameters refer to it in a cycle.
+        arranged = None
+        gc.collect()
         rows = [vars(row) for row in kept.rows]
         keep("ladder", {"rows": rows, "failed": failed}, folder=out_dir())
 
