@@ -24,6 +24,7 @@ dry_step        a step on tensors without data: what it allocates, block by bloc
 evaluation      losses, perplexity and answers on rows that were not trained on
 executorch_threads  one pool of threads for all files that ExecuTorch runs in a process
 exported_file   what an export leaves behind: a file, and which operators a backend has taken
+fingerprint     a short name for the values of many tensors: the same base, or another
 four_bit_grid   weights on 16 levels, with a scale and an offset for each group of a row
 freed_memory    freed memory stays in the process: steps on a CPU fetch no new pages
 gradient_norm   clip by the norm of all gradients, of which each rank holds a part

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
 from recipes_lib.core.agreement import agree
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.fingerprint import fingerprint
 from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
 from recipes_lib.core.measure import dry
 from recipes_lib.core.ranks import require_group
@@ -185,15 +186,9 @@ def require_same_weights(model: Any) -> None:
     Each rank keeps its part of its *own* weights. From different ones a model would be put together
     that no rank ever had, without an error.
     """
-    if not dry():
-        agree(weights=fingerprint(model))
-
-
-def fingerprint(model: Any) -> list[float]:
-    """A few numbers of the weights, which differ if two models do; none on the meta device."""
-    numbers = []
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            return []
-        numbers.append(parameter.detach().flatten()[:64].double().sum().item())
-    return numbers
+    if dry():
+        return
+    weights = "none yet"
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        weights = fingerprint(model.named_parameters())
+    agree(weights=weights)

@@ -3,8 +3,8 @@
 Problem    An adapter is a correction of one particular model. Loaded onto another of the same
            shape (the base instead of the instruct version, a newer release) it runs without an
            error and answers badly.
-Idea       Keep beside the adapter a fingerprint of the base: names, shapes, and the first values
-           of every weight rounded to bf16, so that the base in fp32 and bf16 is the same (fp16
+Idea       Keep beside the adapter a fingerprint of the base: names, shapes, and some values of
+           every weight rounded to bf16, so that the base in fp32 and bf16 is the same (fp16
            rounds otherwise). Compare first.
 Saves      A fine-tuned model is a file of megabytes; one base in memory serves many of them.
 Costs      4 bytes per adapter parameter on disk. Unmerged adapters slow every layer down: merge
@@ -23,7 +23,6 @@ Shapes: B rows, S sequence; an adapter is A [r, in] and B [out, r] beside a weig
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -39,6 +38,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.evaluation import evaluating
+from recipes_lib.core.fingerprint import fingerprint
 from recipes_lib.core.machine import require
 from recipes_lib.core.sizes import tensor_bytes
 
@@ -47,7 +47,6 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 OLDER_WEIGHTS_FILE = "adapter_model.bin"
 CARD_FILE = "README.md"
-VALUES = 64  # of each weight: another model differs in the first ones already
 
 # What a process without our model in memory does: load the folder, compute logits, save them.
 FRESH_PROCESS = """
@@ -156,12 +155,7 @@ def base_fingerprint(model: Any) -> str:
         raise ValueError(
             "adapters and 4-bit weights hide the base: take the fingerprint before you apply them"
         )
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        first_values = parameter.detach().flatten()[:VALUES].to("cpu", torch.bfloat16)
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(first_values.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return fingerprint(model.named_parameters(), rounded_to=torch.bfloat16)
 
 
 def save_merged(

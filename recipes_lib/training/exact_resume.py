@@ -31,7 +31,6 @@ operators that are deterministic. Random states of torch and Python are kept; Nu
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import zipfile
@@ -43,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.fingerprint import fingerprint
 from recipes_lib.core.run_state import (
     check_loadable,
     check_same_run,
@@ -121,7 +121,7 @@ def save_checkpoint(
     state = {
         "run": dict(run),
         "step": step,
-        "frozen": frozen_fingerprint(model),
+        "frozen": fingerprint(_frozen(model)),
         "weights": {name: p.detach() for name, p in _trainable(model).items()},
         "buffers": _kept_buffers(model),
         "optimizer": optimizer.state_dict(),
@@ -181,26 +181,9 @@ def load_checkpoint(
     return state["step"]
 
 
-def frozen_fingerprint(model: nn.Module) -> str:
-    """A hash of what does not train: names, shapes, and 16 values of each tensor.
-
-    Weights in whole numbers, as a base in 4 bits has them, are left out but for name and shape: two
-    devices may round the same base differently. Its norms and embeddings identify it.
-    """
-    digest = hashlib.sha256()
-    values = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            continue
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype};".encode())
-        if parameter.is_floating_point() and parameter.numel() > 0:
-            places = torch.linspace(0, parameter.numel() - 1, 16, dtype=torch.float64).long()
-            flat = parameter.detach().reshape(-1)
-            values.append(flat[places.to(flat.device)].float())
-    if values:
-        # One copy for all of them: each copy from a GPU waits for it.
-        digest.update(torch.cat(values).cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What does not train, by name: of a base in 4 bits its norms and embeddings identify it."""
+    return [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -317,7 +300,7 @@ def _described(tensor: tuple[Any, ...] | None) -> str:
 
 
 def _check_frozen(path: Path, saved: str, model: nn.Module) -> None:
-    if saved != frozen_fingerprint(model):
+    if saved != fingerprint(_frozen(model)):
         raise ValueError(
             f"{path} was trained on another base: the frozen weights of this model have other "
             f"names, shapes or values; load the base of that run"

@@ -1,0 +1,52 @@
+"""A short name for the values of many tensors: are these the weights of that other run?
+
+    fingerprint(model.named_parameters())                        the same weights, in the same dtype
+    fingerprint(model.named_parameters(), rounded_to=torch.bfloat16)    in fp32 and in bf16 alike
+
+Names and shapes count, and of each tensor some values that are spread from its first to its last.
+So it costs milliseconds for any model, and tells models apart that were trained, even for a step.
+It is no proof: who changes a few single weights on purpose can leave all of these values alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+VALUES = 64  # of each tensor
+
+
+def fingerprint(
+    tensors: Iterable[tuple[str, Tensor]], *, rounded_to: torch.dtype | None = None
+) -> str:
+    """A hash of named tensors, as 16 letters and digits.
+
+    Of a tensor in whole numbers, as weights in 4 bits are stored, only name and shape count: two
+    devices may round the same weights differently.
+
+    Args:
+        rounded_to: compare the values in this dtype, whatever the tensors have. By default their
+            own dtype counts as well.
+    """
+    digest = hashlib.sha256()
+    values = []
+    for name, tensor in tensors:
+        dtype = rounded_to or tensor.dtype
+        digest.update(f"{name} {list(tensor.shape)} {dtype};".encode())
+        if tensor.is_floating_point() and tensor.numel() > 0:
+            values.append(_spread_values(tensor).to(dtype).double())
+    if values:
+        # One copy for all of them: each copy from a GPU waits for it.
+        device = values[0].device
+        together = torch.cat([of_tensor.to(device) for of_tensor in values])
+        digest.update(together.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _spread_values(tensor: Tensor) -> Tensor:
+    """VALUES of its numbers, from the first to the last; of a small tensor some come twice."""
+    places = torch.linspace(0, tensor.numel() - 1, VALUES, dtype=torch.float64).long()
+    return tensor.detach().reshape(-1)[places.to(tensor.device)]
