@@ -138,7 +138,8 @@ class MixedPrecision:
     def autocast(self) -> torch.autocast:
         """A new context for one forward.
 
-        Leave it before `backward`, which repeats the forward's dtypes by itself.
+        Leave it before `backward`, which repeats the forward's dtypes by itself. Inside of the
+        context the 16-bit copies of all weights stay, also those that checkpoints would let go.
         """
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not torch.float32)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,7 @@ from recipes_lib.core.measure import PeakMemory, dry_run
 
 LONGEST = 2**30  # tokens: beyond it indices of 32 bits end
 SHORT = 16  # tokens of the first step of a search
-FURTHEST = 8  # times the start: with few tokens the bytes hardly grow, and a line says nothing
-STRIDE = 0.02  # of the guess that a search makes from two short steps
+FURTHEST = 8  # times what fits: with few tokens the bytes hardly grow, and a line says nothing
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def find_longest(
     limit_bytes: int,
     start: int,
     resolution: float = 0.01,
-    stride: float | None = None,
+    known: Mapping[int, int] | None = None,
     most: int = LONGEST,
 ) -> Search:
     """Bisect for the longest sequence whose step stays within `limit_bytes`, from a guess `start`.
@@ -123,8 +122,7 @@ def find_longest(
             the first length would be judged without them.
         resolution: stop when the shortest length that failed is at most this part above the
             longest that passed.
-        stride: the part by which the first step goes away from the start; the next ones double it.
-            None takes the resolution, which is good where the start is a good guess.
+        known: lengths that need not be tried, with their bytes.
         most: the longest length to try; where it fits, it is the result.
     Raises ValueError for a start outside 1 … `most`, a resolution outside (0, 1), and if nothing
     fits.
@@ -134,7 +132,7 @@ def find_longest(
     if start > most:
         raise ValueError(f"start={start}, most={most}: give a start that is no longer than `most`")
     check_number(resolution=resolution, above=0, below=1)
-    peaks: dict[int, int | None] = {}
+    peaks: dict[int, int | None] = dict(known or {})
 
     def fits(tokens: int) -> bool:
         try:
@@ -144,9 +142,9 @@ def find_longest(
             return False
         return peaks[tokens] <= limit_bytes
 
-    if stride is None:
-        stride = resolution
-    low, high = _bracket(fits, start=start, most=most, stride=stride)
+    low, high = _bracket(
+        fits, peaks, start=start, limit_bytes=limit_bytes, most=most, stride=resolution
+    )
     if low == 0:
         raise ValueError(
             f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})"
@@ -169,22 +167,31 @@ def find_longest(
 
 
 def _bracket(
-    fits: Callable[[int], bool], *, start: int, most: int, stride: float
+    fits: Callable[[int], bool],
+    peaks: dict[int, int | None],
+    *,
+    start: int,
+    limit_bytes: int,
+    most: int,
+    stride: float,
 ) -> tuple[int, int]:
-    """A length that fits and a longer one that does not, found from `start`.
+    """A length that fits and a longer one that does not, found from `start` and what is known.
 
     The guess is good, so the first step away from it is small, a part `stride` of it, and each
-    next one twice as large a part. 0 stands for "none fits", `most` + 1 for "all fit".
+    next one twice as large a part, or as far as a line through the last two lengths says. 0 stands
+    for "none fits", `most` + 1 for "all fit".
     """
-    low = 0
-    high = most + 1
+    low = max((tokens for tokens in peaks if peaks[tokens] <= limit_bytes), default=0)
+    high = min((tokens for tokens in peaks if peaks[tokens] > limit_bytes), default=most + 1)
     tokens = start
     while tokens >= 1:
         if fits(tokens):
+            further = tokens * (1 + stride)
+            if tokens > low > 0:
+                further = max(further, _guess(low, tokens, peaks, limit_bytes) * (1 + stride / 2))
             low = tokens
             # Rounding must not stop the walk: at least one token further.
-            further = max(tokens + 1, math.floor(tokens * (1 + stride)))
-            tokens = min(further, most)
+            tokens = min(max(tokens + 1, math.floor(further)), most)
         else:
             high = tokens
             tokens = min(tokens - 1, math.ceil(tokens / (1 + stride)))
@@ -192,6 +199,15 @@ def _bracket(
             break
         stride *= 2
     return low, high
+
+
+def _guess(shorter: int, longer: int, peaks: dict[int, int | None], limit_bytes: int) -> float:
+    """Where the line through two lengths that fit meets the limit, but not too far away."""
+    furthest = FURTHEST * longer
+    if peaks[longer] <= peaks[shorter]:
+        return furthest
+    crossing = _crossing(shorter, peaks[shorter], longer, peaks[longer], limit_bytes)
+    return min(crossing, furthest)
 
 
 def peak_of(
@@ -242,14 +258,10 @@ def search(
         step, clear = arrange()
         step(SHORT)  # makes the optimizer's states
         peak = peak_of(step, clear)
-        short_bytes = peak(SHORT)
-        start_bytes = peak(start)
-        guess = start
-        if start_bytes > short_bytes:
-            guess = round(_crossing(SHORT, short_bytes, start, start_bytes, limit_bytes))
-            guess = min(guess, FURTHEST * start)
+        known = {SHORT: peak(SHORT), start: peak(start)}
+        guess = round(_guess(SHORT, start, known, limit_bytes))
         found = find_longest(
-            peak, limit_bytes=limit_bytes, start=guess, resolution=resolution, stride=STRIDE
+            peak, limit_bytes=limit_bytes, start=guess, resolution=resolution, known=known
         )
         for tokens in also:
             found.peaks[tokens] = peak(tokens)

@@ -1,5 +1,6 @@
 """The techniques' estimates where no formula holds, against the bytes that a step really takes."""
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from recipes_lib.core.plain_step import budget_of
 from recipes_lib.core.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora
+from recipes_lib.memory.activation_checkpointing import (
+    apply_activation_checkpointing,
+    estimate_activation_checkpointing,
+)
 from recipes_lib.memory.activation_offload import estimate_activation_offload, offload_activations
 from recipes_lib.memory.nested_checkpointing import (
     apply_nested_checkpointing,
@@ -28,8 +33,15 @@ SHAPE = Shape(batch=4, seq=64)
 MICRO = Shape(batch=4, seq=64, micro_batches=2)
 
 
-def peak_of(model, *, around=None, micro_batches=1, positions=None):
-    """Bytes of the second AdamW step, of which the first has made the states."""
+def nothing(model):
+    return contextlib.nullcontext()
+
+
+def peak_of(model, *, around=nothing, forward_in=nothing, micro_batches=1, positions=None):
+    """Bytes of the second AdamW step, of which the first has made the states.
+
+    `around` is around forward and backward, `forward_in` around forward only: so is autocast.
+    """
     ids = torch.randint(0, 256, (SHAPE.batch, SHAPE.seq))  # [B, S]
     options = {"use_cache": False}
     if positions is not None:
@@ -41,13 +53,10 @@ def peak_of(model, *, around=None, micro_batches=1, positions=None):
     for _ in range(2):
         with PeakMemory() as memory:
             for rows in ids.chunk(micro_batches):
-                if around is None:
-                    loss = model(input_ids=rows, labels=rows, **options).loss
-                    loss.backward()
-                else:
-                    with around(model):
+                with around(model):
+                    with forward_in(model):
                         loss = model(input_ids=rows, labels=rows, **options).loss
-                        loss.backward()
+                    loss.backward()
                 del loss
             optimizer.step()
             optimizer.zero_grad()
@@ -85,14 +94,21 @@ def in_bf16(model):
 
 def autocast(model):
     plan = estimate_mixed_precision(plain(model), model, SHAPE)
-    return plan, peak_of(model, around=in_bf16)
+    return plan, peak_of(model, forward_in=in_bf16)
+
+
+def autocast_and_checkpoints(model):
+    plan = estimate_mixed_precision(plain(model), model, SHAPE)
+    plan = estimate_activation_checkpointing(plan, model, SHAPE)
+    apply_activation_checkpointing(model)
+    return plan, peak_of(model, forward_in=in_bf16)
 
 
 def lora_under_autocast(model):
     plan = estimate_lora(plain(model), model, SHAPE, rank=8)
     model = apply_lora(model, rank=8)
     plan = estimate_mixed_precision(plan, model, SHAPE)
-    return plan, peak_of(model, around=in_bf16)
+    return plan, peak_of(model, forward_in=in_bf16)
 
 
 def qlora_under_autocast(model):
@@ -100,7 +116,7 @@ def qlora_under_autocast(model):
     plan = estimate_qlora(plain(model), model, SHAPE, rank=8)
     model = apply_qlora(model, rank=8)
     plan = estimate_mixed_precision(plan, model, SHAPE)
-    return plan, peak_of(model, around=in_bf16)
+    return plan, peak_of(model, forward_in=in_bf16)
 
 
 def flash(model):
@@ -143,6 +159,7 @@ CASES = [
     (lora_in_micro_batches, "Exaone4", 0.01),
     (qlora, "Mistral", 0.01),
     (autocast, "Mixtral", 0.01),
+    (autocast_and_checkpoints, "Phi3", 0.01),
     (lora_under_autocast, "GPTNeoX", 0.01),
     (qlora_under_autocast, "Phi3", 0.01),
     (flash, "Cohere2", 0.01),

@@ -94,6 +94,19 @@ def test_bisection_within_the_resolution_and_with_few_steps():
     assert len(longest.find_longest(cubic, limit_bytes=limit, start=10_050).peaks) == 2
 
 
+def test_a_search_goes_on_from_what_it_knows():
+    """The mistake: two lengths are known, and the border is walked to in ten steps after all."""
+
+    def linear(tokens):
+        return max(1000, 10 * tokens)  # short texts all take the same bytes
+
+    known = {16: linear(16), 150: linear(150)}
+    for guess in (1_200, 9_000):
+        found = longest.find_longest(linear, limit_bytes=50_000, start=guess, known=known)
+        assert 4_950 <= found.tokens <= 5_000
+        assert len(found.peaks) - len(known) <= 4
+
+
 @pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (90, 90), (1, 2**30)])
 def test_where_everything_fits_the_most_is_the_result(start, most):
     """The mistake: `most` itself is never tried, or a length beyond it is."""
