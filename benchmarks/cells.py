@@ -131,8 +131,8 @@ def row_in_tokens(run: Run, name: str) -> str:
     first = run["rows"][0]
     row = row_of(run, name)
     length = row["tokens"] / first["tokens"]
-    time = row["seconds"] / first["seconds"]
-    return f"{length:.1f}× the baseline's length, {time:.2f}× its time per token"
+    time = sentences.time_of_length(row, first)
+    return f"{length:.1f}× the baseline's length, {time} its time per token"
 
 
 def row_in_speed(run: Run, name: str) -> str:

@@ -278,6 +278,13 @@ def time_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
     return f"{row['ratio']:.2f}× ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
 
 
+def time_of_length(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """The same in a ladder of lengths, whose rows are timed on one number of tokens."""
+    if row is first or row.get("ratio") is None:
+        return f"{row['seconds'] / first['seconds']:.2f}×"
+    return time_in_words(row, first)
+
+
 def speed_in_words(row: dict[str, Any], first: dict[str, Any]) -> str:
     """How many times as fast as the first row of its group: "4.37× (4.20–4.52)"."""
     if row is first or row["ratio"] is None:

@@ -10,6 +10,7 @@ from benchmarks.sentences import (
     quality_of_file,
     speed_in_words,
     time_in_words,
+    time_of_length,
     times_as_fast,
 )
 from benchmarks.table_text import line, table
@@ -42,8 +43,8 @@ NOTES = {
     ),
     "04": (
         "Found: where the bytes reach the limit, on the line between two lengths that are 1 % "
-        "apart. Time: forward and backward at {timed_at:,} tokens, in turns, relative to the "
-        "baseline's."
+        "apart. Time: forward and backward at {timed_at:,} tokens against the baseline's, the "
+        "median of the ratios of single rounds."
     ),
     "05": "Time is per token, relative to full fine-tuning; the last row packs.",
     "06": (
@@ -173,7 +174,7 @@ def lengths(run: dict[str, Any] | None) -> str:
             f"{row['predicted_tokens'] / row['crossing'] - 1:+.1%}",
             f"{row['tokens']:,}",
             f"{row['tokens'] / first['tokens']:.1f}×",
-            f"{row['seconds'] / first['seconds']:.2f}×",
+            time_of_length(row, first),
         ]
         lines.append(line(cells))
     facts = run["facts"]

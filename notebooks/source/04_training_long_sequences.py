@@ -106,7 +106,7 @@ cpu = dict(
     one_layer=(1024, 2048, 4096, 8192),  # lengths at which attention alone is timed
     eager_to=4096,  # the longest of them at which eager attention is measured, too
     loss=(512, 576, 49152),  # tokens, width, vocabulary
-    rounds=2,  # of turns on the clock
+    rounds=3,  # of turns on the clock
     long_text=16384,  # tokens on which windows are timed
     window=1024,
     reads=2048,  # tokens on which we ask what reading less costs
@@ -617,9 +617,9 @@ climb(
 #
 # ## The ladder
 #
-# What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, so that a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed, and the faster of two turns counts.
+# What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, so that a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed.
 #
-# In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text; time is a multiple of the baseline's. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
+# In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text. *Time* is compared with the baseline's of the same round: the median of the ratios, and in brackets the lowest and the highest. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
 
 # %%
 import time
@@ -644,12 +644,11 @@ took = {row: [] for row in adapted_by}
 for _ in range(sizes.rounds):
     for row, seconds in took.items():
         seconds.append(seconds_of(row))
-for row, seconds in took.items():
-    ladder.retime(row, min(seconds))
+ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# At this length flash attention and the chunked loss cost next to no time; with two turns, a few per cent say nothing. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
+# At this length flash attention and the chunked loss cost next to no time. Where a bracket reaches from below 1 to above it, this run does not say which row is faster. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
 #
 # The lower bound assumes that everything runs at the rate of large products. Checkpoints compute some parts twice, and attention is slower (compare the TFLOP/s of recipe 1). Still, at the end of the table a single step takes many minutes on two CPU cores: memory is no longer what limits the length, time is. That is why there is a part B.
 #
@@ -736,6 +735,8 @@ pattern_chart(
 )
 
 # %%
+import statistics
+
 from recipes_lib.attention.sliding_window import (
     apply_sliding_window,
     predicted_speedup,
@@ -766,7 +767,9 @@ def forward_and_backward(way):
     ways[way](*qkv).sum().backward()
 
 
-turns = in_turns({way: partial(forward_and_backward, way) for way in ways}, rounds=2)
+turns = in_turns(
+    {way: partial(forward_and_backward, way) for way in ways}, rounds=sizes.rounds
+)
 fewer_pairs = {
     "sliding window": predicted_speedup(seq_len=tokens, window=window),
     "block-sparse": 1 / predicted_share_of_pairs(seq_len=tokens, **pattern),
@@ -774,17 +777,19 @@ fewer_pairs = {
 speedup = {}
 all_pairs = tokens * (tokens + 1) / 2  # of one head
 for way, fewer in ({"full": 1} | fewer_pairs).items():
-    seconds = min(turns[way])
-    pairs_per_second = heads[0] * all_pairs / fewer / seconds
+    # Compared with the full attention of the same round.
+    ratios = [full / mine for full, mine in zip(turns["full"], turns[way])]
+    pairs_per_second = heads[0] * all_pairs / fewer / statistics.median(turns[way])
     print(
-        f"{way:<14} on {tokens:,} tokens: {min(turns['full']) / seconds:4.1f}× as fast, "
-        f"{fewer:4.1f}× fewer pairs; {pairs_per_second / 1e9:.2f} billion pairs per second"
+        f"{way:<14} on {tokens:,} tokens: {statistics.median(ratios):4.1f}× as fast "
+        f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer pairs; "
+        f"{pairs_per_second / 1e9:.2f} billion pairs per second"
     )
     if way in fewer_pairs:
-        speedup[way] = min(turns["full"]) / seconds
+        speedup[way] = statistics.median(ratios)
 
 # %% [markdown]
-# *As fast* answers the guess. It differs from *fewer pairs* because the ways do not compute a pair at the same speed: the last column shows this. The cause is not measured here. A likely one: PyTorch's causal kernel goes through one long row, and the many small products of one shape, of which a band consists, can run faster on this machine.
+# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. It differs from *fewer pairs* because the ways do not compute a pair at the same speed: the last column shows this. The cause is not measured here. A likely one: PyTorch's causal kernel goes through one long row, and the many small products of one shape, of which a band consists, can run faster on this machine.
 #
 # All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training?
 

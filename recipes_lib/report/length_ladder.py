@@ -2,17 +2,21 @@
 
 ladder = LengthLadder("04_training_long_sequences")
 ladder.add("baseline", tokens=3072, crossing=3090.5, peak_bytes=GIB, predicted=3100)
+ladder.set_times({"baseline": [2.0, 2.1], "everything combined": [3.0, 3.1]})
 ladder.gain("everything combined")   # how many times as long as the baseline
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes_lib.report import charts
+from recipes_lib.report.ladder_text import ratio_with_range
 from recipes_lib.report.rows import Rows
+from recipes_lib.report.turns import ratio_and_range
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,10 @@ class LengthRow:
     """One step: the longest sequence in tokens, as predicted and as found.
 
     `crossing` is where the bytes reach the limit, between the longest that fits and the next that
-    was tried; the prediction is compared with it. Seconds and loss are those of a step at a length
-    that every row can do. `least_seconds` is what a step of the longest row takes at least: its
-    operations over the rate of the device.
+    was tried; the prediction is compared with it. Seconds, ratio and loss are those of a step at a
+    length that every row can do. `ratio` is the time over the baseline's of the same round: the
+    median of the rounds, the lowest and the highest. `least_seconds` is what a step of the longest
+    row takes at least: its operations over the rate of the device.
     """
 
     name: str
@@ -33,6 +38,9 @@ class LengthRow:
     seconds: float | None
     loss: float | None
     least_seconds: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
 
     @property
     def prediction_error(self) -> float:
@@ -76,15 +84,18 @@ class LengthLadder(Rows):
             tokens=tokens,
             crossing=crossing,
             peak_bytes=peak_bytes,
-            seconds=None,  # `retime` brings it
+            seconds=None,  # `set_times` brings them
             loss=loss,
             least_seconds=least_seconds,
         )
         return self.append(row)
 
-    def retime(self, name: str, seconds: float) -> None:
-        """Give a row the time of a step that took turns with those of the other rows."""
-        self._change(name, seconds=seconds)
+    def set_times(self, seconds: dict[str, list[float]]) -> None:
+        """Give the rows the times of their turns: for each row, the seconds of every round."""
+        of_baseline = seconds[self.rows[0].name]
+        for name, turns in seconds.items():
+            ratios = [mine / first for mine, first in zip(turns, of_baseline, strict=True)]
+            self._change(name, seconds=statistics.median(turns), **ratio_and_range(ratios))
         self.save()
 
     def gain(self, name: str) -> float:
@@ -118,8 +129,8 @@ class LengthLadder(Rows):
         if position > 0:  # the baseline has nothing before it
             to_previous = f"{row.tokens / self.rows[position - 1].tokens:.2f}"
         time = ""
-        if row.seconds:  # relative: all rows are timed at one length
-            time = f"{row.seconds / self.rows[0].seconds:.2f}×"
+        if row.ratio is not None:
+            time = "1" if position == 0 else ratio_with_range(row)
         loss = ""
         if row.loss is not None:
             loss = f"{row.loss:.5f}"

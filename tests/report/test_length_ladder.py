@@ -19,12 +19,13 @@ def ladder(tmp_path):
 
 def test_table_compares_lengths_and_times(ladder):
     assert ladder.table()[2][7] == "", "nothing is timed yet"
-    ladder.retime("plain", 2.0)
-    ladder.retime("better", 3.0)
+    # The machine is slower in the second round, for both rows.
+    ladder.set_times({"plain": [2.0, 4.0, 2.0], "better": [3.0, 6.2, 2.8]})
     expected = ["better", "1,900", "2,000", "-5.0%", "20.00", "20.0", "2.0 h"]
-    expected += ["1.50×", "3.00001"]
+    expected += ["1.50× (1.40–1.55)", "3.00001"]
     assert ladder.table()[2] == expected
-    assert ladder.table()[1][4:6] == ["", "1.0"]
+    assert ladder.table()[1][4:8] == ["", "1.0", "", "1"]
+    assert ladder["better"].seconds == 3.0
 
 
 def test_the_prediction_is_compared_with_the_crossing(tmp_path):
