@@ -68,8 +68,8 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
 
     Raises ValueError for a number of heads that does not divide the present one, or equals it; for
     a family without groups (GPT-2, OPT, GPT-NeoX); where queries, keys and values are one matrix
-    (Phi-3); where each head of keys has a norm or a matrix of its own; and for quantized or adapted
-    projections.
+    (Phi-3); where each head of keys has a norm or a matrix of its own; where blocks share projections
+    or have different numbers of heads; and for quantized or adapted projections.
     """
     require_causal_lm(model)
     causal = without_adapters(model)
@@ -173,14 +173,41 @@ def _check_projections(causal: Any, attentions: dict[str, nn.Module], heads: int
                     f"{name}.{projection} has {linear.out_features} features, and the "
                     f"configuration {heads} heads: this block is built otherwise"
                 )
+        # Some blocks of MiMo-V2-Flash have twice the heads: other ones would be neighbours.
+        head_dim = getattr(attention, "head_dim", None)
+        if isinstance(head_dim, int) and attention.k_proj.out_features != heads * head_dim:
+            raise ValueError(
+                f"{name} has {attention.k_proj.out_features // head_dim} heads of keys, and the "
+                f"configuration {heads}: a model whose blocks have different numbers of heads "
+                f"cannot be pooled"
+            )
+    _refuse_shared(causal, attentions)
+
+
+def _refuse_shared(causal: Any, attentions: dict[str, nn.Module]) -> None:
+    """Blocks that share a projection (Zamba) would each get and train one of their own."""
+    seen: dict[int, str] = {}
+    for name, attention in attentions.items():
+        for projection in PROJECTIONS:
+            weight = getattr(attention, projection).weight
+            if id(weight) in seen:
+                raise ValueError(
+                    f"{name}.{projection} of {type(causal).__name__} shares its weight with "
+                    f"{seen[id(weight)]}: pooled projections would not be shared any more"
+                )
+            seen[id(weight)] = f"{name}.{projection}"
 
 
 def _twin(causal: Any, kv_heads: int) -> nn.Module:
     """The model that the new configuration describes, without weights."""
     config = copy.deepcopy(causal.config)
     config.get_text_config().num_key_value_heads = kv_heads
-    with torch.device("meta"):
-        return type(causal)(config)
+    try:
+        with torch.device("meta"):
+            return type(causal)(config)
+    except ValueError as error:
+        name = type(causal).__name__
+        raise ValueError(f"kv_heads={kv_heads}: {name} refuses it: {error}") from None
 
 
 def _check_twin(

@@ -25,6 +25,7 @@ Shapes: T tokens, D hidden, F width of the middle.
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -161,8 +162,8 @@ def _name_of_mlp(block: nn.Module) -> str:
             return name
     raise ValueError(
         f"{type(block).__name__} has no MLP of two projections: one with a gate is a SwiGLU or a "
-        f"relative of it already, and experts or parts that stand in the block itself (OPT) are "
-        f"not replaced"
+        f"relative of it already, and experts, parts that stand in the block itself (OPT) and MLPs "
+        f"that add the residual (Bloom) are not replaced"
     )
 
 
@@ -173,9 +174,12 @@ def _projections(part: nn.Module) -> list[nn.Module]:
         return []
     (hidden, width), (width_again, hidden_again) = [features(linear) for linear in linears]
     # The projections of attention go from D to 3 D, and from D to D.
-    if hidden == hidden_again and width == width_again and hidden != width:
-        return linears
-    return []
+    if hidden != hidden_again or width != width_again or hidden == width:
+        return []
+    # The MLP of Bloom gets the residual as well, and adds it by itself.
+    arguments = signature(part.forward).parameters.values()
+    needed = [argument for argument in arguments if argument.default is Parameter.empty]
+    return linears if len(needed) == 1 else []
 
 
 def _dropout_of(mlp: nn.Module) -> float:

@@ -67,7 +67,7 @@ class Seen:
 
 def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
     """The sites that hold at least one of the linear layers `names`. Raises ValueError for none."""
-    wanted = set(names)
+    wanted = set(names) & _layers_that_text_reaches(model)
     found = [*_after_norms(model), *_after_gates(model), *_after_values(model)]
     sites = [site for site in found if wanted.intersection(site.linears)]
     if not sites:
@@ -76,6 +76,17 @@ def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
             f"scales of AWQ: quantize it without them"
         )
     return sites
+
+
+def _layers_that_text_reaches(model: Any) -> set[str]:
+    """The linear layers that a text runs through: not those for images, or for an encoder."""
+    called: set[str] = set()
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.enter_context(_on_input(module, name, lambda name, _: called.add(name)))
+        _probe(model)
+    return called
 
 
 def _after_norms(model: Any) -> Iterator[Site]:
@@ -243,7 +254,13 @@ def read_inputs(
     share = max(1, tokens // len(batches))
 
     def read(name: str, value: Tensor) -> None:
-        seen = value.flatten(0, -2)[real].float()  # [T, I]
+        rows_read = value.flatten(0, -2)  # [B * S, I]
+        if len(rows_read) != len(real):
+            raise ValueError(
+                f"{name} reads {len(rows_read)} rows for {len(real)} tokens, so it is not known "
+                f"which are padding: leave it out (`names`)"
+            )
+        seen = rows_read[real].float()  # [T, I]
         sums[name] = sums.get(name, 0) + seen.abs().sum(dim=0)
         kept = torch.linspace(0, len(seen) - 1, min(share, len(seen))).long()
         rows.setdefault(name, []).append(seen[kept.to(seen.device)])

@@ -13,6 +13,7 @@ from recipes_lib.architecture.grouped_query_attention import (
 )
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
+from tests.families.configs import tiny_model
 from tests.small_models import IDS, as_if_trained, small_model
 
 # Biases of keys and values (Qwen 2), norms of queries and keys (Qwen 3, Gemma 3), a head dimension
@@ -165,6 +166,22 @@ REFUSED = {
         "k_proj is of class",
     ),
 }
+
+# By name of the family in transformers, pooled to one head.
+FAMILIES = {
+    # Heads 0 and 2 of a block with four would be pooled, and they are no neighbours.
+    "mimo_v2_flash": "layers.1.self_attn has 4 heads of keys, and the configuration 2",
+    # Each of the blocks that share a projection would train one of its own.
+    "zamba": "shares its weight with",
+    # What its own code says of one head.
+    "diffllama": "kv_heads=1: DiffLlamaForCausalLM refuses it: .* to be even",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_head_is_refused(family):
+    with pytest.raises(ValueError, match=FAMILIES[family]):
+        apply_grouped_query_attention(tiny_model(family), kv_heads=1)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -13,6 +13,7 @@ from recipes_lib.architecture.swiglu import (
     predicted_parameters,
 )
 from recipes_lib.core.model import model_of_shape
+from tests.families.configs import tiny_model
 
 IDS = torch.arange(1, 25).view(2, 12)
 
@@ -150,7 +151,8 @@ def test_refused(tmp_path):
     apply_swiglu(loaded, discard_trained=True)
     llama = model_of_shape("tiny-llama", device="cpu")
     opt = small("OPT", ffn_dim=96, word_embed_proj_dim=48, pad_token_id=1)
-    for model in (llama, opt, loaded):
+    bloom = tiny_model("bloom")  # its MLP is given the residual, which a SwiGLU would not add
+    for model in (llama, opt, bloom, loaded):
         with pytest.raises(ValueError, match="no MLP of two projections"):
             apply_swiglu(model, discard_trained=True)
     with pytest.raises(ValueError, match="width=0"):

@@ -7,6 +7,7 @@ rounded weights. The name of a function is the technique's column in docs/famili
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import tempfile
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from recipes_lib.architecture.grouped_query_attention import apply_grouped_query_attention
 from recipes_lib.architecture.mixture_of_experts import apply_grouped_experts
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.rope import apply_rope_scaling, position_losses
+from recipes_lib.architecture.swiglu import SwiGLU, apply_swiglu
 from recipes_lib.architecture.tied_embeddings import apply_tied_embeddings, untie_embeddings
 from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.attention.flash import apply_flash_attention
@@ -51,9 +54,15 @@ from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+from recipes_lib.precision.awq import apply_awq
 from recipes_lib.precision.int4 import apply_int4, plain_int4
 from recipes_lib.precision.int8 import apply_int8, plain_quantize
+from recipes_lib.precision.quantization_aware import (
+    apply_quantization_aware,
+    plain_fake_quantize,
+)
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.training.muon import muon_adamw
 from recipes_lib.training.sequence_packing import (
     check_document_mask,
     collate_packed,
@@ -156,6 +165,29 @@ def optimizer_offload(family: Family) -> None:
     model(**padded_batch(), use_cache=False).loss.backward()
     optimizer.step()
     require_same(weights(model), stepped(family, torch.optim.AdamW, **options))
+
+
+def muon(family: Family) -> None:
+    """Every linear layer in a block by PyTorch's Muon, and what is left by its AdamW."""
+    rates = {"lr": 0.02, "weight_decay": 0.1}
+    of_the_rest = {"betas": (0.9, 0.95), "eps": 1.0}
+    model = family.model()
+    step(model, padded_batch())
+    apply(muon_adamw, model, **rates, **of_the_rest).step()
+    with reference():
+        plain = family.eager()
+        step(plain, padded_batch())
+        matrices = {}
+        for block in decoder_blocks(plain):
+            for module in block.modules():
+                if isinstance(module, nn.Linear | Conv1D):
+                    matrices[id(module.weight)] = module.weight
+        rest = [weight for weight in plain.parameters() if id(weight) not in matrices]
+        muon = torch.optim.Muon([*matrices.values()], adjust_lr_fn="match_rms_adamw", **rates)
+        muon.step()
+        torch.optim.AdamW(rest, **rates, **of_the_rest).step()
+    # Its products are in bf16, in which the last digits of two gradients are far apart.
+    require_same(weights(model), weights(plain), tolerance=2e-3)
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -347,6 +379,58 @@ def grouped_experts(family: Family) -> None:
     require_same(step(model, padded_batch()), family.reference())
 
 
+def grouped_queries(family: Family) -> None:
+    """One head of keys and values per block, against the mean of the heads in place of each."""
+    model = apply(apply_grouped_query_attention, family.model(), kv_heads=1)
+    got = step(model, padded_batch())
+    pooled = {name: p.shape for name, p in model.named_parameters()}
+    with reference():
+        plain = family.eager()
+        for name, weight in plain.named_parameters():
+            if weight.shape != pooled[name]:
+                heads = weight.data.unflatten(0, (-1, pooled[name][0]))  # [KV, E, …]
+                weight.data = heads.mean(0, keepdim=True).expand_as(heads).flatten(0, 1).clone()
+        expected = step(plain, padded_batch())
+    for name, gradient in expected.items():
+        if name in pooled and gradient.shape != pooled[name]:
+            expected[name] = gradient.unflatten(0, (-1, pooled[name][0])).sum(0)
+    require_same(got, expected)
+
+
+def swiglu(family: Family) -> None:
+    """The formula by hand, in place of the MLP of the eager model."""
+    model = apply(apply_swiglu, family.model())
+    got = step(model, padded_batch())
+    with reference():
+        plain = family.eager()
+        for name, module in model.named_modules():
+            if isinstance(module, SwiGLU):
+                plain.set_submodule(name, SwiGLUByHand(module))
+        expected = step(plain, padded_batch())
+    require_same(got, expected)
+
+
+class SwiGLUByHand(nn.Module):
+    """With the parameters of the technique's layer, under the same names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            copy.deepcopy(part) for part in (layer.gate_proj, layer.up_proj, layer.down_proj)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = x @ self.gate_proj.weight.T  # [B, S, F]
+        up = x @ self.up_proj.weight.T
+        if self.gate_proj.bias is not None:
+            gate = gate + self.gate_proj.bias
+            up = up + self.up_proj.bias
+        y = (gate * gate.sigmoid() * up) @ self.down_proj.weight.T
+        if self.down_proj.bias is not None:
+            y = y + self.down_proj.bias
+        return y
+
+
 # --- adapters and quantized weights ---------------------------------------------------------------
 
 
@@ -459,6 +543,43 @@ def linear_in_16_bits(module: nn.Linear, x: Tensor) -> Tensor:
     if module.bias is not None:
         y = y + module.bias
     return y
+
+
+def awq(family: Family) -> None:
+    """Before it is rounded, a model with other scales computes the same."""
+    batches = [{"input_ids": full_batch()["input_ids"]}]
+    model = family.model().eval()
+    logits(model)  # RWKV scales its weights in its first forward in eval mode
+    model = apply(apply_awq, model, batches, group=32)
+    with reference():
+        plain = family.eager().eval()
+        expected = logits(plain)
+    changed = [
+        name
+        for name, weight in plain.named_parameters()
+        if not torch.equal(weight, model.get_parameter(name))
+    ]
+    if not changed:
+        raise Wrong("no weight has changed")
+    require_same(logits(model), expected)
+
+
+def quantization_aware(family: Family) -> None:
+    """Rounded weights whose gradients go straight through, in the linear layers of the blocks."""
+    options = {"activation_bits": None, "output_bits": None, "embedding_bits": None}
+    model = apply(apply_quantization_aware, family.model(), weight_bits=4, group=8, **options)
+    got = step(model, padded_batch())
+    with reference():
+        plain = family.eager()
+        rounded = {}
+        for name, module in model.named_modules():
+            if getattr(module, "weight_bits", None) is not None:
+                weight = plain.get_parameter(f"{name}.weight")
+                rounded[f"{name}.weight"] = plain_fake_quantize(weight, bits=4, group=8)
+        batch = padded_batch() | {"use_cache": False}
+        loss = torch.func.functional_call(plain, rounded, kwargs=batch).loss
+        loss.backward()
+    require_same(got, {"loss": loss.detach()} | gradients(plain))
 
 
 def pruning(family: Family) -> None:
@@ -593,6 +714,7 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         head_groups,
         optimizer_in_backward,
         optimizer_offload,
+        muon,
         gradient_accumulation,
         sequence_packing,
         flash_attention,
@@ -605,10 +727,14 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         rms_norm,
         tied_embeddings,
         grouped_experts,
+        grouped_queries,
+        swiglu,
         lora,
         qlora,
         int8,
         int4,
+        awq,
+        quantization_aware,
         pruning,
         distillation,
         student,

@@ -19,6 +19,7 @@ from recipes_lib.precision.awq import (
 )
 from recipes_lib.precision.int4 import apply_int4
 from tests.conftest import assert_equal
+from tests.families.configs import tiny_model
 
 FAMILIES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-gemma2"]
 
@@ -240,6 +241,19 @@ def test_refused(llama):
         apply_awq(llama.bfloat16(), [text()])
     with pytest.raises(ValueError, match=r"no nn\.Linear to quantize beside"):
         apply_awq(model_of_shape("tiny-gpt2", device="cpu"), [text()])
+
+
+def test_layers_that_no_text_reaches_are_left_alone():
+    """The mistake: scales from inputs that a layer for audio or for an encoder never had."""
+    model = tiny_model("whisper")
+    weights = dict(model.named_parameters())
+    crossing = {name: p.clone() for name, p in weights.items() if "encoder_attn" in name}
+    apply_awq(model, [{"input_ids": torch.arange(40)[None]}])
+    assert crossing
+    assert all(torch.equal(weights[name], before) for name, before in crossing.items())
+    # Cpm-Ant puts tokens of its own before the text.
+    with pytest.raises(ValueError, match="project_q reads 72 rows for 40 tokens"):
+        apply_awq(tiny_model("cpmant"), [{"input_ids": torch.arange(40)[None]}])
 
 
 @pytest.mark.gpu
