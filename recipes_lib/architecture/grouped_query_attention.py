@@ -68,8 +68,8 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
 
     Raises ValueError for a number of heads that does not divide the present one, or equals it; for
     a family without groups (GPT-2, OPT, GPT-NeoX); where queries, keys and values are one matrix
-    (Phi-3); where each head of keys has a norm or a matrix of its own; where blocks share projections
-    or have different numbers of heads; and for quantized or adapted projections.
+    (Phi-3); where each head of keys has a norm or a matrix of its own; where blocks share
+    projections or have different numbers of heads; and for quantized or adapted projections.
     """
     require_causal_lm(model)
     causal = without_adapters(model)

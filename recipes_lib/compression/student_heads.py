@@ -137,7 +137,13 @@ def attention_of(block: nn.Module, config: Any) -> Attention:
     if heads is None:
         raise ValueError(f"{type(block).__name__} has no heads of attention to choose from")
     groups = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    try:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except RuntimeError:  # transformers refuses one number for layers that have different ones
+        raise ValueError(
+            f"the heads of {type(block).__name__} are wider in some layers than in others: leave "
+            f"its heads as they are"
+        ) from None
     of_queries = heads // groups
     for into, out in KNOWN_ATTENTIONS:
         found = linears_of(block, (*into, out))

@@ -31,6 +31,7 @@ gradient_norm   clip by the norm of all gradients, of which each rank holds a pa
 graph_capture   a model as a graph of operators: what every exporter starts from
 integer_grid    weights on few whole numbers, symmetric around zero, as edge runtimes have them
 images          5,000 handwritten digits, to train on and to test with
+kept_in_fp32    what a family keeps in fp32 when it is loaded in 16 bits
 launch          a function on several ranks, with no process left behind
 launch_rank     one of these ranks: join the others, take tasks, answer
 linears         the linear layers of a model by name, and others in their places

@@ -39,6 +39,7 @@ import torch
 
 from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.fingerprint import fingerprint
+from recipes_lib.core.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.machine import require
 from recipes_lib.core.sizes import tensor_bytes
 
@@ -163,6 +164,8 @@ def save_merged(
 ) -> None:
     """Save a merged model and its tokenizer, the weights in `dtype`.
 
+    Those that its class keeps in fp32, such as routers, stay in fp32.
+
     Raises ValueError for adapters that are left, and for a folder that is there already.
     """
     if _has_adapters(model):
@@ -170,8 +173,10 @@ def save_merged(
     if Path(folder).exists():
         raise ValueError(f"{folder} is there already: name another folder")
     # One by one: `model.to(dtype)` would round the frequencies of the rotary embedding, too.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    stay = kept_in_fp32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if name not in stay:
+            parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from recipes_lib.core.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import rank
 from recipes_lib.parallel.checkpoint_guards import files_of_all_ranks
 
@@ -37,7 +38,8 @@ def export_safetensors(
 
     Args:
         model: a Hugging Face model, sharded, inside of DDP, or plain.
-        dtype: of the files; None keeps that of the weights.
+        dtype: of the files; None keeps that of the weights. What the model's class keeps in fp32
+            stays there.
         file_bytes: how many bytes of weights a file holds at most, if no single weight has more.
     Raises ValueError on every rank if the folder holds a model already, if the model has no
     configuration, or if ranks give other arguments.
@@ -53,7 +55,7 @@ def export_safetensors(
 
     weights = _each_once(get_model_state_dict(model), model)
     if dtype is not None:
-        weights = {name: _cast(tensor, dtype) for name, tensor in weights.items()}
+        weights = _in_dtype(weights, getattr(model, "module", model), dtype)
     writer = dcp.HuggingFaceStorageWriter(
         str(folder),
         fqn_to_index_mapping=_file_numbers(weights, file_bytes),
@@ -92,11 +94,16 @@ def _each_once(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.
     return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whole numbers, as in buffers of positions, stay what they are."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype)
+def _in_dtype(
+    weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Whole numbers, as in buffers of positions, and what the class keeps in fp32 stay."""
+    stay = kept_in_fp32(model, dtype)
+    cast = {}
+    for name, tensor in weights.items():
+        stays = name in stay or not tensor.is_floating_point()
+        cast[name] = tensor if stays else tensor.to(dtype)
+    return cast
 
 
 def _file_numbers(weights: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:

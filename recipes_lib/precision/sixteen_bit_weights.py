@@ -42,6 +42,7 @@ from torch.nn import functional
 from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.converted_weights import converted_product, native_bf16_on_cpu
+from recipes_lib.core.kept_in_fp32 import buffers_made_in, kept_in_fp32
 from recipes_lib.core.linears import linear_layers, replace_linears
 from recipes_lib.core.sizes import storage_bytes
 
@@ -70,7 +71,9 @@ def apply_sixteen_bit_weights(model: Any, *, dtype: torch.dtype | None = None) -
     """Store all parameters of `model` in 16 bits, in place, and pick the product by rows.
 
     Hidden states have this dtype from then on, because the embedding has it. The model is for
-    inference: in eval mode, and nothing of it trains. Buffers keep their dtype.
+    inference: in eval mode, and nothing of it trains. What `from_pretrained(dtype=…)` leaves in
+    fp32 stays there: the frequencies of rotary positions, most other buffers, and the parameters
+    that the model's class names, such as routers.
 
     Args:
         model: a Hugging Face causal LM, or a decoder that `apply_decode_loop` made.
@@ -85,17 +88,27 @@ def apply_sixteen_bit_weights(model: Any, *, dtype: torch.dtype | None = None) -
     _require_range(model, path.dtype)
     if path.lacks:
         warnings.warn(path.lacks, stacklevel=2)
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            # `.data`: the parameter stays the same object, so what is tied stays tied.
-            parameter.data = parameter.data.to(path.dtype)
+    _round(model, path.dtype)
     layers = linear_layers(model)
-    names = [name for name, layer in layers.items() if layer.weight.is_floating_point()]
+    names = [name for name, layer in layers.items() if layer.weight.dtype is path.dtype]
 
     def make(name: str, linear: nn.Linear) -> SixteenBitLinear:
         return SixteenBitLinear(linear)
 
     return replace_linears(model, make, names=names).eval().requires_grad_(False)
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """What would be in 16 bits if the model had been loaded so."""
+    stay = kept_in_fp32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and name not in stay:
+            # `.data`: the parameter stays the same object, so what is tied stays tied.
+            parameter.data = parameter.data.to(dtype)
+    made = buffers_made_in(model, dtype)
+    for name, buffer in model.named_buffers():
+        if name in made:
+            buffer.data = buffer.data.to(dtype)
 
 
 class SixteenBitLinear(nn.Linear):
@@ -230,11 +243,19 @@ def _gpu_dtype(device: torch.device) -> torch.dtype:
 
 def predicted_sixteen_bit_bytes(model: Any) -> int:
     """Bytes of parameters and buffers after `apply_sixteen_bit_weights`; tied ones count once."""
-    kept = list(model.buffers())
+    # Those for bf16, which stay in fp16 as well; fp16 may have a few more.
+    stay = kept_in_fp32(model, torch.bfloat16)
+    made = buffers_made_in(model, torch.bfloat16)
+    kept = []
     sixteen_bits = 0
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and name not in stay:
             sixteen_bits += 2 * parameter.numel()
         else:
             kept.append(parameter)
+    for name, buffer in model.named_buffers():
+        if name in made:
+            sixteen_bits += 2 * buffer.numel()
+        else:
+            kept.append(buffer)
     return storage_bytes(kept) + sixteen_bits

@@ -8,11 +8,13 @@ import transformers
 
 from recipes_lib.compression.student import make_student, predicted_parameters
 from recipes_lib.compression.student_heads import (
+    attention_of,
     choose_heads,
     head_importance,
     plain_head_importance,
 )
 from recipes_lib.core.causal_lm import decoder_blocks
+from tests.families.configs import tiny_model
 from tests.small_models import IDS, as_if_trained, small_model
 
 # Four groups of two heads of queries, eight features each.
@@ -153,3 +155,20 @@ def test_bad_input():
         predicted_parameters(teacher, heads=5)
     with pytest.raises(ValueError, match="no Hugging Face model"):
         head_importance(torch.nn.Linear(2, 2), [{"input_ids": IDS}])
+
+
+# What the student could not compute, and a sentence says before it is handed out.
+REFUSED = {
+    "olmoe": "OlmoeForCausalLM in this way .RuntimeError: The size of tensor a",  # a wide norm
+    "diffllama": "DiffLlamaForCausalLM in this way .ValueError: DiffLlama requires",
+    "gemma4_text": "wider in some layers than in others",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_heads_that_cannot_go(family):
+    """The mistake: a student that fails in its first step, inside of transformers."""
+    teacher = tiny_model(family)
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        groups = [attention_of(each, teacher.config).groups for each in decoder_blocks(teacher)]
+        make_student(teacher, heads=[torch.arange(count // 2) for count in groups])

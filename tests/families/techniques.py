@@ -33,6 +33,8 @@ from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.compression.student import make_student
+from recipes_lib.compression.student_heads import attention_of
+from recipes_lib.compression.student_mlps import mlp_of
 from recipes_lib.core.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.decoding import greedy
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
@@ -61,6 +63,7 @@ from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,
     plain_fake_quantize,
 )
+from recipes_lib.precision.sixteen_bit_weights import apply_sixteen_bit_weights
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.muon import muon_adamw
 from recipes_lib.training.sequence_packing import (
@@ -582,6 +585,18 @@ def quantization_aware(family: Family) -> None:
     require_same(got, {"loss": loss.detach()} | gradients(plain))
 
 
+def sixteen_bit_weights(family: Family) -> None:
+    """What transformers loads in bf16: a layer with other numbers would be further off."""
+    with reference(), tempfile.TemporaryDirectory() as folder:
+        # Not eager: scores in another order would send some tokens to other experts.
+        plain = family.model()
+        plain.save_pretrained(folder)
+        loaded = type(plain).from_pretrained(folder, dtype=torch.bfloat16).eval()
+        expected = logits(loaded)
+    model = apply(apply_sixteen_bit_weights, family.model().eval(), dtype=torch.bfloat16)
+    require_same(logits(model), expected, tolerance=2e-2)
+
+
 def pruning(family: Family) -> None:
     model = apply(apply_pruning, family.model(), share=0.5, scope="layer")
     with reference():
@@ -649,6 +664,44 @@ def student(family: Family) -> None:
         last.register_forward_hook(after)
         expected = step(plain, padded_batch())["loss"]
     require_same({"loss": step(smaller, padded_batch())["loss"]}, {"loss": expected})
+
+
+def student_with_narrow_mlps(family: Family) -> None:
+    model = family.model()
+    widths = [mlp_of(block).channels for block in decoder_blocks(model)]
+    student = make_student(model, channels=[torch.arange(k // 2, k) for k in widths])
+    against_inputs_of_zero(student, family)
+
+
+def student_with_fewer_heads(family: Family) -> None:
+    model = family.model()
+    groups = [attention_of(block, model.config).groups for block in decoder_blocks(model)]
+    student = make_student(model, heads=[torch.arange(g // 2, g) for g in groups])
+    against_inputs_of_zero(student, family)
+
+
+def against_inputs_of_zero(student: Any, family: Family) -> None:
+    """The model in which every narrower layer reads zeros in place of the inputs that are gone."""
+    fewer = {name: module for name, module in student.named_modules() if is_plain_linear(module)}
+    with reference():
+        plain = family.eager()
+        for name, module in plain.named_modules():
+            if name in fewer:
+                inputs = input_width(module)
+                gone = inputs - input_width(fewer[name])
+                weight = module.weight.data if isinstance(module, Conv1D) else module.weight.data.T
+                weight[:gone] = 0  # the last inputs stay
+        expected = step(plain, padded_batch())["loss"]
+    require_same({"loss": step(student, padded_batch())["loss"]}, {"loss": expected})
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def input_width(module: nn.Module) -> int:
+    """Conv1D stores its weight as [inputs, outputs]."""
+    return module.weight.shape[0 if isinstance(module, Conv1D) else 1]
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -731,6 +784,7 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         swiglu,
         lora,
         qlora,
+        sixteen_bit_weights,
         int8,
         int4,
         awq,
@@ -738,6 +792,8 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         pruning,
         distillation,
         student,
+        student_with_narrow_mlps,
+        student_with_fewer_heads,
         answer_loss,
         losses_along_a_text,
         decode_loop,
