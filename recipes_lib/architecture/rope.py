@@ -223,8 +223,10 @@ def _scaled_config(causal: Any, kind: str, factor: float) -> Any:
         **_rope_parameters(causal),
         "rope_type": kind,
         "factor": float(factor),
-        "original_max_position_embeddings": scaled.max_position_embeddings,
     }
+    # The other kinds do not read it, and transformers would warn of it.
+    if kind == "yarn":
+        scaled.rope_parameters["original_max_position_embeddings"] = scaled.max_position_embeddings
     # dynamic compares the text with the trained length, which therefore stays.
     if kind != "dynamic":
         scaled.max_position_embeddings = int(scaled.max_position_embeddings * factor)
@@ -310,16 +312,21 @@ def check_length(model: Any, seq_len: int) -> int:
     known = _rope_parameters(model)
     remedy = "none"
     if known:
-        trained = known.get(
-            "original_max_position_embeddings", model.config.max_position_embeddings
-        )
-        factor = math.ceil(seq_len / trained)
+        factor = math.ceil(seq_len / _trained_length(model, known))
         remedy = f"apply_rope_scaling(model, kind='yarn', factor={factor})"
     if known.get("rope_type", "default") != "default":
         remedy += " on the model as it was before its scaling"
     raise ValueError(
         f"seq_len={seq_len}: the positions of this model end at {allowed:,}; remedy: {remedy}"
     )
+
+
+def _trained_length(model: Any, known: dict[str, Any]) -> float:
+    """The longest text of the training, also of a model that is scaled."""
+    longest = model.config.max_position_embeddings
+    if known.get("rope_type") == "linear":
+        longest /= known["factor"]
+    return known.get("original_max_position_embeddings", longest)
 
 
 def _rope_parameters(model: Any) -> dict[str, Any]:

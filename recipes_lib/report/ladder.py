@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_several, check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import Measurement, bytes_alive, measure
 from recipes_lib.core.operations import step_operations
@@ -113,6 +113,7 @@ class Ladder(Rows):
         # The steps that wait for their turns, with their models.
         self._ready: dict[str, ReadyStep] = {}
         self._baseline_seconds: list[float] = []  # of all turns so far
+        self._baseline_per_token: list[float] = []  # of the rounds that `retime` was given
         self._builds: dict[str, Build] = {}
         self._dtypes: dict[str, torch.dtype | None] = {}
 
@@ -332,17 +333,41 @@ class Ladder(Rows):
             "share_of_limit": self._share(row.operations, self._dtypes[name], median),
         }
 
-    def retime(self, name: str, seconds: float, *, tokens: int) -> None:
-        """Give a row the time of steps on `tokens` that took turns with those of the other rows."""
+    def retime(self, name: str, seconds: Sequence[float], *, tokens: int) -> None:
+        """Give a row the times of its turns, where rows have steps of different numbers of tokens.
+
+        The ratio is that of the times per token, round by round. Give the first row its times
+        before the others.
+
+        Args:
+            seconds: of each round, as many as the first row has.
+            tokens: of a step of this row.
+        Raises ValueError for no seconds, and for another number of rounds than the first row has.
+        """
+        check_several(seconds=seconds)
+        per_token = [each / tokens for each in seconds]
+        median = statistics.median(seconds)
+        if name == self.rows[0].name:
+            self._baseline_per_token = per_token
+            # What it is compared with is its own median: the range shows the noise.
+            ratios = [each / median for each in seconds]
+        else:
+            rounds = len(self._baseline_per_token)
+            if len(per_token) != rounds:
+                raise ValueError(
+                    f"{name!r} has {len(per_token)} rounds and the first row {rounds}: give the "
+                    f"rows the same rounds, the first one before the others"
+                )
+            ratios = [mine / first for mine, first in zip(per_token, self._baseline_per_token)]
         self._change(
             name,
-            seconds=seconds,
-            seconds_low=None,
-            seconds_high=None,
-            turns=0,
-            **ratio_and_range([]),
+            seconds=median,
+            seconds_low=min(seconds),
+            seconds_high=max(seconds),
+            turns=len(seconds),
+            **ratio_and_range(ratios),
             share_of_limit=None,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=tokens / median,
         )
         self.save()
 
@@ -353,15 +378,15 @@ class Ladder(Rows):
         return 1 - self[name].peak_bytes / self.rows[0].peak_bytes
 
     def line(self, name: str, *, timed: bool = True) -> str:
-        """One row as a sentence: what was expected, what came, what it changed.
+        """One row as a sentence: what was predicted, what came, what it changed.
 
         Args:
             timed: with the seconds; leave them out where the row will be timed later.
         """
         row = self[name]
-        sentence = f"{name}: expected {mib(row.predicted_bytes)}, measured {mib(row.peak_bytes)}"
+        sentence = f"{name}: predicted {mib(row.predicted_bytes)}, measured {mib(row.peak_bytes)}"
         if row is not self.rows[0]:
-            sentence += f" ({percent(-self.saved(name))} to the baseline)"
+            sentence += f" ({percent(-self.saved(name))} against the baseline)"
         if timed:
             sentence += f", {row.seconds:.2f} s per step"
         if row.loss is not None:
@@ -370,7 +395,10 @@ class Ladder(Rows):
 
     def table(self) -> list[list[str]]:
         """Header and rows as text cells. Memory and time are compared with the first row."""
-        return [HEADER, *[cells(row, self.rows[0]) for row in self.rows]]
+        lines = [HEADER, *[cells(row, self.rows[0]) for row in self.rows]]
+        # A column without any entry, as a limit that nobody measured, is left out.
+        kept = [column for column in zip(*lines) if any(column[1:])]
+        return [list(line) for line in zip(*kept)]
 
     def chart(self, *, title: str | None = None) -> Any:
         """Bars of the measured peaks with the predictions as ticks. Returns the figure.

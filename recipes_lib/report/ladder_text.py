@@ -66,7 +66,7 @@ def what_came(row: Any, *, baseline: Any, reference: Any) -> str:
     sentence = f"measured {mib(row.peak_bytes)}"
     if row is not baseline:
         change = percent(row.peak_bytes / baseline.peak_bytes - 1)
-        sentence += f" ({change} to the baseline)"
+        sentence += f" ({change} against the baseline)"
     if row.loss is None:
         return sentence
     sentence += f", loss {row.loss:.4f}"
