@@ -113,6 +113,7 @@ def muon_adamw(
     blocks have no trainable matrix, for "original" with layers that store [inputs, outputs], and
     for numbers outside their bounds. The step raises one for sparse gradients.
     """
+    check_flag(nesterov=nesterov)
     if rest_lr is None:
         rest_lr = lr
     split = split_for_muon(model)

@@ -82,6 +82,7 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
 
     Raises ValueError if not even two tokens fit, of which the second is predicted from the first.
     """
+    check_number(above=0, limit_bytes=limit_bytes)
     if plan(2).peak > limit_bytes:
         raise ValueError(
             f"limit_bytes={limit_bytes:,}: two tokens are predicted to take {plan(2).peak:,} "
@@ -134,6 +135,9 @@ def find_longest(
     if start > most:
         raise ValueError(f"start={start}, most={most}: give a start that is no longer than `most`")
     check_number(resolution=resolution, above=0, below=1)
+    if stride is None:
+        stride = resolution
+    check_number(above=0, stride=stride)
     peaks: dict[int, int | None] = {}
 
     def fits(tokens: int) -> bool:
@@ -144,8 +148,6 @@ def find_longest(
             return False
         return peaks[tokens] <= limit_bytes
 
-    if stride is None:
-        stride = resolution
     low, high = _bracket(fits, start=start, most=most, stride=stride)
     if low == 0:
         raise ValueError(

@@ -13,6 +13,7 @@ from recipes_lib.core.checks import (
     check_heads,
     check_number,
     check_several,
+    check_text,
     check_whole,
 )
 
@@ -70,6 +71,20 @@ def test_choices():
     check_choice(["block", "selective"], mode="block")
     with pytest.raises(ValueError, match="mode='blok': choose one of block, selective"):
         check_choice(["block", "selective"], mode="blok")
+
+
+def test_a_switch_is_no_number_among_choices():
+    """True == 1 in Python: `stage=True` would be stage 1."""
+    check_choice([None, True], dynamic=True)
+    with pytest.raises(ValueError, match="stage=True: choose one of 1, 2"):
+        check_choice([1, 2], stage=True)
+
+
+@pytest.mark.parametrize("value", ["", None, 3, ["a"]])
+def test_what_is_no_text(value):
+    check_text(error="out of memory")
+    with pytest.raises(ValueError, match=r"error=.*: give a text"):
+        check_text(error=value)
 
 
 @pytest.mark.parametrize(
