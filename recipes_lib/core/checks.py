@@ -123,6 +123,22 @@ def check_file(*, example: str, any_ending: bool = False, **given: Any) -> None:
         _check_place(shown, path)
 
 
+def check_folder(**given: Any) -> None:
+    """Each of `given` is the name of a folder that can be written, as a text or a Path.
+
+    Raises ValueError, before a long piece of work ends in an error: for a file, a place below one,
+    and a folder that cannot be made or written to.
+    """
+    for name, value in given.items():
+        if not isinstance(value, str | os.PathLike) or value == "":
+            raise ValueError(f'{name}={value!r}: give the name of a folder, such as "runs/first"')
+        path = Path(value)
+        shown = f"{name}={str(value)!r}"
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{shown} is a file: give the name of a folder")
+        _check_place(shown, path / "a file of it")
+
+
 def _check_place(shown: str, path: Path) -> None:
     """The folder of the file is there, or it can be made."""
     folder = path.absolute().parent

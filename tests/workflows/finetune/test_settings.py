@@ -31,6 +31,7 @@ from tests.workflows.finetune.shared import RUN, change
         ({"seed": -1}, "seed=-1: give a whole number of 0 or more"),
         ({"save_steps": 0}, "save_steps=0"),  # it would be taken for none
         ({"packing": "no"}, "packing='no': give True or False"),
+        ({"output_dir": ""}, "output_dir='': give a text"),  # it would be the current folder
         ({"base_model": ""}, "base_model='': give a text"),
     ],
 )
