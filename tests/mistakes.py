@@ -562,8 +562,8 @@ TRAINING = [
     mistake(
         "steps that go back",
         file="training/tracking.py",
-        right="if int(step) != step or step < self._step:",
-        wrong="if int(step) != step:",
+        right="if not whole or step < self._step:",
+        wrong="if not whole:",
         tests="training/test_tracking.py",
         suffers="A value is written to a step that is past, where the tools drop or reorder it.",
     ),

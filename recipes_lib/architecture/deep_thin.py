@@ -169,6 +169,7 @@ def _from_usual(proportions: Proportions) -> float:
 
 def predicted_weights(proportions: Proportions, *, vocabulary: int) -> int:
     """All weights of the model: one table, the blocks, the last norm."""
+    check_whole(vocabulary=vocabulary)
     kv_share = proportions.num_key_value_heads / proportions.num_attention_heads
     block = plain_block_weights(proportions.hidden_size, proportions.intermediate_size, kv_share)
     table = vocabulary * proportions.hidden_size

@@ -135,6 +135,8 @@ def mobile_net(
     check_number(above=0, width=width)
     check_whole(classes=classes, image_size=image_size, channels=channels)
     check_choice(OUTPUT_STRIDES, output_stride=output_stride)
+    if seed is not None:
+        check_whole(least=0, seed=seed)
     config = MobileNetV2Config(
         num_channels=channels,
         image_size=image_size,

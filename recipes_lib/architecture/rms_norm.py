@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, trunk, without_adapters
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_flag, check_number, check_whole
 from recipes_lib.core.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -96,6 +96,7 @@ def apply_rms_norm(model: Any, *, exact: bool = True, keep_bias: bool = True) ->
     (Nemotron, Cohere); and, with `exact`, where the probe shows that no centring makes them equal
     (post-norm models, BLOOM), for dropped biases and for weights that are not in fp32 or fp64.
     """
+    check_flag(exact=exact, keep_bias=keep_bias)
     require_causal_lm(model)
     causal = without_adapters(model)
     norms = _layer_norms(causal)
@@ -120,6 +121,7 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, hidden: int, *, eps: float = 1e-6, bias: bool = False) -> None:
+        check_flag(bias=bias)
         check_whole(hidden=hidden)
         check_number(eps=eps, least=0)
         super().__init__()
@@ -314,6 +316,8 @@ def predicted_norm_bytes(*, rows: int, hidden: int, itemsize: int, fused: bool) 
     fp32, and convert 16 bits to that and back, which reads and writes as well. The weight and the
     sums are left out: they stay in the cache.
     """
+    check_whole(rows=rows, hidden=hidden, itemsize=itemsize)
+    check_flag(fused=fused)
     elements = rows * hidden
     if fused:
         return PASSES["fused"] * elements * itemsize

@@ -138,6 +138,9 @@ def rope_frequencies(
     missing.
     """
     check_choice(["default", *KINDS], kind=kind)
+    check_whole(head_dim=head_dim)
+    check_whole(least=0, trained=trained, seq_len=seq_len)
+    check_number(above=0, base=base, factor=factor)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim}: give an even head_dim, because dimensions pair up")
     if kind in ("dynamic", "yarn") and trained < 1:

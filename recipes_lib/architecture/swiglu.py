@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
-from recipes_lib.core.checks import check_share, check_whole
+from recipes_lib.core.checks import check_flag, check_share, check_whole
 from recipes_lib.core.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -71,6 +71,7 @@ def apply_swiglu(
     Raises ValueError where a block has no MLP of two projections (one has a gate already, or is a
     mixture of experts), and for a model that was loaded.
     """
+    check_flag(discard_trained=discard_trained)
     require_causal_lm(model)
     check_whole(multiple_of=multiple_of)
     if width is not None:
@@ -96,6 +97,7 @@ class SwiGLU(nn.Module):
     def __init__(
         self, hidden: int, width: int, *, bias: bool = False, dropout: float = 0.0
     ) -> None:
+        check_flag(bias=bias)
         check_whole(hidden=hidden, width=width)
         check_share(dropout=dropout)
         super().__init__()
@@ -195,6 +197,7 @@ def _dropout_of(mlp: nn.Module) -> float:
 
 def predicted_parameters(hidden: int, width: int, *, gated: bool, bias: bool = False) -> int:
     """Weights of one feed-forward layer: 2 D F, or 3 D F with a gate, and the biases."""
+    check_flag(gated=gated, bias=bias)
     check_whole(hidden=hidden, width=width)
     first_projections = 2 if gated else 1
     weights = (first_projections + 1) * hidden * width

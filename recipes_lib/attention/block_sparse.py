@@ -51,7 +51,7 @@ from recipes_lib.core.causal_lm import (
     selects_keys,
     trunk,
 )
-from recipes_lib.core.checks import check_heads, check_whole
+from recipes_lib.core.checks import check_heads, check_number, check_whole
 from recipes_lib.core.compiled_flex import compiled_block_mask, compiled_flex_attention
 from recipes_lib.core.sizes import parts_needed
 
@@ -148,6 +148,8 @@ def block_sparse_attention(
     Raises ValueError for a pattern that does not exist, shapes that do not fit, and a device
     without a kernel.
     """
+    if scale is not None:
+        check_number(scale=scale)
     _check_tensors(q, k, v, documents)
     checked = _checked_pattern(seq_len=q.shape[2], **pattern)
     device = q.device.type

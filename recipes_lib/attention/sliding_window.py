@@ -45,7 +45,7 @@ from torch._guards import active_fake_mode
 
 from recipes_lib.attention.sliding_window_banded import banded_attention, block_length
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_heads, check_whole
+from recipes_lib.core.checks import check_heads, check_number, check_whole
 from recipes_lib.core.compiled_flex import compiled_block_mask, compiled_flex_attention
 from recipes_lib.core.plain_step import without_grouped_heads
 
@@ -121,6 +121,8 @@ def sliding_window_attention(
     """
     check_whole(window=window)
     check_whole(sinks=sinks, least=0)
+    if scale is not None:
+        check_number(scale=scale)
     check_heads(q, k, v, allowed="[B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV")
     if kernel not in ("auto", "banded", "flex") or (kernel == "flex" and not q.is_cuda):
         raise ValueError(

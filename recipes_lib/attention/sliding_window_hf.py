@@ -21,6 +21,7 @@ from torch._guards import active_fake_mode
 from recipes_lib.attention.sliding_window import sliding_window_attention
 from recipes_lib.attention.sliding_window_banded import band
 from recipes_lib.core.causal_lm import decoder_blocks, selects_keys
+from recipes_lib.core.checks import check_several
 
 NAME = "recipes_sliding_window"  # transformers takes "sdpa" or "flash" in a name for its own
 
@@ -95,6 +96,7 @@ def reach_of_layers(
     every_layer = range(len(attentions))
     chosen = set(every_layer)
     if layers is not None:
+        check_several(layers=layers)
         chosen = set(layers)
     if not chosen or not chosen <= set(every_layer):
         raise ValueError(

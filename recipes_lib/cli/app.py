@@ -6,6 +6,7 @@ Importing a command is quick. Torch and the recipes are imported when the comman
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import platform
 import sys
@@ -29,6 +30,8 @@ python -m recipes_lib doctor --model llama-3.1-8b --memory 24 --seq-len 2048
 python -m recipes_lib finetune --data pairs.jsonl --output runs/my-adapter
 """
 
+# The disk is full, or this user or this place does not allow it.
+OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 # What a report of a defect has to name. Their numbers are read without importing them.
 PACKAGES = ("llm-training-recipes", "torch", "transformers", "peft", "bitsandbytes")
 
@@ -75,12 +78,16 @@ app.command()(finetune)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command in `arguments`, or in the command line; ends with the exit status.
 
-    What a user can put right (a wrong value, a missing package, too little memory) is one line and
-    status 1. Everything else is a defect of ours and shows its traceback.
+    What a user can put right (a wrong value, a missing package, too little memory, a full disk) is
+    one line and status 1. Everything else is a defect of ours and shows its traceback.
     """
     try:
         app(args=arguments)
     except (ValueError, ImportError) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.errno not in OF_THE_MACHINE:
+            raise
         sys.exit(f"error: {error}")
     except RuntimeError as error:
         if not _out_of_memory(error):

@@ -194,6 +194,7 @@ def distillation_loss(
     shapes and labels, and for a mean over no target.
     """
     check_options(temperature, teacher_share, chunk_size)
+    check_whole(ignore_index=ignore_index, least=-(2**63))
     check_shapes(hidden, layer, teacher_hidden, teacher_layer, labels)
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]

@@ -72,11 +72,18 @@ def check_share(**given: Any) -> None:
 
 
 def check_choice(allowed: Iterable[Any], **given: Any) -> None:
-    """Each of `given` is one of `allowed`. Raises ValueError."""
+    """Each of `given` is one of `allowed`. Raises ValueError.
+
+    True is no 1 here, although Python calls the two equal.
+    """
     choices = list(allowed)
     for name, value in given.items():
-        if value not in choices:
+        if not any(_are_the_same(value, choice) for choice in choices):
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
+
+
+def _are_the_same(value: Any, choice: Any) -> bool:
+    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def check_flag(**given: Any) -> None:
@@ -87,6 +94,13 @@ def check_flag(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: give True or False")
+
+
+def check_text(**given: Any) -> None:
+    """Each of `given` is a text that is not empty. Raises ValueError."""
+    for name, value in given.items():
+        if not isinstance(value, str) or value == "":
+            raise ValueError(f"{name}={value!r}: give a text")
 
 
 def check_file(*, example: str, any_ending: bool = False, **given: Any) -> None:
@@ -107,6 +121,22 @@ def check_file(*, example: str, any_ending: bool = False, **given: Any) -> None:
         if not any_ending and path.suffix != ending:
             raise ValueError(f"{shown}: give the name of a file that ends in {ending}")
         _check_place(shown, path)
+
+
+def check_folder(**given: Any) -> None:
+    """Each of `given` is the name of a folder that can be written, as a text or a Path.
+
+    Raises ValueError, before a long piece of work ends in an error: for a file, a place below one,
+    and a folder that cannot be made or written to.
+    """
+    for name, value in given.items():
+        if not isinstance(value, str | os.PathLike) or value == "":
+            raise ValueError(f'{name}={value!r}: give the name of a folder, such as "runs/first"')
+        path = Path(value)
+        shown = f"{name}={str(value)!r}"
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{shown} is a file: give the name of a folder")
+        _check_place(shown, path / "a file of it")
 
 
 def _check_place(shown: str, path: Path) -> None:

@@ -10,7 +10,7 @@ of the names in `pair_columns.py`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,11 @@ def check_labels(rows: Sequence[Row]) -> None:
     Padded or packed, its labels would stand beside the tokens of another document.
     """
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or not {"input_ids", "labels"} <= row.keys():
+            raise ValueError(
+                f"row {number} is of type {type(row).__name__} without input_ids and labels: "
+                f"give rows as load_instructions makes them"
+            )
         if len(row["labels"]) != len(row["input_ids"]):
             raise ValueError(
                 f"row {number} has {len(row['input_ids'])} tokens and {len(row['labels'])} labels: "

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.block_bytes import BlockBytes
 from recipes_lib.core.causal_lm import decoder_blocks, without_adapters
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import dry, dry_run
@@ -83,6 +83,7 @@ def dry_step(
         key: what `prepare` does, in words or numbers; with it the step is remembered, too.
     Raises ValueError if the step cannot run without data, with the reason in its message.
     """
+    check_flag(packed=packed)
     check_whole(rows=rows, length=length)
     known = None
     if prepare is None or key is not None:

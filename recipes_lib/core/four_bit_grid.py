@@ -95,6 +95,7 @@ def check_groups(layers: Mapping[str, nn.Linear], names: Iterable[str], group: A
 
 def check_group(width: int, group: int, name: str) -> None:
     """Raise ValueError unless `group` divides `width`, with a group that does."""
+    check_whole(group=group)
     if width % group == 0:
         return
     fitting = [size for size in GROUPS if width % size == 0]

@@ -36,8 +36,7 @@ def clip_gradients(
 
     Returns the norm before clipping. Raises ValueError for a `max_norm` that is not above 0.
     """
-    if max_norm != math.inf:
-        check_number(above=0, max_norm=max_norm)
+    check_max_norm(max_norm)
     held = [parameter for parameter in parameters if parameter.requires_grad]
     squares = 0.0
     for place, gradients in _by_place(held).items():
@@ -53,6 +52,12 @@ def clip_gradients(
         own = [_own_part(parameter.grad) for parameter in held if parameter.grad is not None]
         torch._foreach_mul_(own, factor)
     return norm
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raise ValueError for a `max_norm` that is not above 0; `math.inf` is."""
+    if max_norm != math.inf:
+        check_number(above=0, max_norm=max_norm)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ Source: PyTorch, "Getting started with DeviceMesh" (tutorials).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -59,12 +60,21 @@ def mesh_of(*, device_type: str | None = None, **dims: int) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
+def require_mesh(mesh: Any) -> None:
+    """Raise ValueError for what is no mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is of type {type(mesh).__name__}: give what default_mesh() or mesh_of(...) made"
+        )
+
+
 def require_one_dimension(mesh: DeviceMesh, *, such_as: str) -> None:
     """Raise ValueError for a mesh of several axes, of which the technique could use one only.
 
     Args:
         such_as: the name of an axis, as an example in the message.
     """
+    require_mesh(mesh)
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one of them, "

@@ -82,8 +82,22 @@ def _is_list_of_turns(value: Any) -> bool:
 def _text(row: dict[str, Any], name: str) -> str:
     value = row[name]
     if isinstance(value, str):
+        if _has_half_a_character(value):
+            raise ValueError(
+                f"`{name}` holds half of a character, one of U+D800 to U+DFFF alone, which no "
+                f"tokenizer takes: mend or remove it"
+            )
         return value
     raise ValueError(f"`{name}` is {_shown(value)}: {_advice(value)}")
+
+
+def _has_half_a_character(text: str) -> bool:
+    """Whether a text was cut inside of an emoji: JSON writes one as two halves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _shown(value: Any) -> str:

@@ -184,7 +184,7 @@ def loss_bytes(model: Any, tokens: int, *, head_trains: bool) -> int:
     If the layer trains and the tokens are few, the peak comes later: one [T, V] is left, beside the
     gradient of the layer's weight [V, D].
     """
-    elements = tokens * model.config.vocab_size
+    elements = tokens * model.config.get_text_config().vocab_size
     logits = 4 * elements
     capped = 0
     if final_softcap(model) is not None:

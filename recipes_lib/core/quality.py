@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.causal_lm import longest_text
+from recipes_lib.core.checks import check_flag
 from recipes_lib.core.decoding import is_decoder, require_causal_lm_or_decoder
 from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.output_layer import at_least_fp32
@@ -58,6 +59,7 @@ def decode_quality(
     than two tokens or longer than the model's positions, a reference of another length, losses that
     are not finite, and token_by_token with a Hugging Face model.
     """
+    check_flag(token_by_token=token_by_token)
     rows = document_rows(model, documents)
     _check_reference(reference, sum(len(row) - 1 for row in rows))
     if token_by_token and not is_decoder(model):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.ranks import rank, world_size
 
@@ -45,6 +45,7 @@ def counted_tokens(
         shifted: whether labels[:, i] belongs to token i + 1 already. Hugging Face's do not, and the
             first one of each row is never predicted.
     """
+    check_flag(shifted=shifted)
     if not shifted:
         labels = labels[:, 1:]
     mine = int((labels != NO_LABEL).sum())

@@ -33,9 +33,10 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
+from recipes_lib.core.checks import check_flag
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.gradient_norm import clip_gradients
+from recipes_lib.core.gradient_norm import check_max_norm, clip_gradients
 from recipes_lib.core.output_layer import at_least_fp32
 from recipes_lib.core.ranks import group_device, require_group, world_size
 
@@ -80,6 +81,9 @@ def rank_step(
     token has a label.
     """
     require_group()
+    check_flag(reduce_each=reduce_each)
+    if max_norm is not None:
+        check_max_norm(max_norm)
     tokens = tokens_of_all_ranks(batches)
     weight = world_size() / tokens
     last = len(batches) - 1

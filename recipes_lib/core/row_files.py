@@ -41,8 +41,12 @@ REFUSED = {
     b"\x28\xb5\x2f\xfd": "is packed by zstd: unpack it with `unzstd {name}`",
     b"\xfd7zXZ": "is packed by xz: unpack it with `unxz {name}`",
     b"BZh": "is packed by bzip2: unpack it with `bunzip2 {name}`",
+    b"\xd0\xcf\x11\xe0": "is a document of an old Office: save the sheet as CSV (UTF-8)",
     b"SQLite format 3": "is an SQLite database: write the table as CSV",
 }
+# The formats by the endings of names.
+FORMATS = {".csv": "CSV", ".tsv": "CSV", ".json": "JSON", ".jsonl": "JSON"}
+FORMATS |= {".parquet": "Parquet", ".arrow": "Arrow"}
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # its byte-order marks
 
 # --- a file or a folder ---------------------------------------------------------------------------
@@ -150,14 +154,14 @@ def _json_rows(path: Path, text: str) -> Iterable[PlacedRow]:
     if _is_json(first_line):
         whole = None
         if len(numbered) == 1:
-            whole = json.loads(first_line)
+            whole = _parsed(first_line)
         if isinstance(whole, list):
             return _numbered(path, whole)
         _refuse_rows_inside(path, whole)
         return _lines(path, numbered)
 
     try:
-        whole = json.loads(text)
+        whole = _parsed(text)
     except ValueError as error:
         raise ValueError(_no_json(path, first_number, text, error)) from error
     if isinstance(whole, list):
@@ -166,9 +170,16 @@ def _json_rows(path: Path, text: str) -> Iterable[PlacedRow]:
     return [(f"{path}, line {first_number}", whole)]  # one row, over several lines
 
 
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists or objects inside of each other, hundreds deep") from error
+
+
 def _is_json(line: str) -> bool:
     try:
-        json.loads(line)
+        _parsed(line)
     except ValueError:
         return False
     return True
@@ -178,7 +189,7 @@ def _lines(path: Path, numbered: Iterable[tuple[int, str]]) -> Iterator[PlacedRo
     for number, line in numbered:
         place = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = _parsed(line)
         except ValueError as error:
             raise ValueError(f"{place} is no JSON ({error}): mend it, or take it out") from error
         yield place, row
@@ -227,7 +238,13 @@ def _csv_rows(path: Path, text: str) -> Iterator[PlacedRow]:
         csv.field_size_limit(limit)
     if not records:
         return
-    _, names = records[0]
+    first_line, names = records[0]
+    repeated = [name for name in names if name and names.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"{path}, line {first_line} names {repeated[0]!r} twice, and a row has room for one: "
+            f"rename a column, or take it out"
+        )
     for line, values in records[1:]:
         if len(values) != len(names):
             raise ValueError(
@@ -293,6 +310,8 @@ def _of_folder(path: Path, split: str) -> Iterable[PlacedRow]:
     from datasets import load_dataset, load_from_disk
 
     saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    if not saved:
+        _refuse_several_formats(path)
     try:
         if saved:
             found = load_from_disk(path)
@@ -310,6 +329,21 @@ def _of_folder(path: Path, split: str) -> Iterable[PlacedRow]:
             )
         found = found[split]
     return _numbered(path, found)
+
+
+def _refuse_several_formats(path: Path) -> None:
+    """Raise ValueError for files of which `load_dataset` would read those of one format alone."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        describes_data = file.name.startswith((".", "dataset_info"))
+        if file.suffix in FORMATS and not describes_data:
+            found.setdefault(FORMATS[file.suffix], file)
+    if len(found) > 1:
+        examples = ", ".join(f"{file.name} ({kind})" for kind, file in found.items())
+        raise ValueError(
+            f"the folder {path} has files of several formats, {examples}, and only those of one "
+            f"would be read: put them into a folder of their own, or name one file"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -37,6 +37,7 @@ from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.fingerprint import fingerprint
 from recipes_lib.core.marks import GRADIENT_TAKER, any_marked
 from recipes_lib.core.measure import dry
+from recipes_lib.core.meshes import require_mesh
 from recipes_lib.core.ranks import require_group
 
 DTYPES = (None, torch.bfloat16, torch.float32)  # fp16 would need a scaled loss
@@ -68,6 +69,7 @@ def shard_in_groups(
 
     Raises ValueError for a mesh of more than two dimensions.
     """
+    require_mesh(mesh)
     if mesh.ndim > 2:
         raise ValueError(
             f"the mesh has {mesh.ndim} dimensions: give one, or two, copies first and parts second"

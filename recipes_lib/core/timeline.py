@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.live_bytes import LiveBytes
 from recipes_lib.core.machine import machine
 from recipes_lib.core.sizes import plain_tensors, quantization_tensors, state_tensors
@@ -133,6 +134,8 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         *,
         limit_bytes: int | None = None,
     ) -> None:
+        if limit_bytes is not None:
+            check_whole(limit_bytes=limit_bytes)
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)

@@ -6,7 +6,7 @@ what the caller has at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ def check_adamw(*, betas: tuple[float, float] = (0.9, 0.999), **options: Any) ->
 
     An `lr` may be a tensor, as PyTorch's own optimizers take it. Raises ValueError.
     """
-    numbers = {name: value for name, value in options.items() if value is not None}
+    numbers = dict(options)
     if isinstance(numbers.get("lr"), torch.Tensor):
         numbers["lr"] = numbers["lr"].item()
     check_number(least=0, **numbers)
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r}: give two numbers, such as (0.9, 0.999)")
     beta1, beta2 = betas
     check_number(least=0, below=1, beta1=beta1, beta2=beta2)
 

@@ -204,6 +204,7 @@ def predicted_pte_bytes(model: nn.Module, *, delegate: bool = True) -> int:
     is left, in the bias. The graph itself comes on top, some hundred bytes per operator. Raises
     ValueError for what is no module.
     """
+    check_flag(delegate=delegate)
     require_module(model)
     tensors = [*model.parameters(), *model.buffers()]
     stored = storage_bytes(tensors)

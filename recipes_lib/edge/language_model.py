@@ -448,6 +448,7 @@ def predicted_bytes(
     """
     require_causal_lm(model)
     _check_widths(weight_bits, output_bits, embedding_bits)
+    check_whole(group=group)
     if weight_bits is None:
         output_bits = None
         embedding_bits = None

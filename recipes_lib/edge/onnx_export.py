@@ -445,6 +445,7 @@ def predicted_onnx_bytes(
     bytes per operator. `first_in_fp32` as in `quantize_onnx`. Raises ValueError for what is no
     module.
     """
+    check_flag(quantized=quantized, first_in_fp32=first_in_fp32)
     require_module(model)
     total = 0
     for part in model.modules():

@@ -286,6 +286,7 @@ def predicted_quantized_bytes(model: nn.Module, *, per_channel: bool = True) -> 
     takes four for its bias and, with `per_channel`, four for its scale. Batch norms are folded. The
     graph comes on top, with two roundings per operator. Raises ValueError for what is no module.
     """
+    check_flag(per_channel=per_channel)
     require_module(model)
     total = 0
     for part in model.modules():

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.checks import check_flag
 from recipes_lib.core.evaluation import evaluating
 from recipes_lib.core.fingerprint import fingerprint
 from recipes_lib.core.kept_in_fp32 import kept_in_fp32
@@ -98,6 +99,7 @@ def save_adapter(
     Raises ValueError for a model without adapters, and for a folder that is there already without
     `overwrite`.
     """
+    check_flag(overwrite=overwrite)
     folder = Path(folder)
     if not isinstance(model, require("peft").PeftModel):
         raise ValueError(
@@ -130,6 +132,7 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
     layers only. Raises ValueError before anything is loaded if the folder holds no adapter or a
     damaged one, if `model` has adapters already or is not the base that they were trained on.
     """
+    check_flag(trainable=trainable)
     folder = Path(folder)
     peft = require("peft")
     if not (folder / CONFIG_FILE).is_file():
@@ -172,6 +175,10 @@ def save_merged(
         raise ValueError("the model still has adapters: merge them first (merge_lora, merge_qlora)")
     if Path(folder).exists():
         raise ValueError(f"{folder} is there already: name another folder")
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(
+            f"tokenizer={tokenizer!r}: give the one of the base model, load_tokenizer(name)"
+        )
     # One by one: `model.to(dtype)` would round the frequencies of the rotary embedding, too.
     stay = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():

@@ -20,7 +20,8 @@ Use when   Instruction and chat tuning. With several padded rows a position is c
            needs it, so it saves most on packed rows, one per micro-batch.
 Not when   Every token is a target (pre-training): chunk the loss instead.
 In production   TRL `SFTConfig(completion_only_loss=True)` or `assistant_only_loss=True`, Axolotl
-           `train_on_inputs: false`; all of these mask, and compute every logit. The argument
+           `train_on_inputs: false`: all of these mask. TRL's usual loss also leaves out the other
+           logits, on a GPU; on a CPU it computes every one, in tiles. The argument
            `logits_to_keep` of transformers leaves the others out.
 Source     TRL and transformers documentation; Shi et al., "Instruction Tuning With Loss Over
            Instructions" (arXiv 2405.14394), says when masking the prompt does *not* help: long

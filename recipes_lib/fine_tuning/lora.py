@@ -43,7 +43,7 @@ from recipes_lib.core.causal_lm import (
     projection_widths,
     require_causal_lm,
 )
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_number, check_several, check_whole
 from recipes_lib.core.machine import require
 from recipes_lib.core.plain_step import (
     all_frozen,
@@ -182,6 +182,8 @@ def target_linears(
 
     Raises ValueError for a model with adapters, and for targets that are not there.
     """
+    if not isinstance(target_modules, str):
+        check_several(target_modules=target_modules)
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the model already has adapters: give the base model, or merge them first (merge_lora)"
@@ -356,6 +358,7 @@ def estimate_lora(
     target_modules: str | Sequence[str] = "all-linear",
 ) -> Budget:
     """The budget after `apply_lora` on `model`, which is the base as it is now."""
+    check_number(least=0, below=1, dropout=dropout)
     trainable = 4 * lora_parameters(model, rank=rank, target_modules=target_modules)  # fp32
     blocks = len(decoder_blocks(model))
     if budget.dry is not None:

@@ -36,7 +36,7 @@ import torch
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.machine import machine, require
 from recipes_lib.core.marks import ONLY_LOOKS, mark
 from recipes_lib.core.sizes import parts_needed, tensor_bytes
@@ -122,6 +122,7 @@ def quantize_nf4(
     Raises ValueError for a model in 4 bits or with adapters, and for weights of the blocks, norms
     aside, that no `nn.Linear` holds.
     """
+    check_flag(double_quant=double_quant)
     require_causal_lm(model)
     if quantized_layers(model):
         raise ValueError("the model is quantized already: give one in full precision")
@@ -151,6 +152,7 @@ def nf4_layer(
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
     """The frozen 4-bit layer that takes the place of `linear`; arguments as in `quantize_nf4`."""
+    check_flag(double_quant=double_quant)
     check_whole(block_size=block_size)
     bnb = require("bitsandbytes")
     if compute_dtype is None:
@@ -304,6 +306,7 @@ def _refuse_wrong_scales(name: str, in_features: int, block_size: int) -> None:
 
 def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
     """Bytes of the linear layers of the blocks in NF4, with their scales and code tables."""
+    check_flag(double_quant=double_quant)
     total = 0
     for name, layer in target_linears(model).items():
         weights = layer.weight.numel()

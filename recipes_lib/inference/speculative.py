@@ -56,7 +56,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_flag, check_number, check_whole
 from recipes_lib.core.decoding import CausalDecoder, KeyValueCache, require_decoder
 from recipes_lib.core.linears import layers_with_one_scale
 from recipes_lib.core.measure import in_turns
@@ -170,6 +170,7 @@ def prompt_lookup_generate(
     them, numbers below 1, shortest > ngram, what is no decoder, and for a decoder with int8
     "dynamic" layers on a CPU, whose text would depend on the drafts.
     """
+    check_flag(row_by_row=row_by_row)
     return _generate(
         decoder,
         prompt,
@@ -196,6 +197,7 @@ def speculative_generate(
     Raises ValueError for two vocabularies too: a token of one means nothing to the other. The draft
     decoder may have layers of any kind.
     """
+    check_flag(row_by_row=row_by_row)
     require_decoder(decoder)
     require_decoder(draft_decoder)
     _require_one_vocabulary(decoder, draft_decoder)
@@ -345,6 +347,7 @@ def row_difference(
     other way.
     Raises ValueError for a prompt that is not longer than `tokens`, and for what is no decoder.
     """
+    check_flag(row_by_row=row_by_row)
     require_decoder(decoder)
     check_whole(tokens=tokens, least=2)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
@@ -432,6 +435,7 @@ def measured_verify_ratio(
     Median of the ratios of `rounds` rounds, in turns. Raises ValueError for a prompt that is no row
     of token ids, numbers below 1, and for what is no decoder.
     """
+    check_flag(row_by_row=row_by_row)
     require_decoder(decoder)
     check_whole(draft_tokens=draft_tokens, rounds=rounds)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]

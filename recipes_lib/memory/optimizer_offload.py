@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_flag, check_number, check_whole
 from recipes_lib.core.machine import free_host_bytes
 from recipes_lib.core.marks import (
     GRADIENT_TAKER,
@@ -96,6 +96,7 @@ def offload_optimizer(
     or in fp16, for numbers that are not positive, and if the host has too little free memory:
     taking it all would end the process without an error.
     """
+    check_flag(allow_cpu=allow_cpu)
     require_causal_lm(model)
     if micro_batches is not None:
         check_whole(micro_batches=micro_batches)

@@ -47,7 +47,7 @@ from recipes_lib.core.causal_lm import (
     require_causal_lm,
     trunk,
 )
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
 from recipes_lib.core.recomputed_parts import (
     needs_backward,
@@ -97,6 +97,7 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
     or reads more than the hidden states; for `norms` where they are LayerNorms; and for a model
     that is tiled already.
     """
+    check_flag(norms=norms)
     require_causal_lm(model)
     tile_size = _tile_size(model, tile_size)
     modules = _token_wise_modules(model, norms)
@@ -226,6 +227,7 @@ def estimate_tiled_mlp(
     The peak inside a block is that of a tile, a norm or attention. What adapters save in the MLP is
     not subtracted. Raises ValueError for what `apply_tiled_mlp` refuses.
     """
+    check_flag(norms=norms)
     _token_wise_modules(model, norms)
     tile = _tile_size(model, tile_size)
     sizes = sizes_of(budget, model, shape, tile=tile, norms=norms)

@@ -305,13 +305,13 @@ def _begin(
     keep: int,
 ) -> Path:
     """Check everything on every rank, and write the small files. Returns the new folder."""
-    place = folder_of_step(folder, step)
     facts = {**run, "optimizer": optimizer_name(optimizer)}
     if not _alone():
         agree(step=step, run=facts, parts=sorted(parts), keep=keep)
     with same_error_on_all_ranks():
         check_whole(step=step, keep=keep)
         refuse_older_step(folder, step)
+        place = folder_of_step(folder, step)
         place.mkdir(parents=True, exist_ok=True)
         _write(_random_file(place), random_states())
         if rank() == 0:

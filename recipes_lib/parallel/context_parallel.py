@@ -62,10 +62,10 @@ from recipes_lib.core.causal_lm import (
     require_causal_lm,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_flag, check_whole
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.meshes import default_mesh, require_mesh
 from recipes_lib.core.plain_step import trainable_bytes
 from recipes_lib.parallel.context_parallel_hf import (
     Context,
@@ -144,6 +144,7 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     check_choice(KINDS, kind=kind)
     if mesh is None:
         mesh = default_mesh()
+    require_mesh(mesh)
     if mesh.ndim != 1:
         raise ValueError(
             f"the mesh has the dimensions {mesh.mesh_dim_names}: give one of them, as in "
@@ -276,6 +277,7 @@ def predicted_ring_work(ranks: int, *, zig_zag: bool = True) -> list[list[float]
     that of its busiest rank. With the zig-zag all ranks have half a unit in every step. Without it
     some have a whole one in every step, and the others wait. Raises ValueError for 0 ranks.
     """
+    check_flag(zig_zag=zig_zag)
     check_whole(ranks=ranks)
     steps = []
     for step in range(ranks):

@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes_lib.core.agreement import same_error_on_all_ranks
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.collectives import all_gather, reduce_scatter
 from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.ranks import group_device, rank, require_group
@@ -145,6 +145,8 @@ def apply_fully_sharded(
     }
     # First of all, so that no rank waits for one that has raised.
     agree_to_shard(model, compile_blocks=compile_blocks, **options)
+    check_flag(reshard_after_forward=reshard_after_forward, offload=offload)
+    check_flag(compile_blocks=compile_blocks)
     require_shardable(
         model, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
     )
@@ -283,6 +285,7 @@ def estimate_fully_sharded(
     Raises ValueError for ranks that `copies` does not divide, and for a `parameter_dtype` after
     recipes that have changed the activations: they count in the dtype of `model`.
     """
+    check_flag(reshard_after_forward=reshard_after_forward, offload=offload)
     check_whole(prefetch=prefetch)
     groups = sharded_groups(
         model,
@@ -322,6 +325,7 @@ def predicted_sent_bytes(
 
     Raises ValueError for numbers below 1, and for ranks that `copies` does not divide.
     """
+    check_flag(reshard_after_forward=reshard_after_forward)
     check_whole(ranks=ranks, micro_batches=micro_batches)
     shards = _ranks_of_a_copy(ranks, copies)
     groups = sharded_groups(

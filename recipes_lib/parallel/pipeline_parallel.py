@@ -47,7 +47,7 @@ from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.meshes import default_mesh, require_mesh
 from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD, Action, most_in_flight
 from recipes_lib.core.plain_step import final_norm_bytes
 from recipes_lib.core.sizes import tensor_bytes
@@ -176,6 +176,7 @@ def apply_pipeline_parallel(
 
 
 def _require_one_dimension(mesh: Any) -> None:
+    require_mesh(mesh)
     if mesh.ndim != 1:
         raise ValueError(
             f"the mesh has the dimensions {mesh.mesh_dim_names}: give one of them, as in "

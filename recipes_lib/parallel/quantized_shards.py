@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_flag, check_whole
 from recipes_lib.core.collectives import all_gather
 from recipes_lib.core.meshes import default_mesh
 from recipes_lib.core.shard_budget import sharded_budget
@@ -126,6 +126,8 @@ def apply_quantized_shards(
         prefetch=prefetch,
         cut_vocabulary=cut_vocabulary,
     )
+    check_flag(reshard_after_forward=reshard_after_forward, offload=offload)
+    check_flag(cut_vocabulary=cut_vocabulary)
     require_shardable(
         model, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
     )
@@ -230,6 +232,8 @@ def estimate_quantized_shards(
 
     Raises ValueError for a model without packed layers.
     """
+    check_flag(reshard_after_forward=reshard_after_forward, offload=offload)
+    check_flag(cut_vocabulary=cut_vocabulary)
     check_whole(prefetch=prefetch)
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     if not layers:

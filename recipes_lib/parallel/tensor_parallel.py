@@ -56,10 +56,10 @@ from torch.distributed.tensor.parallel import (
 from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.marks import COMPILED, any_marked
 from recipes_lib.core.measure import dry
-from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.meshes import default_mesh, require_mesh
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.parallel.tensor_parallel_arithmetic import (
@@ -123,10 +123,11 @@ def apply_tensor_parallel(
     """
     if mesh is None:
         mesh = default_mesh()
+    require_mesh(mesh)
     if mesh.size() == world_size() and not dry():
         agree(model=model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     require_causal_lm(model)
-    check_choice((True, False), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     _require_mesh(mesh, model)
     _require_whole(model)
     _require_layers(model)
@@ -156,6 +157,7 @@ def tensor_parallel_plan(
     Between the layers there is the residual stream, [B, S, D]. With sequence parallelism it is a
     DTensor whose shape is that of all tokens, and so masks and positions are those of all tokens.
     """
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     stream: Placement = Replicate()
     if sequence_parallel:
         stream = Shard(1)  # by tokens
@@ -316,6 +318,7 @@ def estimate_tensor_parallel(
     own. Activations fall by N but for what stays whole: what cut layers read, and without sequence
     parallelism all that norms save.
     """
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     check_whole(ranks=ranks)
     _require_layers(model)
     _require_divisible(model, ranks=ranks)

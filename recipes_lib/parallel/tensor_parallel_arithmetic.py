@@ -12,7 +12,7 @@ from torch import nn
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks, norms_of, trunk
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.plain_step import head_of, normalising_bytes
 from recipes_lib.core.sizes import tensor_bytes
 
@@ -106,6 +106,7 @@ def predicted_sent_bytes(
 
     `model` is the whole one, before it is cut.
     """
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     check_whole(ranks=ranks)
     tokens = shape.tokens
     places = READERS * len(decoder_blocks(model)) + 1  # the first is behind the embedding

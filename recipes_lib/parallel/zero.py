@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes_lib.core.agreement import agree
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_flag, check_whole
 from recipes_lib.core.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.rank_step import Batch, LossSum, rank_step, sum_of_losses
 from recipes_lib.core.shard_budget import sharded_budget
@@ -247,6 +247,7 @@ def predicted_rank_bytes(
             counters of steps are left out.
     Raises ValueError for an unknown stage or rank.
     """
+    check_whole(states_per_weight=states_per_weight, least=0)
     check_choice((0, *STAGES), stage=stage)
     check_whole(ranks=ranks)
     check_whole(rank=rank, least=0, most=ranks - 1)
@@ -310,6 +311,7 @@ def estimate_zero(
     gathered counts where it is alive (core/shard_budget.py). With several micro-batches they carry
     whole gradients, unless `reduce_each`. Raises ValueError for an unknown stage.
     """
+    check_flag(reduce_each=reduce_each)
     check_choice(STAGES, stage=stage)
     if stage == 1:
         parts = predicted_rank_bytes(model, stage=1, ranks=shape.ranks)

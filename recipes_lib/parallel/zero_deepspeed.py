@@ -56,7 +56,7 @@ import torch
 
 from recipes_lib.core.agreement import agree
 from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_flag, check_number, check_whole
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.rank_step import Batch, LossSum, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.core.ranks import rank, world_size
@@ -241,6 +241,7 @@ def predicted_deepspeed_bytes(
     end on those of the own part. In stage 3 their memory stays. Raises ValueError for an unknown
     stage.
     """
+    check_whole(states_per_weight=states_per_weight, least=0)
     check_choice((1, 2, 3), stage=stage)
     check_whole(ranks=ranks)
     check_whole(persistence=persistence, least=0)
@@ -273,6 +274,7 @@ def predicted_deepspeed_sent(
             settings it does not in a model of up to 1,000,000,000 parameters.
     Raises ValueError for an unknown stage.
     """
+    check_flag(gathered_again=gathered_again)
     check_choice((1, 2, 3), stage=stage)
     check_whole(ranks=ranks)
     weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
@@ -289,7 +291,7 @@ def _read(config: Path | str) -> tuple[dict[str, Any] | None, str | None]:
     """What is in the file, and what is wrong with it: one of the two is None."""
     try:
         return json.loads(Path(config).read_text(encoding="utf-8")), None
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         return None, f"{config} is no configuration in JSON: {error}"
 
 

@@ -39,7 +39,6 @@ I input channels, C channels of the layer before (C = I but for shared heads), O
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_several, check_whole
+from recipes_lib.core.checks import check_flag, check_number, check_several, check_whole
 from recipes_lib.core.four_bit_grid import check_groups, in_four_bits
 from recipes_lib.core.linears import layers_to_quantize, linear_layers
 from recipes_lib.core.token_ids import check_batch
@@ -118,8 +117,16 @@ def apply_awq(
     already, one in which no scales can be folded exactly, widths that `group` does not divide, and
     batches that are no token ids [B, S] of the model.
     """
-    options = {"group": group, "symmetric": symmetric, "names": names}
-    for choice in search_scales(model, batches, alphas=alphas, tokens=tokens, **options):
+    choices = search_scales(
+        model,
+        batches,
+        group=group,
+        symmetric=symmetric,
+        names=names,
+        alphas=alphas,
+        tokens=tokens,
+    )
+    for choice in choices:
         fold_scales(model, choice.site, choice.scales)
     return model
 
@@ -138,6 +145,7 @@ def search_scales(
 
     Arguments and errors are those of `apply_awq`.
     """
+    check_flag(symmetric=symmetric)
     require_causal_lm(model)
     check_whole(alphas=alphas, least=2)
     check_whole(tokens=tokens)
@@ -239,6 +247,5 @@ def predicted_error_ratio(scale: float, *, step_ratio: float = 1.0) -> float:
     `step_ratio` is the step of its group with the scales over the one without: 1 if the largest
     weights of the group are in other channels, and `scale` at most.
     """
-    if scale <= 0 or step_ratio <= 0 or not math.isfinite(scale * step_ratio):
-        raise ValueError(f"scale={scale!r}, step_ratio={step_ratio!r}: give numbers above 0")
+    check_number(above=0, scale=scale, step_ratio=step_ratio)
     return step_ratio / scale

@@ -36,7 +36,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_flag
 from recipes_lib.core.machine import require
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.sizes import parts_needed
@@ -148,6 +148,7 @@ def eight_bit_adamw(
     for `paged` on a CPU, where bitsandbytes would only warn and page nothing; ImportError without
     the library.
     """
+    check_flag(paged=paged)
     check_choice([8, 32], embedding_bits=embedding_bits)
     check_choice(["bitsandbytes", "torchao"], library=library)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -280,6 +281,8 @@ def predicted_state_bytes(model: Any, *, embedding_bits: int = 32, paged: bool =
     With `paged`, only of those that stay on the device.
     """
     # The two code tables, one fp32 value per code, which all parameters share.
+    check_choice([8, 32], embedding_bits=embedding_bits)
+    check_flag(paged=paged)
     total = 2 * 256 * 4
     for group in _groups(model, embedding_bits):
         for parameter in group["params"]:

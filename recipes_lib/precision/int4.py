@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.four_bit_grid import FourBitGrid, check_groups, four_bit_bytes, to_four_bits
 from recipes_lib.core.linears import (
     layers_to_quantize,
@@ -103,6 +103,7 @@ def apply_int4(
     instead of a list of names, adapters, layers that the group or the kernel does not fit, and
     where this machine has no kernel.
     """
+    check_flag(symmetric=symmetric)
     names = layers_to_quantize(model, names)
     layers = linear_layers(model)
     check_groups(layers, names, group)
@@ -124,6 +125,7 @@ def int4_linear(linear: nn.Linear, *, group: int = 32, symmetric: bool = False) 
 
     Raises ValueError for what is no `nn.Linear`, and for a width that `group` does not divide.
     """
+    check_flag(symmetric=symmetric)
     require_linear(linear)
     grid = to_four_bits(linear.weight, group=group, symmetric=symmetric)
     return Int4Linear(grid, linear.bias)

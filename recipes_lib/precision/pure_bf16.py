@@ -42,11 +42,11 @@ import torch
 from torch.optim.adamw import adamw
 
 from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.plain_step import require_adapters
 from recipes_lib.core.rounding import random_bits, stochastic_round_
 from recipes_lib.core.saved_states import load_as_saved
-from recipes_lib.core.trainable import parameters_to_train
+from recipes_lib.core.trainable import check_adamw, parameters_to_train
 
 # Of each rounding: bytes of the states per parameter, and of the step per element of its chunk.
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}
@@ -94,11 +94,9 @@ def bf16_adamw(
     Raises ValueError for trainable parameters that are not bf16 (norms included), for a model that
     has none, for another rounding, and for numbers that AdamW cannot use.
     """
-    check_number(least=0, lr=lr, eps=eps, weight_decay=weight_decay)
-    beta1, beta2 = betas
-    check_number(least=0, below=1, beta1=beta1, beta2=beta2)
-    params = parameters_to_train(model_or_params)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    check_adamw(**options)
+    params = parameters_to_train(model_or_params)
     return BF16AdamW(params, seed=seed, rounding=rounding, **options)
 
 

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_number, check_several, check_whole
 
 Batch = dict[str, torch.Tensor]
 Stages = Sequence[tuple[int, float]]  # (length, share of the steps)
@@ -172,6 +172,7 @@ def curriculum_schedule(
     Raises ValueError for stages that do not fit each other or the sizes.
     """
     check_whole(tokens_per_step=tokens_per_step, steps=steps)
+    _check_pairs(stages)
     lengths = [length for length, _ in stages]
     shares = [share for _, share in stages]
     _check_lengths(lengths, tokens_per_step)
@@ -184,6 +185,17 @@ def curriculum_schedule(
             f"steps={steps} gives the stages {counts} steps: raise it, or drop a stage"
         )
     return list(zip(lengths, counts))
+
+
+def _check_pairs(stages: Any) -> None:
+    """Raise ValueError unless each stage is two numbers, a length and a share."""
+    check_several(stages=stages)
+    for stage in stages:
+        if not isinstance(stage, Sequence) or isinstance(stage, str) or len(stage) != 2:
+            raise ValueError(f"stage {stage!r}: give pairs (length, share), such as (256, 0.5)")
+        length, share = stage
+        check_whole(length=length)
+        check_number(share=share)
 
 
 def _check_lengths(lengths: list[int], tokens_per_step: int) -> None:

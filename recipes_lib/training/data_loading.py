@@ -49,7 +49,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_flag, check_number, check_whole
 from recipes_lib.core.collectives import sums_over_ranks
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.machine import machine, synchronize
@@ -318,6 +318,8 @@ def loader_options(*, workers: int, prefetch: int, pin: bool | None) -> dict[str
     """
     check_whole(workers=workers, least=0)
     check_whole(prefetch=prefetch)
+    if pin is not None:
+        check_flag(pin=pin)
     has_gpu = machine().device == "cuda"
     if pin and not has_gpu:
         raise ValueError(

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.budget import Budget, Shape
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_number, check_whole
 from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.measure import PeakMemory
 
@@ -141,6 +141,7 @@ def fit_micro_batches(
     torch.OutOfMemoryError if even micro-batches of one row do not fit. Any other error of `step`
     passes through.
     """
+    check_flag(measure_peaks=measure_peaks)
     _check(model, batch_size, micro_batches)
     random_states = _random_states()
     versions = _versions(model)  # to see whether `step` updates the weights
@@ -284,6 +285,7 @@ def predicted_micro_batches(
 
     Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
     """
+    check_number(above=0, limit_bytes=limit_bytes)
     rows = shape.batch // shape.ranks  # each rank splits its own part of the batch
     while True:
         peak = plan(shape).peak

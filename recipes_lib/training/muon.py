@@ -8,8 +8,8 @@ Idea       Keep one average M of the gradients. Before a step set all of its sin
 
                M = U S V^T    becomes    U V^T
 
-           Five products of matrices come close to that, without computing U, S or V. They are
-           steps of Newton and Schulz, with a polynomial of degree 5 in each:
+           Five rounds of three products of matrices come close to that, without computing U, S
+           or V. They are steps of Newton and Schulz, with a polynomial of degree 5 in each:
 
                X = M / |M|
                X = a X + b (X X^T) X + c (X X^T)^2 X      five times
@@ -113,6 +113,7 @@ def muon_adamw(
     blocks have no trainable matrix, for "original" with layers that store [inputs, outputs], and
     for numbers outside their bounds. The step raises one for sparse gradients.
     """
+    check_flag(nesterov=nesterov)
     if rest_lr is None:
         rest_lr = lr
     split = split_for_muon(model)

@@ -31,6 +31,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ class Tracker(contextlib.AbstractContextManager):
             raise ValueError(
                 f"log({step}): the tracker is closed, or there is no value such as loss=2.5"
             )
-        if int(step) != step or step < self._step:
+        whole = isinstance(step, Integral) and not isinstance(step, bool)
+        if not whole or step < self._step:
             raise ValueError(
                 f"step {step}: steps are whole and never go back; this one is {self._step} or more"
             )

@@ -81,6 +81,7 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
 
     Raises ValueError if not even two tokens fit, of which the second is predicted from the first.
     """
+    check_number(above=0, limit_bytes=limit_bytes)
     if plan(2).peak > limit_bytes:
         raise ValueError(
             f"limit_bytes={limit_bytes:,}: two tokens are predicted to take {plan(2).peak:,} "

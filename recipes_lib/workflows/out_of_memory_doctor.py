@@ -29,7 +29,7 @@ from typing import Any
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import require_causal_lm
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_number, check_text, check_whole
 from recipes_lib.core.machine import GIB, machine
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.workflows.out_of_memory_doctor_message import parse_error, was_killed
@@ -117,6 +117,8 @@ def diagnose(
     Raises ValueError without error and model, for a model without its batch, and for an error of
     another kind.
     """
+    if error != "":
+        check_text(error=error)
     if not error and model is None:
         raise ValueError(
             "nothing to diagnose: give the error's text, or a model with batch_size and seq_len, "

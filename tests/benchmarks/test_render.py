@@ -190,9 +190,10 @@ def test_notebook_05_in_numbers(tmp_path):
     headline = render.block("headline-05", folder=tmp_path)
     for sentence in (
         "**Held-out loss 3.00 → 2.00** (-1.00 nats per token, 95 % interval -1.20 to -0.80)",
-        "Full fine-tuning reached 2.50; each took 3 steps.",
+        "in 3 steps of one seed",
+        "After as many steps full fine-tuning has a loss of 2.50.",
         "75% less peak memory",
-        "in 0.25× the time per token",
+        "takes 0.25× the time per token",
         "0.75× its time, 0.50× its peak",
         "off by 10.0% at most",
     ):

@@ -1,3 +1,4 @@
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,8 @@ def test_a_mistyped_option_is_a_usage_error(command):
         ValueError("no such shape"),
         ImportError("this recipe needs bitsandbytes"),
         torch.OutOfMemoryError("CUDA out of memory"),
+        OSError(errno.ENOSPC, "No space left on device", "runs/a/checkpoint.pt"),
+        PermissionError(errno.EACCES, "Permission denied", "pairs.jsonl"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -71,7 +74,10 @@ def test_what_a_user_can_put_right_is_one_line(command, monkeypatch, error):
     assert command("list") == (1, "", f"error: {error}")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("loss")])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shapes differ"), KeyError("loss"), FileNotFoundError(errno.ENOENT, "no file")],
+)
 def test_a_defect_of_ours_shows_its_traceback(monkeypatch, error):
     monkeypatch.setattr(app, "app", raiser(error))
     with pytest.raises(type(error)):

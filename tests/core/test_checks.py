@@ -10,9 +10,11 @@ from recipes_lib.core.checks import (
     check_existing_file,
     check_file,
     check_flag,
+    check_folder,
     check_heads,
     check_number,
     check_several,
+    check_text,
     check_whole,
 )
 
@@ -70,6 +72,36 @@ def test_choices():
     check_choice(["block", "selective"], mode="block")
     with pytest.raises(ValueError, match="mode='blok': choose one of block, selective"):
         check_choice(["block", "selective"], mode="blok")
+
+
+def test_a_switch_is_no_number_among_choices():
+    """True == 1 in Python: `stage=True` would be stage 1."""
+    check_choice([None, True], dynamic=True)
+    with pytest.raises(ValueError, match="stage=True: choose one of 1, 2"):
+        check_choice([1, 2], stage=True)
+
+
+def test_a_folder_that_can_be_written(tmp_path):
+    """A run of hours would end in an error when it saves."""
+    file = tmp_path / "pairs.jsonl"
+    file.touch()
+    check_folder(output_dir=tmp_path)
+    check_folder(output_dir=str(tmp_path / "new" / "deep"))
+    for wrong, error in [
+        (file, "is a file: give the name of a folder"),
+        (file / "run", "is a place below the file"),
+        ("", "output_dir='': give the name of a folder"),
+        (None, "output_dir=None: give the name of a folder"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            check_folder(output_dir=wrong)
+
+
+@pytest.mark.parametrize("value", ["", None, 3, ["a"]])
+def test_what_is_no_text(value):
+    check_text(error="out of memory")
+    with pytest.raises(ValueError, match=r"error=.*: give a text"):
+        check_text(error=value)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ def meshes_of_four():
         "no whole number": refusal(mesh_of, shard=4.0),
         "two axes": refusal(require_one_dimension, both, such_as="shard"),
         "one axis": refusal(require_one_dimension, both["shard"], such_as="shard"),
+        "no mesh": refusal(require_one_dimension, 4, such_as="shard"),
     }
 
 
@@ -29,3 +30,4 @@ def test_meshes(four_ranks):
     assert "shard=4.0: give a whole number" in got["no whole number"]
     assert "2 dimensions ('replicate', 'shard'): give one of them" in got["two axes"]
     assert got["one axis"] is None
+    assert "mesh is of type int: give what default_mesh() or mesh_of(...) made" in got["no mesh"]

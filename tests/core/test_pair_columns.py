@@ -49,6 +49,7 @@ def test_columns_of_public_data_sets(row, pair):
         (PAIR | {"completion": True}, 'write it as a text, "true"'),
         (PAIR | {"completion": None}, "`completion` is null: give a text"),
         ({"question": "q", "answer": ["a"]}, r'`answer` is \["a"\], a list: join its parts'),
+        (PAIR | {"completion": "\ud83d"}, "`completion` holds half of a character"),
         ({"messages": []}, "give a list of one turn or more"),
         ({"messages": "x"}, '`messages` is "x", a text: give a list'),
         ({"messages": ["x"]}, "turn 0 .* give an object with `role`"),

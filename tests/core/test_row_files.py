@@ -101,6 +101,10 @@ REFUSED = {
     "nothing.jsonl": ("", "no rows"),
     "header.csv": ("prompt,completion\n", "no rows"),
     "nothing.json": ("[]", "no rows"),
+    "deep.json": ("[" * 100_000, "hundreds deep"),
+    # The second column would take the place of the first in silence.
+    "twice.csv": ("prompt,prompt,completion\na,b,c\n", "line 1 names 'prompt' twice"),
+    "book.xls": (b"\xd0\xcf\x11\xe0" + b"x" * 20, "an old Office: save the sheet as CSV"),
 }
 
 
@@ -119,6 +123,15 @@ def test_a_folder_that_holds_no_data_is_refused(tmp_path):
         list(read_rows(tmp_path))
     with pytest.raises(ValueError, match="there is no file"):
         list(read_rows(tmp_path / "none.jsonl"))
+
+
+def test_a_folder_of_several_formats_is_refused(tmp_path):
+    """`load_dataset` reads the files of the most frequent format, and says nothing of the rest."""
+    (tmp_path / "a.csv").write_text(CSV)
+    assert len(list(read_rows(tmp_path))) == len(ROWS)
+    (tmp_path / "b.jsonl").write_text(LINES)
+    with pytest.raises(ValueError, match=r"several formats, a\.csv \(CSV\), b\.jsonl \(JSON\)"):
+        list(read_rows(tmp_path))
 
 
 def test_places_are_those_of_an_editor(tmp_path):

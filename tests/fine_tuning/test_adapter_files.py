@@ -250,6 +250,10 @@ def test_bad_input(tmp_path, merged_lora):
     folder, _, cast = merged_lora
     with pytest.raises(ValueError, match="is there already"):
         save_merged(cast, folder, tokenizer=None)
+    whole = base()  # fp32, which the save would round
+    with pytest.raises(ValueError, match="tokenizer=None: give the one of the base model"):
+        save_merged(whole, tmp_path / "m", tokenizer=None)
+    assert whole.dtype == torch.float32
     with pytest.raises(ValueError, match="still has adapters"):
         save_merged(adapted(base()), tmp_path / "m", tokenizer=None)
     with pytest.raises(ValueError, match="holds no adapter"):

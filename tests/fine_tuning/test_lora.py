@@ -182,6 +182,12 @@ def test_the_end_of_a_name_is_a_whole_part_of_it(llama):
         target_linears(llama, target_modules="proj")
 
 
+@pytest.mark.parametrize("targets", [None, 3])
+def test_targets_are_names(llama, targets):
+    with pytest.raises(ValueError, match=r"target_modules.*give a list"):
+        apply_lora(llama, target_modules=targets)
+
+
 def test_blocks_without_a_linear_layer():
     """An adapter on nothing would train nothing."""
     model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.LayerNorm(8)]))

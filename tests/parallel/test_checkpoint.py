@@ -167,6 +167,7 @@ def refusals(folder):
         assert all(map(torch.equal, before, after)), name
 
     expect("empty", load_checkpoint, folder=folder, **state)
+    expect("step", save_checkpoint, folder=folder, step=2.5, **state)
     expect("disagree", save_checkpoint, folder=folder, step=1 + mine, **state)
     save_checkpoint(folder, step=3, **state)
     expect("older", save_checkpoint, folder=folder, step=3, **state)
@@ -300,6 +301,7 @@ def test_mistakes_raise_on_every_rank(two_ranks, tmp_path):
     told = two_ranks.run(refusals, timeout=60, folder=str(tmp_path / "a"))
     messages = {
         "empty": "there is no checkpoint in",
+        "step": "step=2.5: give a whole number of 1 or more",
         "disagree": "step: rank 0 gives 1, rank 1 gives 2",
         "older": "holds a checkpoint of step 3, and this is step 3",
         "run": "another run (lr: 0.001 there, 1.0 here)",

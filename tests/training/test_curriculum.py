@@ -151,6 +151,10 @@ def test_predicted_share_is_that_of_the_counted_operations(llama):
         ({"steps": 2}, "raise it, or drop a stage"),
         ({"start_step": 11}, "0 to 10"),
         ({"start_step": -1}, "0 to 10"),
+        ({"stages": None}, "stages is of type NoneType: give a list"),
+        ({"stages": [64]}, r"stage 64: give pairs \(length, share\)"),
+        ({"stages": [("64", 1.0)]}, "length='64': give a whole number"),
+        ({"stages": [(64, None)]}, "share=None: give a finite number"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(options, message):

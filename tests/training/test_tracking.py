@@ -255,7 +255,7 @@ def test_values_that_are_no_numbers_and_steps_that_go_back(tmp_path):
         for bad in no_numbers:
             with pytest.raises(ValueError, match=r"gradient_norm.*one number"):
                 tracker.log(5, loss=0.5, gradient_norm=bad)
-        for step in (3, -1, 4.5):
+        for step in (3, -1, 4.5, None, "5", True):
             with pytest.raises(ValueError, match="never go back; this one is 4 or more"):
                 tracker.log(step, loss=1.0)
         with pytest.raises(ValueError, match="no value"):

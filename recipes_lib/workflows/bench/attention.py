@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recipes_lib.attention.flash import best_kernel, kernel_function, plain_attention
 from recipes_lib.core.causal_lm import projection_widths
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.measure import PeakMemory, in_turns
 
 
@@ -37,6 +37,7 @@ def measure_attention(
     eager=False only that is measured: at some length the scores do not fit any more.
     Raises ValueError for a length or a number of rounds below 1.
     """
+    check_flag(eager=eager)
     check_whole(seq_len=seq_len, rounds=rounds)
     qkv = _random_qkv(model, seq_len)
     kernel = best_kernel(model).implementation

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from recipes_lib.architecture.deep_thin import Proportions, choose_proportions, deep_thin_model
-from recipes_lib.core.checks import check_several, check_whole
+from recipes_lib.core.checks import check_number, check_several, check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.workflows.bench.byte_models import (
     BYTES,
@@ -78,6 +78,7 @@ def compare_depths(
         steps: of `rows` x `seq_len` tokens each.
     Raises ValueError for numbers below 1, and for weights that no model of a depth has.
     """
+    check_number(above=0, learning_rate=learning_rate)
     check_several(layers=layers, seeds=seeds)
     check_whole(steps=steps, rows=rows, seq_len=seq_len, depths=len(layers), seeds=len(seeds))
     layers = list(dict.fromkeys(layers))  # each depth once

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, in_turns
 from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
@@ -63,6 +64,7 @@ def compare_losses(
         chunk_size: of our chunks; by default as many tokens as `chunked_cross_entropy` takes.
         rounds: of taking turns, of which the fastest counts.
     """
+    check_whole(tokens=tokens, hidden=hidden, vocab=vocab, rounds=rounds)
     hidden_states = _random(tokens, hidden, dtype)  # [T, D]
     weight = _random(vocab, hidden, dtype)  # [V, D]
     targets = torch.randint(vocab, (tokens,), device=machine().device)  # [T]

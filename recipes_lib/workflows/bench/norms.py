@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.freed_memory import keep_freed_memory
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import there_and_back
@@ -66,6 +66,7 @@ def compare_norms(
         compiled: False leaves that way out, which takes seconds to compile.
     Raises ValueError for sizes below 1.
     """
+    check_flag(compiled=compiled)
     check_whole(rows=rows, hidden=hidden, rounds=rounds)
     keep_freed_memory()
     device = machine().device

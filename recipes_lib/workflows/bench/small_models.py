@@ -34,7 +34,7 @@ from recipes_lib.architecture.grouped_query_attention import (
 )
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.swiglu import apply_swiglu
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.workflows.bench.byte_models import (
     BYTES,
@@ -93,6 +93,7 @@ def compare_architectures(
         hidden: a multiple of 32, since the models have four heads with pairs of dimensions.
     Raises ValueError for an unknown name and for sizes below 1.
     """
+    check_number(above=0, learning_rate=learning_rate)
     check_whole(steps=steps, hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
     check_whole(seeds=len(seeds))
     chosen = _chosen(names)
@@ -167,6 +168,7 @@ def pool_and_heal(
     The same model trains on without being pooled, on the same text: more steps help that one, too.
     Raises ValueError for sizes below 1 and for a number of heads that does not divide four.
     """
+    check_number(above=0, learning_rate=learning_rate)
     check_whole(steps=steps, healing_steps=healing_steps, seeds=len(seeds))
     check_whole(hidden=hidden, layers=layers, rows=rows, seq_len=seq_len)
     text = bytes_of("train")

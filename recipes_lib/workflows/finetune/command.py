@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.chat import Row
+from recipes_lib.core.checks import check_folder
 from recipes_lib.core.machine import machine, seed_everything
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import load_config, load_model, load_tokenizer
@@ -218,6 +219,7 @@ def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: b
         result: the folder of the trained weights. inputs: paths of what is read; None and "" are
             none.
     """
+    check_folder(output_dir=folder)
     if result.exists():
         raise ValueError(f"{result} is there already, a finished run: choose another folder")
     read = {Path(path).resolve() for path in inputs if path}

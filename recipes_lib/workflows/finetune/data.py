@@ -81,13 +81,13 @@ def load_data(
 
     rows = [row for each in trained for row in each.rows]
     held_out_rows = [row for each in held_out for row in each.rows]
-    check_run(rows, run=run, folder=None, resume=False)
-    for each in [*trained, *held_out]:
-        check_labels(each.rows, tokenizer, place=each.place)
     if len(held_out_rows) < 2:
         raise ValueError(
             f"{len(held_out_rows)} held-out rows: give 20 pairs or more, or a file of held-out ones"
         )
+    check_run(rows, run=run, folder=None, resume=False)
+    for each in [*trained, *held_out]:
+        check_labels(each.rows, tokenizer, place=each.place)
     return Data([each.pair for each in trained], rows, held_out_rows, run)
 
 

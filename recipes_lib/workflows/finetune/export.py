@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice, check_flag, check_whole
 from recipes_lib.core.default_model import SMOLLM2
 from recipes_lib.core.machine import machine
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
@@ -165,6 +165,8 @@ def _require_what_axolotl_can(run: Settings) -> None:
         raise ValueError(f"alpha={run.alpha}: Axolotl takes whole numbers")
     if run.method == "full" and run.precision == "fp16":
         raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
+    if run.target_modules == "attention":
+        raise ValueError("target_modules='attention': Axolotl takes names of layers, so give those")
 
 
 def _axolotl_data(run: Settings) -> dict[str, Any]:
@@ -212,6 +214,7 @@ def accelerate_config(
     Raises ValueError for what accelerate ignores in silence: several processes or FSDP on a CPU,
     FSDP of one process.
     """
+    check_flag(fsdp=fsdp, cpu=cpu)
     check_choice(PRECISIONS, precision=precision)
     check_whole(processes=processes)
     _require_what_accelerate_does(precision, processes, fsdp, cpu)

@@ -240,7 +240,7 @@ def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
         del facts[name]
     # A file gives back lists, and the two have to be equal.
     facts["betas"] = list(run.betas)
-    if run.target_modules:
+    if run.target_modules and run.target_modules != "attention":
         facts["target_modules"] = list(run.target_modules)
     content = hashlib.sha256()
     for row in rows:

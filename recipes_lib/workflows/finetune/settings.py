@@ -7,12 +7,13 @@ of them run the same. `dataclasses.replace(settings, rank=8)` gives a changed co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_flag, check_number, check_text, check_whole
+from recipes_lib.core.trainable import check_adamw
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = (
@@ -44,7 +45,9 @@ class Settings:
     rank: int = 16
     alpha: float = 32
     dropout: float = 0.0
-    target_modules: Sequence[str] | None = None  # None: every linear layer of the blocks
+    # None: every linear layer of the blocks. "attention": those of the attention, as in a mixture
+    # of experts. Or a list of names.
+    target_modules: str | Sequence[str] | None = None
 
     # The optimizer.
     learning_rate: float  # after the warm-up; then a cosine to 0
@@ -72,6 +75,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             check_choice(allowed, **{name: getattr(self, name)})
+        check_text(base_model=self.base_model, output_dir=str(self.output_dir))
+        check_flag(packing=self.packing, gradient_checkpointing=self.gradient_checkpointing)
         self._check_numbers()
         self._check_target_modules()
         self._check_batch()
@@ -93,14 +98,22 @@ class Settings:
         check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
         check_number(least=0, below=1, dropout=self.dropout)
         check_number(least=0, max_grad_norm=self.max_grad_norm)  # 0 is no clipping
+        check_adamw(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        check_whole(least=0, seed=self.seed)
+        if self.save_steps is not None:
+            check_whole(save_steps=self.save_steps)
 
     def _check_target_modules(self) -> None:
         names = self.target_modules
         if names is None:
             return
-        # A string would be taken letter by letter, and no name would train nothing.
-        if isinstance(names, str) or not names:
-            raise ValueError(f"target_modules={names!r}: give a list of names, or None for all")
+        if names == "attention":
+            return
+        # Any other string would be taken letter by letter, and no name would train nothing.
+        if isinstance(names, str) or not isinstance(names, Iterable) or not names:
+            raise ValueError(
+                f"target_modules={names!r}: give a list of names, 'attention', or None for all"
+            )
 
     def _check_batch(self) -> None:
         rows_at_once = self.micro_batch_size * self.processes

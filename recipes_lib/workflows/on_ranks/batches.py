@@ -21,6 +21,7 @@ def byte_batches(*, steps: int, rows: int, tokens: int, seed: int = 0) -> list[B
 
     Raises ValueError for numbers below 1, and for more than the text has.
     """
+    check_whole(seed=seed, least=0)
     check_whole(steps=steps, rows=rows)
     check_whole(tokens=tokens, least=4)
     text = load_text(split="train").encode()[:4_000_000]

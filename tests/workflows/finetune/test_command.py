@@ -278,6 +278,9 @@ def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
             check_output(tmp_path, result, inputs=[str(path), None], resume=True)
         path.unlink()
     check_output(tmp_path, result, inputs=[str(pairs), None], resume=False)
+    # The mistake: the folder is made after the base was loaded and its loss measured.
+    with pytest.raises(ValueError, match="is a file: give the name of a folder"):
+        check_output(pairs, pairs / "adapter", inputs=[str(pairs), None], resume=False)
 
 
 def test_packing_is_refused_where_documents_are_not_kept_apart():

@@ -70,10 +70,11 @@ def test_pairs_of_the_standard_library_are_left_out_where_they_are_long(tokenize
         ([], "(no rows)"),
         ([*pairs_of(range(31)), {"prompt": "a", "completion": "b " * 200}], "longer than seq_len"),
         ([{"text": "a"}], "`prompt` and `completion` are needed"),
+        (pairs_of(range(1)), "1 held-out rows: give 20 pairs or more"),
         (pairs_of(range(5)), "1 held-out rows: give 20 pairs or more"),
         ([{"prompt": "a", "completion": "b"}] * 30, "30 pairs repeat each other, only 1 of them"),
     ],
-    ids=["no rows", "long", "columns", "few", "repeated"],
+    ids=["no rows", "long", "columns", "one", "few", "repeated"],
 )
 def test_bad_data_is_refused(tokenizer, tmp_path, rows, error):
     path = write(tmp_path / "pairs.jsonl", rows)

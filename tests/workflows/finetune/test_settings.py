@@ -24,6 +24,15 @@ from tests.workflows.finetune.shared import RUN, change
         ({"processes": 3}, "multiple of micro_batch_size x processes = 6"),
         ({"target_modules": "q_proj"}, "give a list"),  # it would be taken letter by letter
         ({"target_modules": []}, "give a list"),  # nothing would train
+        ({"target_modules": 3}, "give a list"),
+        ({"betas": 0.9}, "betas=0.9: give two numbers"),
+        ({"eps": -1e-8}, "eps=-1e-08"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan"),
+        ({"seed": -1}, "seed=-1: give a whole number of 0 or more"),
+        ({"save_steps": 0}, "save_steps=0"),  # it would be taken for none
+        ({"packing": "no"}, "packing='no': give True or False"),
+        ({"output_dir": ""}, "output_dir='': give a text"),  # it would be the current folder
+        ({"base_model": ""}, "base_model='': give a text"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):
