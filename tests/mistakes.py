@@ -489,7 +489,7 @@ TRAINING = [
     ),
     mistake(
         "checksums of a checkpoint",
-        file="training/exact_resume.py",
+        file="core/run_state.py",
         right="damaged = archive.testzip()",
         wrong="damaged = None",
         tests="training/test_exact_resume.py",

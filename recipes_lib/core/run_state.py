@@ -2,18 +2,23 @@
 
 A checkpoint of another run loads without an error wherever the shapes agree. So a checkpoint keeps
 facts, numbers and strings such as settings and the length of the data, and they are compared before
-anything is loaded.
+anything is loaded. So are the checksums of its file, and the classes of its parts.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
+
+# What is equal to itself after it was written and read. `torch.load` takes no more than these.
+FACTS = (str, int, float, type(None), torch.dtype, torch.device)
 
 
 def random_states() -> dict[str, Any]:
@@ -45,6 +50,101 @@ def check_same_run(path: Path | str, *, saved: Mapping[str, Any], given: Mapping
             f"{path} belongs to another run ({'; '.join(differences)}): "
             f"resume with its settings, or use another folder"
         )
+
+
+def check_facts(run: Mapping[str, Any]) -> None:
+    """Raise ValueError for a fact that would differ from itself when it is read: NaN, a tensor."""
+    for name, fact in run.items():
+        if not _comes_back(fact):
+            raise ValueError(
+                f"the fact {name} of the run is {fact!r}, which is not equal to itself after it "
+                f"was saved, so that the checkpoint could not be loaded: give numbers, strings, or "
+                f"lists or dictionaries of them, for a path str(path)"
+            )
+
+
+def _comes_back(fact: Any) -> bool:
+    if isinstance(fact, Mapping):
+        return all(_comes_back(part) for part in [*fact.keys(), *fact.values()])
+    if isinstance(fact, list | tuple | set):
+        return all(_comes_back(part) for part in fact)
+    # Only NaN differs from itself.
+    return isinstance(fact, FACTS) and fact == fact
+
+
+def check_in_model(optimizer: torch.optim.Optimizer, known: Set[int]) -> None:
+    """Raise ValueError if the optimizer has parameters that a checkpoint would not hold.
+
+    So has one that was made before the model was changed.
+
+    Args:
+        known: `id(parameter)` of all that the checkpoint holds.
+    """
+    odd = [
+        list(parameter.shape)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in known
+    ]
+    if odd:
+        raise ValueError(
+            f"{len(odd)} parameters of the optimizer are not in the model, the first of shape "
+            f"{odd[0]}: make the optimizer of the model that trains, or put all into one model"
+        )
+
+
+def part_classes(parts: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each part. Schedules take over any other one's state without an error."""
+    return {name: type(part).__name__ for name, part in parts.items()}
+
+
+def check_parts(
+    path: Path | str, saved: Mapping[str, Any], classes: Mapping[str, str], given: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if a part, such as the schedule, is only in one of the two, or another."""
+    if set(saved) != set(given):
+        raise ValueError(f"{path} holds other parts: {sorted(saved)}, not {sorted(given)}")
+    here = part_classes(given)
+    # A checkpoint of an earlier version has no classes.
+    odd = sorted(name for name in here if classes.get(name, here[name]) != here[name])
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"{path} holds as {name} the state of {classes[name]}, not of {here[name]}: make the "
+            f"{name} of that run"
+        )
+
+
+def read_state(path: Path) -> Any:
+    """What `torch.save` has written, on the CPU. ValueError if the file is damaged.
+
+    It takes tensors, numbers and strings, but no code that a foreign file brings.
+    """
+    try:
+        check_checksums(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        OverflowError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): resume from an older copy, or start again"
+        ) from error
+
+
+def check_checksums(file: Path | IO[bytes]) -> None:
+    """Raise BadZipFile if a bit of a file of `torch.save` is not as it was written.
+
+    PyTorch does not compare the checksums that it writes: a flipped bit would be loaded.
+    """
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged} differs")
 
 
 def check_loadable(path: Path) -> None:

@@ -2,7 +2,9 @@
 
 bandwidth           how fast ranks exchange tensors, and what that predicts for a step
 checkpoint          each rank writes its part, and any number of ranks goes on
+checkpoint_base     which frozen weights were trained on, the same on any number of ranks
 checkpoint_export   safetensors files from shards, for every other program
+checkpoint_files    are the files what was written: checksums, and no code
 checkpoint_guards   no rank waits for one that has failed, and what does not fit is refused
 checkpoint_latest   which folder is the last whole checkpoint
 checkpoint_restarts  what a rank has to know of torchrun, which starts it again

@@ -28,10 +28,10 @@ Source     PyTorch, "Getting started with Distributed Checkpoint" and "Asynchron
            optimum checkpoint interval", Communications of the ACM 1974.
 
 What ranks share besides is in small files beside the parts: the step, the facts of the run, the
-schedule, and the random states of each rank. The folders are in checkpoint_latest.py, what is saved
-in checkpoint_state.py, what keeps ranks from waiting for each other in checkpoint_guards.py, what
-ranks see of torchrun in checkpoint_restarts.py, the export for other programs in
-checkpoint_export.py.
+schedule, and the random states of each rank. In checkpoint_*.py are: the folders (latest), what is
+saved (state), what keeps ranks from waiting for each other (guards), how damaged files are found
+(files) and another base (base), what ranks see of torchrun (restarts), and the export for other
+programs (export).
 """
 
 from __future__ import annotations
@@ -59,14 +59,21 @@ from recipes_lib.core.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.run_state import (
+    check_facts,
+    check_in_model,
     check_loadable,
+    check_parts,
     check_same_run,
+    part_classes,
     random_states,
+    read_state,
     set_random_states,
 )
 from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.parallel.checkpoint_base import check_base, frozen_values
+from recipes_lib.parallel.checkpoint_files import check_files, seal
 from recipes_lib.parallel.checkpoint_guards import (
-    check_parts,
+    check_optimized,
     check_weights,
     files_of_all_ranks,
     refuse_older_step,
@@ -139,12 +146,13 @@ def save_checkpoint(
     give other steps or facts, or if a rank cannot write.
     """
     folder = Path(folder)
-    place = _begin(folder, step, optimizer, run, parts, keep)
+    place = _begin(folder, step, model, optimizer, run, parts, keep)
     state = state_of(model, optimizer)
     with files_of_all_ranks():
         dcp.save(state, storage_writer=dcp.FileSystemWriter(place))
     with same_error_on_all_ranks():
         if rank() == 0:
+            seal(place)
             set_latest(folder, step, keep=keep)
 
 
@@ -183,7 +191,7 @@ def save_checkpoint_async(
     else:
         group = None if _alone() else distributed.new_group(backend="gloo")
         stager = make_stager()
-    place = _begin(folder, step, optimizer, run, parts, keep)
+    place = _begin(folder, step, model, optimizer, run, parts, keep)
     upload = dcp.async_save(
         state_of(model, optimizer),
         storage_writer=dcp.FileSystemWriter(place),
@@ -218,6 +226,7 @@ class PendingSave:
         try:
             upload.result()
             if rank() == 0:
+                seal(folder_of_step(self._folder, self._step))
                 set_latest(self._folder, self._step, keep=self._keep)
         except BaseException as error:
             self._named.set_exception(error)
@@ -265,31 +274,38 @@ def load_checkpoint(
     dropout then draws other numbers. Gradients are dropped.
 
     Everything is compared before anything is changed. Raises ValueError on every rank if there is
-    no checkpoint, if a fact of the run or the optimizer differs, if trainable weights have other
-    names or shapes, or if ranks do not see the same checkpoint.
+    no checkpoint, if a file is damaged, if a fact of the run or the optimizer differs, if trainable
+    weights have other names, shapes or dtypes, if frozen ones have other values, or if ranks do not
+    see the same checkpoint.
     """
     place = latest_checkpoint(folder)
     weights = weights_of_all_ranks(model)
+    frozen = frozen_values(model)
     with same_error_on_all_ranks():
         if place is None:
             raise ValueError(f"there is no checkpoint in {folder}: start the run without resuming")
-        shared = torch.load(place / SHARED_FILE, weights_only=True)
+        shared = read_state(place / SHARED_FILE)
         facts = {**run, "optimizer": optimizer_name(optimizer)}
         check_same_run(place, saved=shared["run"], given=facts)
         check_weights(place, weights)
-        check_parts(place, shared["parts"], parts)
+        check_base(place, shared.get("frozen", {}), frozen)
+        check_parts(place, shared["parts"], shared.get("part_classes", {}), parts)
+        same_ranks = shared["ranks"] == world_size()
+        random = read_state(_random_file(place)) if same_ranks else None
+        check_files(place)
 
     # Gradients of before would be those of other weights. PyTorch, too, wants none: it makes the
     # states of a fresh optimizer by a step with gradients of zero.
     optimizer.zero_grad(set_to_none=True)
     state = state_of(model, optimizer)
+    check_optimized(place, state)
     with files_of_all_ranks():
         dcp.load(state, storage_reader=dcp.FileSystemReader(place))
     set_state(model, optimizer, state)
     for name, part in parts.items():
         part.load_state_dict(shared["parts"][name])
-    if shared["ranks"] == world_size():
-        set_random_states(torch.load(_random_file(place), weights_only=True))
+    if random is not None:
+        set_random_states(random)
     return shared["step"]
 
 
@@ -299,6 +315,7 @@ def load_checkpoint(
 def _begin(
     folder: Path,
     step: int,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any],
@@ -308,15 +325,25 @@ def _begin(
     facts = {**run, "optimizer": optimizer_name(optimizer)}
     if not _alone():
         agree(step=step, run=facts, parts=sorted(parts), keep=keep)
+    frozen = frozen_values(model)
     with same_error_on_all_ranks():
         check_whole(step=step, keep=keep)
+        check_facts(run)
+        check_in_model(optimizer, {id(parameter) for parameter in model.parameters()})
         refuse_older_step(folder, step)
         place = folder_of_step(folder, step)
         place.mkdir(parents=True, exist_ok=True)
         _write(_random_file(place), random_states())
         if rank() == 0:
             states = {name: part.state_dict() for name, part in parts.items()}
-            shared = {"run": facts, "step": step, "ranks": world_size(), "parts": states}
+            shared = {
+                "run": facts,
+                "step": step,
+                "ranks": world_size(),
+                "parts": states,
+                "part_classes": part_classes(parts),
+                "frozen": frozen,
+            }
             _write(place / SHARED_FILE, shared)
     return place
 

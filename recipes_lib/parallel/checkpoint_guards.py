@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from recipes_lib.core.agreement import same_error_on_all_ranks
+from recipes_lib.parallel.checkpoint_files import read_list
 from recipes_lib.parallel.checkpoint_latest import latest_folder, step_of
-from recipes_lib.parallel.checkpoint_state import OPTIONS
+from recipes_lib.parallel.checkpoint_state import OPTIONS, optimized_names
+
+Form = tuple[tuple[int, ...], torch.dtype]  # the whole shape of a weight, and its dtype
 
 
 @contextlib.contextmanager
@@ -43,14 +46,56 @@ def refuse_older_step(folder: Path, step: int) -> None:
         )
 
 
-def weights_of_all_ranks(model: torch.nn.Module) -> list[dict[str, tuple[int, ...]]]:
-    """Names and whole shapes of what trains, for each rank. All ranks call it.
+def weights_of_all_ranks(model: torch.nn.Module) -> list[dict[str, Form]]:
+    """Names, whole shapes and dtypes of what trains, for each rank. All ranks call it.
 
     Ranks share the names, but for pipeline stages: each has those of its own layers.
     """
     own = {}
     for name, tensor in get_model_state_dict(model, options=OPTIONS).items():
-        own[name] = tuple(tensor.shape)
+        own[name] = (tuple(tensor.shape), tensor.dtype)
+    return _of_all_ranks(own)
+
+
+def check_weights(place: Path, weights: list[dict[str, Form]]) -> None:
+    """Raise ValueError if `place` holds other weights, or more, or fewer than all ranks have."""
+    there = {}
+    for name, entry in read_list(place).state_dict_metadata.items():
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+            there[name.removeprefix("model.")] = (tuple(entry.size), entry.properties.dtype)
+    here = {}
+    for of_rank in weights:
+        for name, form in of_rank.items():
+            # The first one that does not fit stays, for the message.
+            if here.get(name, there.get(name)) == there.get(name):
+                here[name] = form
+    odd = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"{place} holds other trainable weights: {name} is {_told(there.get(name))} there and "
+            f"{_told(here.get(name))} here ({len(odd)} differ); load it into the model that was "
+            f"saved"
+        )
+
+
+def check_optimized(place: Path, state: dict[str, Any]) -> None:
+    """Raise ValueError if the optimizer of `place` had other parameters than those of all ranks.
+
+    All ranks call it, with what they are about to load into.
+    """
+    own = optimized_names(state["optimizer"], prefix="param_groups.")
+    here = set().union(*_of_all_ranks(own))
+    there = optimized_names(read_list(place).state_dict_metadata, prefix="optimizer.param_groups.")
+    odd = sorted(here ^ there)
+    if odd:
+        raise ValueError(
+            f"{place} holds an optimizer of {len(there)} parameters, and this one has "
+            f"{len(here)} ({odd[0]} is in one of them only): make the optimizer of that run"
+        )
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
     if not distributed.is_initialized():
         return [own]
     found: list[Any] = [None] * distributed.get_world_size()
@@ -58,29 +103,8 @@ def weights_of_all_ranks(model: torch.nn.Module) -> list[dict[str, tuple[int, ..
     return found
 
 
-def check_weights(place: Path, weights: list[dict[str, tuple[int, ...]]]) -> None:
-    """Raise ValueError if `place` holds other weights, or more, or fewer than all ranks have."""
-    saved = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
-    there = {}
-    for name, entry in saved.items():
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
-            there[name.removeprefix("model.")] = tuple(entry.size)
-    here = {}
-    for of_rank in weights:
-        for name, shape in of_rank.items():
-            # The first one that does not fit stays, for the message.
-            if here.get(name, there.get(name)) == there.get(name):
-                here[name] = shape
-    odd = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
-    if odd:
-        name = odd[0]
-        raise ValueError(
-            f"{place} holds other trainable weights: {name} is {there.get(name)} there and "
-            f"{here.get(name)} here ({len(odd)} differ); load it into the model that was saved"
-        )
-
-
-def check_parts(place: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError if a part, such as the schedule, is only in one of the two."""
-    if set(saved) != set(given):
-        raise ValueError(f"{place} holds other parts: {sorted(saved)}, not {sorted(given)}")
+def _told(form: Form | None) -> str:
+    if form is None:
+        return "missing"
+    shape, dtype = form
+    return f"{shape} in {dtype}"

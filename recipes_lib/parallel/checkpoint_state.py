@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ def set_state(
     inner = inner_optimizer(optimizer)
     set_optimizer_state_dict(model, inner, state["optimizer"], options=OPTIONS)
     _copy_settings(inner, optimizer)
+
+
+def optimized_names(names: Iterable[str], *, prefix: str) -> set[str]:
+    """The parameters of an optimizer, from the names of its settings in a flat state."""
+    settings = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    return {name.rpartition(".")[0] for name in settings}
 
 
 def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

@@ -32,8 +32,6 @@ operators that are deterministic. Random states of torch and Python are kept; Nu
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,9 +42,14 @@ from torch import Tensor, nn
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.fingerprint import fingerprint
 from recipes_lib.core.run_state import (
+    check_facts,
+    check_in_model,
     check_loadable,
+    check_parts,
     check_same_run,
+    part_classes,
     random_states,
+    read_state,
     set_random_states,
 )
 from recipes_lib.core.sizes import tensor_bytes
@@ -107,14 +110,17 @@ def save_checkpoint(
     Args:
         model: any module.
         run: facts that a resumed run must share, numbers and strings: settings, length of the data.
-        parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling.
+        parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling,
+            a module that trains beside the model.
     Raises ValueError for facts or parts that hold something else than tensors, numbers, strings and
-    lists or dictionaries of them, because such a file could not be loaded. The checkpoint before
-    stays then.
+    lists or dictionaries of them, because such a file could not be loaded, and for an optimizer of
+    parameters that are in no module given. The checkpoint before stays then.
     """
     check_whole(least=0, step=step)
+    check_facts(run)
     if parts is None:
         parts = {}
+    check_in_model(optimizer, _names_by_identity(model, parts).keys())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # `detach` shares the memory: nothing is copied before it is written.
@@ -126,8 +132,9 @@ def save_checkpoint(
         "buffers": _kept_buffers(model),
         "optimizer": optimizer.state_dict(),
         "optimizer_class": _class_of(optimizer),
-        "parameter_names": _names_by_group(model, optimizer),
+        "parameter_names": _names_by_group(model, optimizer, parts),
         "parts": {name: part.state_dict() for name, part in parts.items()},
+        "part_classes": part_classes(parts),
         "random": random_states(),
     }
     # Under another name first: a kill from here on leaves the checkpoint before.
@@ -163,20 +170,22 @@ def load_checkpoint(
     path = Path(path)
     state = _read(path)
     check_same_run(path, saved=state["run"], given=run)
-    _check_parts(path, state["parts"], parts)
+    check_parts(path, state["parts"], state.get("part_classes", {}), parts)
     _check_same_tensors(path, "trainable weights", state["weights"], _trainable(model))
     _check_same_tensors(path, "buffers", state["buffers"], _kept_buffers(model))
     _check_frozen(path, state["frozen"], model)
-    optimizer_state = _in_order_of(path, state, model, optimizer)
+    optimizer_state = _in_order_of(path, state, model, optimizer, parts)
 
+    # Parts first: one that refuses its state by itself, as a loss scaling that was off, leaves the
+    # weights as they are.
+    for name, part in parts.items():
+        part.load_state_dict(state["parts"][name])
     with torch.no_grad():
         for name, parameter in _trainable(model).items():
             parameter.copy_(state["weights"][name])
         for name, buffer in _kept_buffers(model).items():
             buffer.copy_(state["buffers"][name])
     optimizer.load_state_dict(optimizer_state)
-    for name, part in parts.items():
-        part.load_state_dict(state["parts"][name])
     set_random_states(state["random"])  # last: nothing may draw after it
     return state["step"]
 
@@ -204,28 +213,41 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _names_by_group(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]
+) -> list[list[str]]:
     """The names of the optimizer's parameters, group by group, in its order."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = _names_by_identity(model, parts)
     groups = []
     for group in optimizer.param_groups:
-        names = []
-        for number, parameter in enumerate(group["params"]):
-            elsewhere = f"number {number}, not in the model"
-            names.append(name_of.get(id(parameter), elsewhere))
-        groups.append(names)
+        groups.append([name_of.get(id(parameter), "?") for parameter in group["params"]])
     return groups
 
 
+def _names_by_identity(model: nn.Module, parts: Mapping[str, Any]) -> dict[int, str]:
+    """The name of each parameter of the model and of the modules among the parts."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for part_name, part in parts.items():
+        if isinstance(part, nn.Module):
+            for name, parameter in part.named_parameters():
+                name_of.setdefault(id(parameter), f"{part_name}: {name}")
+    return name_of
+
+
 def _in_order_of(
-    path: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path,
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The saved optimizer states, numbered as the parameters of this optimizer are.
 
     PyTorch matches states by position. In another order a weight would get another one's averages,
     without an error if the shapes agree.
     """
-    _check_optimizer(path, state, model, optimizer)
+    here = _names_by_group(model, optimizer, parts)
+    _check_optimizer(path, state, optimizer, here)
     saved = state["optimizer"]
     number_there = {}
     for names, group in zip(state["parameter_names"], saved["param_groups"], strict=True):
@@ -233,7 +255,6 @@ def _in_order_of(
     states = {}
     groups = []
     number = 0
-    here = _names_by_group(model, optimizer)
     for names, group in zip(here, saved["param_groups"], strict=True):
         first = number
         for name in names:
@@ -250,18 +271,7 @@ def _in_order_of(
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no checkpoint at {path}: start the run without resuming")
-    try:
-        # PyTorch does not compare the checksums that it writes: a flipped bit would be loaded.
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"the checksum of {damaged} differs")
-        # `weights_only`: tensors, numbers and strings, but no code that a foreign file brings.
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): resume from an older copy, or start again"
-        ) from error
+    state = read_state(path)
     if not _is_checkpoint(state):
         raise ValueError(f"{path} is no checkpoint of this kind: it needs {sorted(CONTENTS)}")
     return state
@@ -271,11 +281,6 @@ def _is_checkpoint(state: Any) -> bool:
     if not isinstance(state, dict):
         return False
     return all(isinstance(state.get(name), kind) for name, kind in CONTENTS.items())
-
-
-def _check_parts(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    if set(saved) != set(given):
-        raise ValueError(f"{path} holds other parts: {sorted(saved)}, not {sorted(given)}")
 
 
 def _check_same_tensors(
@@ -308,7 +313,7 @@ def _check_frozen(path: Path, saved: str, model: nn.Module) -> None:
 
 
 def _check_optimizer(
-    path: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: list[list[str]]
 ) -> None:
     given = _class_of(optimizer)
     if state["optimizer_class"] != given:
@@ -316,8 +321,8 @@ def _check_optimizer(
             f"{path} holds the states of {state['optimizer_class']}, not of {given}: make the "
             f"optimizer of that run"
         )
-    there = [sorted(names) for names in state["parameter_names"]]
-    here = [sorted(names) for names in _names_by_group(model, optimizer)]
+    there = [sorted(of_group) for of_group in state["parameter_names"]]
+    here = [sorted(of_group) for of_group in names]
     if there != here:
         raise ValueError(
             f"{path} holds an optimizer with {_sizes(there)} parameters in its groups, and this "

@@ -1,4 +1,5 @@
 import os
+import pickle
 import time
 from pathlib import Path
 from unittest import mock
@@ -149,6 +150,16 @@ def save_two_stages(folder):
     load_checkpoint(folder, model=stage, optimizer=optimizer, run=RUN)
 
 
+def half_frozen(kind="plain", *, seed):
+    """Only the head trains, as an adapter does."""
+    training = Training(kind, seed=seed)
+    training.model.model.requires_grad_(False)
+    head = training.model.lm_head.parameters()
+    training.optimizer = torch.optim.AdamW(head, lr=1e-2)
+    training.schedule = torch.optim.lr_scheduler.ConstantLR(training.optimizer)
+    return training
+
+
 def refusals(folder):
     """What each rank is told, for one mistake after the other."""
     mine = distributed.get_rank()
@@ -180,6 +191,11 @@ def refusals(folder):
     expect("layers", load_checkpoint, folder=folder, **lower.state)
     wider = Training("sharded", intermediate_size=192)
     expect("shape", load_checkpoint, folder=folder, **wider.state)
+    frozen = half_frozen("sharded", seed=0)
+    save_checkpoint(f"{folder}/frozen", step=1, **frozen.state)
+    load_checkpoint(f"{folder}/frozen", **frozen.state)
+    other_base = half_frozen("sharded", seed=1)
+    expect("base", load_checkpoint, folder=f"{folder}/frozen", **other_base.state)
     expect("not_shared", latest_checkpoint, folder=folder if mine == 0 else f"{folder}/other")
     if mine == 0:
         (Path(folder) / "LATEST").write_text("step-9")
@@ -308,8 +324,9 @@ def test_mistakes_raise_on_every_rank(two_ranks, tmp_path):
         "one_rank": "rank 1: .* another run (rows: 8 there, 9 here)",
         "parts": "holds other parts: ['schedule'], not []",
         "optimizer": "optimizer: 'AdamW' there, 'SGD' here",
-        "shape": "down_proj.weight is (64, 128) there and (64, 192) here",
-        "layers": "model.layers.3.input_layernorm.weight is (64,) there and None here",
+        "shape": "down_proj.weight is (64, 128) in torch.float32 there and (64, 192) in",
+        "layers": "model.layers.3.input_layernorm.weight is (64,) in torch.float32 there and miss",
+        "base": "was trained on another base",
         "not_shared": "latest_checkpoint: rank 0 gives",
         "not_whole": "names step-9, which is not there or not whole",
         "full": "rank 1: the disk is full",
@@ -319,6 +336,8 @@ def test_mistakes_raise_on_every_rank(two_ranks, tmp_path):
         for name, message in messages.items():
             for piece in message.split(".*"):
                 assert piece in of_rank[name], name
+    # The same base is known on another number of ranks.
+    assert load_checkpoint(tmp_path / "a" / "frozen", **half_frozen(seed=0).state) == 1
 
 
 def test_stages_of_a_pipeline_save_a_whole_model(two_ranks, tmp_path):
@@ -360,6 +379,96 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert load_checkpoint(tmp_path, **training.state) == 2
 
 
+def a_net(seed, dtype=torch.float32):
+    """A small net whose second layer trains, and what saves it."""
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(dtype)
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(net[1].parameters())
+    net(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    optimizer.step()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    return {"model": net, "optimizer": optimizer, "run": RUN, "parts": {"schedule": cosine}}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "random-0.pt", "run.pt"])
+def test_a_flipped_byte_is_found(tmp_path, name):
+    """PyTorch reads no checksum: another weight was loaded, or some before the damaged one."""
+    save_checkpoint(tmp_path, step=1, **a_net(seed=0))
+    [path] = tmp_path.glob(f"step-*/{name}")
+    content = path.read_bytes()
+    weight = a_net(seed=0)["model"][1].weight.detach().numpy().tobytes()
+    middle = content[len(content) // 2 :][:20]
+    within = {"__0_0.distcp": weight, "run.pt": b"rows"}.get(name, middle)
+    assert content.count(within) > 0
+    path.write_bytes(content.replace(within, within[:-1] + bytes([within[-1] ^ 1])))
+    again = a_net(seed=0)
+    before = again["model"][1].weight.detach().clone()
+    with torch.no_grad():
+        again["model"][1].weight += 1
+    with pytest.raises(ValueError, match="is damaged"):
+        load_checkpoint(tmp_path, **again)
+    assert torch.equal(again["model"][1].weight, before + 1)
+
+
+def test_a_list_of_parts_runs_no_code(tmp_path):
+    """PyTorch unpickles it: a checkpoint of a stranger could do anything."""
+
+    class Code:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    save_checkpoint(tmp_path, step=1, **a_net(seed=0))
+    place = latest_checkpoint(tmp_path)
+    (place / ".metadata").write_bytes(pickle.dumps(Code()))
+    (place / "metadata.sha256").unlink()
+    with pytest.raises(ValueError, match=r"open has no place in a list of parts"):
+        load_checkpoint(tmp_path, **a_net(seed=0))
+    assert not (tmp_path / "ran").exists()
+
+
+def other_net(change):
+    """The net, but one thing is another one."""
+    given = a_net(seed=0, dtype=torch.bfloat16 if change == "dtype" else torch.float32)
+    net = given["model"]
+    if change == "base":
+        torch.nn.init.ones_(net[0].weight)
+    if change == "optimizer":
+        given["optimizer"] = torch.optim.AdamW([net[1].weight])
+    if change == "schedule":
+        given["parts"] = {"schedule": torch.optim.lr_scheduler.StepLR(given["optimizer"], 2)}
+    return given
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("dtype", "1.bias is .* in torch.float32 there and .* in torch.bfloat16 here"),
+        ("base", "trained on another base: 1 frozen weights .* first is 0.weight"),
+        ("optimizer", r"an optimizer of 2 parameters, and this one has 1 \(1.bias is in one"),
+        ("schedule", "as schedule the state of CosineAnnealingLR, not of StepLR"),
+    ],
+)
+def test_what_fits_and_is_another_is_refused(tmp_path, change, message):
+    """Each of them was loaded without a word."""
+    save_checkpoint(tmp_path, step=1, **a_net(seed=0))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, **other_net(change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run": {"limit": float("nan")}}, "the fact limit of the run is nan"),
+        ({"optimizer": torch.optim.AdamW([torch.zeros(3)])}, "1 parameters of the optimizer are n"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(tmp_path, step=1, **a_net(seed=0) | change)
+    assert latest_checkpoint(tmp_path) is None
+
+
 def test_a_failed_save_in_the_background_is_told(tmp_path):
     training = Training()
     with mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=OSError("no space")):
@@ -387,21 +496,13 @@ def test_the_last_checkpoints_stay(tmp_path):
 def test_only_what_trains_is_saved(tmp_path):
     """And gradients that are left over do not keep the states of a fresh optimizer away."""
 
-    def half_frozen(seed):
-        training = Training(seed=seed)
-        training.model.model.requires_grad_(False)
-        head = training.model.lm_head.parameters()
-        training.optimizer = torch.optim.AdamW(head, lr=1e-2)
-        training.schedule = torch.optim.lr_scheduler.ConstantLR(training.optimizer)
-        return training
-
-    training = half_frozen(0)
+    training = half_frozen(seed=0)
     training.steps(0, 1)
     save_checkpoint(tmp_path, step=1, **training.state)
     [file] = latest_checkpoint(tmp_path).glob("*.distcp")
     predicted = predicted_written_bytes(training.model, ranks=1)
     assert tensor_bytes_by_file(file.parent)[file.name] == pytest.approx(predicted, rel=0.01)
-    again = half_frozen(0)
+    again = half_frozen(seed=0)
     again.model.lm_head.weight.grad = torch.ones_like(again.model.lm_head.weight)
     load_checkpoint(tmp_path, **again.state)
     assert again.model.lm_head.weight.grad is None

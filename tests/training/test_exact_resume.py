@@ -1,5 +1,6 @@
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,23 +292,68 @@ def test_another_base_is_refused(tmp_path):
         load_checkpoint(path, model=net, optimizer=optimizer, run={})
 
 
-@pytest.mark.parametrize("place", ["run", "parts"])
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, place):
+class Part:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"run": {"data": Path("a")}}, r"the fact data .* not equal to itself .*str\(path\)"),
+        ({"run": {"limit": float("nan")}}, "the fact limit .* is nan, which is not equal"),
+        ({"run": {"rows": [torch.ones(2)]}}, "the fact rows .* not equal to itself"),
+        ({"parts": {"part": Part(Path("a"))}}, "PosixPath could not be loaded: .*"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, odd, message):
     """Facts with a path were written and never came back; the checkpoint before stays."""
     path = tmp_path / "c.pt"
     net, optimizer = trained_net(path)
     content = path.read_bytes()
-
-    class Part:
-        def state_dict(self):
-            return {"folder": tmp_path}
-
-    odd = {"run": {"data": tmp_path}, "parts": {"part": Part()}}
-    state = {"model": net, "optimizer": optimizer, "run": {}} | {place: odd[place]}
-    with pytest.raises(ValueError, match=r"PosixPath could not be loaded: .*str\(path\)"):
+    state = {"model": net, "optimizer": optimizer, "run": {}} | odd
+    with pytest.raises(ValueError, match=message):
         save_checkpoint(path, step=2, **state)
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_another_schedule_or_scaling_changes_nothing(tmp_path):
+    """A schedule took over any other one's numbers; a scaling refused after the weights."""
+    path = tmp_path / "c.pt"
+    net, optimizer = a_net()
+    state = {"model": net, "optimizer": optimizer, "run": {}}
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    save_checkpoint(path, step=1, **state, parts={"schedule": cosine, "scaler": off})
+    with torch.no_grad():
+        net.first.weight += 1
+    before = net.first.weight.clone()
+    steps = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(ValueError, match="as schedule the state of CosineAnnealingLR, not of St"):
+        load_checkpoint(path, **state, parts={"schedule": steps, "scaler": off})
+    on = torch.amp.GradScaler("cpu")
+    with pytest.raises(RuntimeError, match="state dict is empty"):
+        load_checkpoint(path, **state, parts={"schedule": cosine, "scaler": on})
+    assert torch.equal(net.first.weight, before)
+
+
+def test_weights_outside_of_the_model_are_saved_or_refused(tmp_path):
+    """Their averages came back and they themselves did not, without a word."""
+    path = tmp_path / "c.pt"
+    net, _ = a_net()
+    beside = torch.nn.Linear(4, 4)
+    both = torch.optim.AdamW([*beside.parameters(), *net.parameters()])
+    with pytest.raises(ValueError, match=r"2 parameters of the optimizer are not in the model"):
+        save_checkpoint(path, step=1, model=net, optimizer=both, run={})
+    save_checkpoint(path, step=1, model=net, optimizer=both, run={}, parts={"beside": beside})
+    expected = beside.weight.clone()
+    torch.nn.init.zeros_(beside.weight)
+    load_checkpoint(path, model=net, optimizer=both, run={}, parts={"beside": beside})
+    assert torch.equal(beside.weight, expected)
 
 
 @pytest.mark.gpu
