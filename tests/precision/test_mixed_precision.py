@@ -2,7 +2,11 @@ import copy
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recipes_lib.attention import flash_hf
+from recipes_lib.attention.flash import apply_flash_attention
+from recipes_lib.core import plain_step
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory
@@ -337,6 +341,26 @@ def test_estimate_with_a_frozen_base(targets):
     shape = Shape(4, 64)
     measured = peak(adapted, mixed_precision(dtype=torch.bfloat16), shape)
     assert estimated(adapted, shape).peak == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fused"])
+def test_estimate_before_ampere(monkeypatch, implementation):
+    """The mistake on a T4: fp16 has no kernel for grouped heads either, and saves scores in fp32.
+
+    Flash attention repeats the heads. A CPU does both if it is told to.
+    """
+    for place in (flash_hf, plain_step):
+        monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
+    model = model_of_shape("tiny-llama", layers=8, device="cpu")
+    model.set_attn_implementation("sdpa")
+    plan = estimated(model, Shape(4, 128))
+    backend = SDPBackend.MATH
+    if implementation == "fused":
+        backend = SDPBackend.FLASH_ATTENTION
+        plan = estimated(apply_flash_attention(model), Shape(4, 128))
+    with sdpa_kernel(backend):
+        measured = peak(model, mixed_precision(dtype=torch.bfloat16), Shape(4, 128))
+    assert plan.peak == pytest.approx(measured, rel=0.02)
 
 
 def test_estimate_refuses_16_bit_weights(llama):
