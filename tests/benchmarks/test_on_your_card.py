@@ -59,7 +59,9 @@ def test_the_check_of_gradients_fits_beside_the_baseline(tier):
     """
     sizes = on_your_card.sizes_of("01")[tier]
     source = NOTEBOOK_01.read_text(encoding="utf-8")
-    (cell,) = re.findall(r"^def error_of_the_popular_way\(\):\n(?:    .*\n|\n)+", source, flags=re.M)
+    (cell,) = re.findall(
+        r"^def error_of_the_popular_way\(\):\n(?:    .*\n|\n)+", source, flags=re.M
+    )
     names = {
         "fresh": asks_for(sizes.shape, sizes.layers),
         "load_model": asks_for("smollm2-135m", None),
