@@ -25,6 +25,7 @@ from recipes_lib.core.causal_lm import (
 )
 from recipes_lib.core.closed_formula import FAMILIES, why_no_formula
 from recipes_lib.core.dry_step import dry_step
+from recipes_lib.core.machine import machine
 from recipes_lib.core.sizes import tensor_bytes, weight_bytes
 
 # --- the budget of the step -----------------------------------------------------------------------
@@ -350,8 +351,11 @@ def repeats_kv(model: Any, *, dtype: torch.dtype) -> bool:
 def without_grouped_heads(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether, on this CUDA device, SDPA's fast kernels want as many heads of K and V as of Q.
 
-    Only the flash kernel takes fewer: it needs 16 bits and Ampere or newer.
+    Only the flash kernel takes fewer: it needs 16 bits and Ampere or newer. A model without weights
+    stands for one on this machine.
     """
+    if device.type == "meta":
+        device = torch.device(machine().device)
     if device.type != "cuda":
         return False
     return dtype.itemsize == 4 or torch.cuda.get_device_capability(device) < (8, 0)

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +65,29 @@ def test_tiers_of_gpus(fresh, memory, major, tier, dtype):
     fresh.delenv("RECIPES_TIER", raising=False)
     fresh.setattr(torch.cuda, "is_available", lambda: True)
     fresh.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    fresh.setattr(module, "_let_segments_grow", lambda: None)
     here = machine()
     assert (here.tier, here.compute_dtype) == (tier, dtype)
+
+
+@pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_a_gpu_grow(fresh, theirs):
+    """The mistake: only `make gpu` asked for it, and in notebooks a fifth of the card was lost.
+
+    What the user has set stays.
+    """
+    for name in module.ALLOCATOR_VARIABLES:
+        fresh.delenv(name, raising=False)
+    if theirs is not None:
+        fresh.setenv(theirs, "max_split_size_mb:512")
+    asked = []
+    fresh.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    properties = SimpleNamespace(total_memory=15 * 2**30, name="GPU", major=7)
+    fresh.delenv("RECIPES_TIER", raising=False)
+    fresh.setattr(torch.cuda, "is_available", lambda: True)
+    fresh.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    machine()
+    assert asked == ([] if theirs else ["expandable_segments:True"])
 
 
 def test_results_of_a_gpu_carry_driver_and_cudnn(fresh):
