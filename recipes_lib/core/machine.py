@@ -1,8 +1,9 @@
 """What am I running on?
 
 `machine()` answers once per process: device, memory, native bf16, versions, and the *tier* from
-which every notebook takes its sizes. On a GPU it also lets the allocator's segments grow. Set `RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and
-`RECIPES_FAST=1` for the small sizes that CI uses.
+which every notebook takes its sizes. On a GPU it also lets the allocator's segments grow. Set
+`RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and `RECIPES_FAST=1` for the small sizes that
+CI uses.
 
 | tier    | stands for                        | precision to compute in |
 |---------|-----------------------------------|-------------------------|
