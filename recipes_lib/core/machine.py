@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -248,6 +249,18 @@ def synchronize() -> None:
     """Wait for the device, so that a clock read next tells the truth. Does nothing on a CPU."""
     if machine().device == "cuda":
         torch.cuda.synchronize()
+
+
+def release_memory() -> None:
+    """Free what hangs in reference cycles, and give back what freed tensors had.
+
+    For the time between two models. A GPU's allocator keeps the memory of the first one, and the
+    second one would find gaps in it. Pinned memory of the host it never gives back by itself.
+    """
+    gc.collect()
+    if machine().device == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # torch.accelerator.empty_host_cache, in newer versions
 
 
 def free_memory_bytes() -> int:
