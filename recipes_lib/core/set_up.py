@@ -11,6 +11,7 @@ import the kernel would have to be restarted.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,9 +25,14 @@ OLDEST_TORCH = (2, 9)  # as pyproject.toml says
 def install(code: Path, *, extra: str) -> None:
     """Install the package in the folder `code` with its `extra`, and what they need.
 
+    PyTorch, imported after it, is quiet about memory that ran out and was found again.
+
     Raises ValueError for a PyTorch that is older than the package needs, and RuntimeError if pip
     fails.
     """
+    # PyTorch reads it when it is imported. Else it prints a line for each time that a GPU's memory
+    # runs out, also where a recipe goes on with less.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     constraints = torch_as_it_is()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "constraints.txt"

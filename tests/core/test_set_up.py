@@ -1,5 +1,6 @@
 """What a notebook installs on a machine that has a PyTorch already."""
 
+import os
 import subprocess
 import tomllib
 from importlib import metadata
@@ -46,6 +47,16 @@ def test_the_installed_torch_stays(monkeypatch, pip, version, constraints):
     ((command, given),) = pip
     assert "/code[notebooks]" in command
     assert given == constraints
+
+
+def test_memory_that_is_found_again_is_no_line_for_the_reader(monkeypatch, pip):
+    """The mistake: each attempt of a search that runs out prints two lines of C++."""
+    installed(monkeypatch, "2.13.0")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "to be removed")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    set_up.install(Path("/code"), extra="notebooks")
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    assert "export TORCH_CPP_LOG_LEVEL ?= ERROR" in (ROOT / "Makefile").read_text()
 
 
 def test_an_old_torch_gets_a_sentence(monkeypatch, pip):
