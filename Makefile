@@ -16,6 +16,8 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 # Notebooks run in .venv, whatever other kernels are registered on this machine.
 export JUPYTER_PREFER_ENV_PATH := 1
 unexport JUPYTER_PATH
+# No line of C++ for memory of a GPU that ran out where a recipe goes on with less.
+export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check lint lab notebooks texts gpu address clean

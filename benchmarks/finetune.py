@@ -18,7 +18,6 @@ padding, and its time excludes making them.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.data import Batch, load_instructions
-from recipes_lib.core.machine import machine, require, seed_everything
+from recipes_lib.core.machine import machine, release_memory, require, seed_everything
 from recipes_lib.core.measure import PeakMemory, measure
 from recipes_lib.core.model import SHAPES, load_tokenizer, model_of_shape
 from recipes_lib.core.sizes import state_bytes
@@ -273,9 +272,7 @@ def _clean_up(classes: dict[str, Any]) -> None:
 
     vars(modeling_llama).update(classes)
     torch.compiler.reset()
-    gc.collect()
-    if machine().device == "cuda":
-        torch.cuda.empty_cache()
+    release_memory()
 
 
 # --- AdamW's update -----------------------------------------------------------------------------

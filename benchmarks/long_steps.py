@@ -10,7 +10,6 @@ Like those of `long_sequences`, each part yields its content whenever there is m
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from benchmarks.long_sequences import training_dtype
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.budget import Budget, Shape
-from recipes_lib.core.machine import GIB, machine, seed_everything
+from recipes_lib.core.machine import GIB, machine, release_memory, seed_everything
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.plain_step import budget_of
@@ -130,9 +129,7 @@ def until_it_fits(
             seq_len = seq_len * 7 // 8
         with contextlib.suppress(torch.OutOfMemoryError):
             return step(seq_len)
-        gc.collect()  # the traceback held the model
-        if machine().device == "cuda":
-            torch.cuda.empty_cache()
+        release_memory()  # the traceback held the model
     return {"failed": f"out of memory, {seq_len} tokens and more"}
 
 

@@ -6,7 +6,6 @@ weights on the same batch, so their losses must agree, and the time is a ratio m
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import inspect
 import statistics
@@ -18,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.machine import machine
+from recipes_lib.core.machine import machine, release_memory
 from recipes_lib.core.measure import in_turns, measure
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
@@ -251,7 +250,7 @@ def _peak_and_loss(bench: Bench, arrange: Arrange) -> tuple[int, float]:
     finally:
         side.close()
         del side
-        gc.collect()
+        release_memory()
 
 
 def _seconds_in_turns(

@@ -696,7 +696,7 @@ PRECISION = [
         right="            self.scaler.unscale_(optimizer)\n",
         wrong="",
         tests="precision/test_mixed_precision.py",
-        suffers="In fp16 the norm is 65,536 times too large, so clipping removes the update.",
+        suffers="In fp16 the norm is thousands of times too large, so clipping removes the update.",
     ),
     mistake(
         "skipped step counts",

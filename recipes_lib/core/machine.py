@@ -1,8 +1,9 @@
 """What am I running on?
 
 `machine()` answers once per process: device, memory, native bf16, versions, and the *tier* from
-which every notebook takes its sizes. Set `RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and
-`RECIPES_FAST=1` for the small sizes that CI uses.
+which every notebook takes its sizes. On a GPU it also lets the allocator's segments grow. Set
+`RECIPES_TIER=cpu` to run a GPU machine as a CPU one, and `RECIPES_FAST=1` for the small sizes that
+CI uses.
 
 | tier    | stands for                        | precision to compute in |
 |---------|-----------------------------------|-------------------------|
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -42,6 +44,7 @@ TIERS = ("cpu", "gpu16", "gpu24", "gpu80")
 GIB = 2**30
 SMALLEST_GPU = 14 * GIB  # a T4 has 14.6: the notebooks' sizes for GPUs need that
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits
 
 
@@ -111,8 +114,24 @@ def _warn_of_unseen_gpu() -> None:
     )
 
 
+def _let_segments_grow() -> None:
+    """Ask the allocator of a GPU for segments that grow, unless the user has set it up already.
+
+    Recipes make tensors of many sizes, each a large part of the card. In segments of fixed size
+    the gaps between them are lost: a limit of 20 GiB then ends at 16 to 18.
+    """
+    if ALLOCATOR_VARIABLES & os.environ.keys():
+        return
+    settings = "expandable_segments:True"
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch._C._accelerator_setAllocatorSettings(settings)
+    else:  # an older PyTorch
+        torch.cuda.memory._set_allocator_settings(settings)
+
+
 def _gpu(tier: str) -> Machine:
     """The first CUDA device, as of the tier named, or of the one that its memory suggests."""
+    _let_segments_grow()
     properties = torch.cuda.get_device_properties(0)
     return Machine(
         device="cuda",
@@ -230,6 +249,18 @@ def synchronize() -> None:
     """Wait for the device, so that a clock read next tells the truth. Does nothing on a CPU."""
     if machine().device == "cuda":
         torch.cuda.synchronize()
+
+
+def release_memory() -> None:
+    """Free what hangs in reference cycles, and give back what freed tensors had.
+
+    For the time between two models. A GPU's allocator keeps the memory of the first one, and the
+    second one would find gaps in it. Pinned memory of the host it never gives back by itself.
+    """
+    gc.collect()
+    if machine().device == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # torch.accelerator.empty_host_cache, in newer versions
 
 
 def free_memory_bytes() -> int:

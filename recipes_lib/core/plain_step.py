@@ -25,6 +25,7 @@ from recipes_lib.core.causal_lm import (
 )
 from recipes_lib.core.closed_formula import FAMILIES, why_no_formula
 from recipes_lib.core.dry_step import dry_step
+from recipes_lib.core.machine import machine
 from recipes_lib.core.sizes import tensor_bytes, weight_bytes
 
 # --- the budget of the step -----------------------------------------------------------------------
@@ -240,9 +241,9 @@ def bytes_beside_mlp(model: Any, *, seq: int) -> int:
     in_norms = config.hidden_size * (len(norms) * normalising + 2 * size)
 
     in_attention = size * (2 * q + 2 * kv)
-    per_score = saved_score_bytes(model)
-    if per_score:  # K and V are repeated to all heads
-        in_attention = size * 4 * q + per_score * config.num_attention_heads * seq
+    if repeats_kv(model, dtype=model.dtype):
+        in_attention = size * 4 * q
+    in_attention += saved_score_bytes(model) * config.num_attention_heads * seq
     if "q_norm" in leaf_names(block):
         in_attention += normalising * (q + kv)
     return in_norms + in_attention
@@ -322,18 +323,39 @@ def makes_scores(model: Any) -> bool:
     Eager attention does. So does SDPA on CUDA in fp32, or before Ampere, where no fast kernel takes
     grouped KV heads.
     """
+    return makes_scores_in(model, dtype=model.dtype)
+
+
+def makes_scores_in(model: Any, *, dtype: torch.dtype) -> bool:
+    """The same if attention computes in `dtype`, as under autocast."""
     kind = model.config._attn_implementation
     if kind == "eager":
         return True
     q, kv, _ = projection_widths(model.config)
-    return kind == "sdpa" and kv < q and without_grouped_heads(model.device, model.dtype)
+    return kind == "sdpa" and kv < q and without_grouped_heads(model.device, dtype)
+
+
+def repeats_kv(model: Any, *, dtype: torch.dtype) -> bool:
+    """Whether attention in `dtype` saves K and V repeated to as many heads as Q has.
+
+    What makes scores does. So does `apply_flash_attention` where no fast kernel takes grouped KV
+    heads, to have one at all.
+    """
+    if makes_scores_in(model, dtype=dtype):
+        return True
+    ours = model.config._attn_implementation in ("fused", "fused_cudnn")
+    q, kv, _ = projection_widths(model.config)
+    return ours and kv < q and without_grouped_heads(model.device, dtype)
 
 
 def without_grouped_heads(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether, on this CUDA device, SDPA's fast kernels want as many heads of K and V as of Q.
 
-    Only the flash kernel takes fewer: it needs 16 bits and Ampere or newer.
+    Only the flash kernel takes fewer: it needs 16 bits and Ampere or newer. A model without weights
+    stands for one on this machine.
     """
+    if device.type == "meta":
+        device = torch.device(machine().device)
     if device.type != "cuda":
         return False
     return dtype.itemsize == 4 or torch.cuda.get_device_capability(device) < (8, 0)

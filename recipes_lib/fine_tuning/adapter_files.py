@@ -185,6 +185,10 @@ def save_merged(
         if name not in stay:
             parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
+    # To save, transformers imports DeepSpeed where it is installed, which wonders aloud about a
+    # machine without a GPU unless it is told.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -149,6 +149,19 @@ class Away(NamedTuple):
     strides: tuple[int, ...]
 
 
+class Cast(NamedTuple):
+    """What the graph keeps of a weight that autocast has copied to 16 bits: the weight itself.
+
+    It is cast again when backward needs it. Its copy would travel in both directions, for nothing.
+    """
+
+    weight: torch.Tensor
+    version: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
 class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
 
@@ -157,6 +170,7 @@ class Offloader:
     ) -> None:
         self.moved_bytes = 0
         self.largest = 0  # bytes of the largest storage that might have moved
+        self._parameters = set(model.parameters())
         self._store = store
         self._min_bytes = min_bytes
         self._in_flight = in_flight
@@ -179,9 +193,12 @@ class Offloader:
         self._taking = False
         self._finish(0)
 
-    def pack(self, tensor: torch.Tensor) -> Here | Away:
+    def pack(self, tensor: torch.Tensor) -> Here | Away | Cast:
         """Forward: what shall the graph keep in the place of `tensor`?"""
         size = self._movable_bytes(tensor)
+        weight = weight_that_was_cast(tensor)
+        if size >= self._min_bytes and weight in self._parameters:
+            return Cast(weight, weight._version, tensor.dtype, tensor.size(), tensor.stride())
         self.largest = max(self.largest, size)
         if size < self._min_bytes:
             # `detach`, since with its own output the graph would own itself, and never be free.
@@ -197,8 +214,12 @@ class Offloader:
         self._order.append(weakref.ref(saved))
         return Away(saved, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def unpack(self, packed: Here | Away) -> torch.Tensor:
+    def unpack(self, packed: Here | Away | Cast) -> torch.Tensor:
         """Backward: the tensor again."""
+        if isinstance(packed, Cast):
+            _require_version(packed.weight, packed.version)
+            copy = packed.weight.detach().to(packed.dtype)
+            return copy.as_strided(packed.shape, packed.strides)
         if isinstance(packed, Here):
             _require_version(packed.tensor, packed.version)
             return packed.tensor
@@ -250,6 +271,16 @@ class Offloader:
             if saved is not None and saved.bytes is None:
                 self._store.fetch(saved)
                 self._coming_back.add(saved)
+
+
+def weight_that_was_cast(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter of which `tensor` is a copy in another dtype, as it is or transposed."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in ("TBackward0", "TransposeBackward0"):
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    return getattr(node.next_functions[0][0], "variable", None)  # only a leaf's node has it
 
 
 # --- guards ---------------------------------------------------------------------------------------

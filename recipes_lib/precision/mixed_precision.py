@@ -12,7 +12,7 @@ Idea       Keep the weights in fp32 and cast what a matrix product reads:
                bf16   16      8        1e-40        3e38    0.004    the range of fp32: no scaling
                fp32   32      8        1e-45        3e38    6e-8
 
-           Loss scaling multiplies the loss, so every gradient, by a large s (2**16 at first), and
+           Loss scaling multiplies the loss, so every gradient, by a large s (2**12 at first), and
            divides before the step. Infinite gradients skip the step and halve s; 2000 good steps
            double it.
 Saves      Half of what matrix products save for backward; the norms stay in fp32. Time, on tensor
@@ -57,10 +57,15 @@ from recipes_lib.core.plain_step import (
     features,
     head_trains,
     is_linear,
+    makes_scores_in,
+    repeats_kv,
     require_adapters,
     with_activations_of,
 )
 
+# PyTorch begins with 2**16. A gradient of 1 is infinite then, so the first steps of most models are
+# skipped, and a run of few steps trains less than it says. Here one of 15 is still finite.
+FIRST_SCALE = 2**12
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -132,7 +137,8 @@ class MixedPrecision:
         self.device = device
         self.gradient_norm: torch.Tensor | None = None
         # bf16 and fp32 have the range for every gradient: there the scaler does nothing.
-        self.scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
+        in_fp16 = dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(device, init_scale=FIRST_SCALE, enabled=in_fp16)
         self._backward_ran = False
 
     def autocast(self) -> torch.autocast:
@@ -267,7 +273,7 @@ def estimate_mixed_precision(
         computing = dry_budget(model, shape.micro(), reason=budget.dry.reason, autocast=dtype)
         return with_activations_of(budget, computing)
     blocks = decoder_blocks(model)
-    per_block = shape.tokens * autocast_block_bytes(model, seq=shape.seq)
+    per_block = shape.tokens * autocast_block_bytes(model, seq=shape.seq, dtype=dtype)
 
     # The norm behind the last block: its input and the normalised one in fp32, and the output
     # layer's 16-bit copy of that if its weight trains.
@@ -285,8 +291,8 @@ def estimate_mixed_precision(
     )
 
 
-def autocast_block_bytes(model: Any, *, seq: int) -> int:
-    """Bytes that one block saves per token under autocast.
+def autocast_block_bytes(model: Any, *, seq: int, dtype: torch.dtype) -> int:
+    """Bytes that one block saves per token under autocast to `dtype`.
 
     Raises ValueError where `block_bytes` does.
     """
@@ -297,7 +303,7 @@ def autocast_block_bytes(model: Any, *, seq: int) -> int:
     return (
         _norm_bytes(model, trains=norm_trains)
         + _linear_input_bytes(block)
-        + _attention_bytes(model, seq=seq, norm_trains=norm_trains)
+        + _attention_bytes(model, seq=seq, dtype=dtype, norm_trains=norm_trains)
         + _mlp_bytes(model)
     )
 
@@ -329,19 +335,22 @@ def _linear_input_bytes(block: torch.nn.Module) -> int:
     return total
 
 
-def _attention_bytes(model: Any, *, seq: int, norm_trains: bool) -> int:
-    """Q, K, V and the output in 16 bits; with eager attention also what it makes of them."""
+def _attention_bytes(model: Any, *, seq: int, dtype: torch.dtype, norm_trains: bool) -> int:
+    """Q, K, V and the output in 16 bits; and what attention makes of them."""
     config = model.config
     q, kv, _ = projection_widths(config)
     total = 2 * (2 * q + 2 * kv)
+    if repeats_kv(model, dtype=dtype):
+        total = 2 * 4 * q
     if config._attn_implementation == "eager":
-        # K and V are repeated to all heads.
-        total += 2 * (2 * q - 2 * kv)
         # The softmax in fp32 and its 16-bit copy; Gemma 2 caps the scores before.
         per_score = 6
         if config.model_type.startswith("gemma2"):
             per_score = 8
         total += per_score * config.num_attention_heads * seq
+    elif makes_scores_in(model, dtype=dtype):
+        # SDPA's plain kernel computes in fp32: it saves Q, K, V and the softmax in 4 bytes each.
+        total += 2 * 3 * q + 4 * config.num_attention_heads * seq
     if "q_norm" in leaf_names(decoder_blocks(model)[0]):
         # An fp32 copy of the 16-bit input, and the normalised one if a trained weight reads it.
         per_element = 4

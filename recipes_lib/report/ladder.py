@@ -10,7 +10,6 @@ ladder.chart()                                        # a matplotlib figure
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ import torch
 
 from recipes_lib.core.budget import Budget
 from recipes_lib.core.checks import check_several, check_whole
-from recipes_lib.core.machine import machine
+from recipes_lib.core.machine import machine, release_memory
 from recipes_lib.core.measure import Measurement, bytes_alive, measure
 from recipes_lib.core.operations import step_operations
 from recipes_lib.core.operator_profile import profile_operators
@@ -202,7 +201,7 @@ class Ladder(Rows):
         waiting = self._waiting_bytes()
         if waiting + predicted.peak > room_for_models(waiting_bytes=waiting):
             self._ready.clear()
-        gc.collect()  # a model may hang in a reference cycle
+        release_memory()  # a model may hang in a reference cycle
 
     def _waiting_bytes(self) -> int:
         """What the models keep that wait for their turns."""
@@ -292,7 +291,7 @@ class Ladder(Rows):
         """The turns of one group, whose models are alive beside each other."""
         ready = {name: step for name, step in self._ready.items() if name in names}
         self._ready.clear()  # those of other groups would be in the way
-        gc.collect()
+        release_memory()
         steps = warmed_up({name: self._builds[name] for name in names}, ready)
         ready.clear()
         turns: list[dict[str, float]] = []
@@ -303,7 +302,7 @@ class Ladder(Rows):
             if name in steps:
                 self.profiles[name] = profile_operators(steps[name])
         steps.clear()
-        gc.collect()
+        release_memory()
 
     def _set_times(self, turns: list[dict[str, float]], *, baseline: str) -> None:
         """Give the rows of a group the times of its turns so far, and save."""

@@ -20,7 +20,6 @@ that a token can take, and `share_of_limit` says how near a row comes.
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.machine import release_memory
 from recipes_lib.core.measure import timed
 from recipes_lib.report.ladder_text import wrapped
 from recipes_lib.report.rows import Rows
@@ -229,7 +229,7 @@ class SpeedLadder(Rows):
         waiting = self._waiting_bytes()
         if waiting + weight_bytes > room_for_models(waiting_bytes=waiting):
             self._ready = {name: self._ready[name] for name in keep if name in self._ready}
-        gc.collect()  # a model may hang in a reference cycle
+        release_memory()  # a model may hang in a reference cycle
 
     def _waiting_bytes(self) -> int:
         """What the models keep that wait for their turns."""
@@ -275,7 +275,7 @@ class SpeedLadder(Rows):
                 if row.group == group:
                     self._ready.pop(row.name, None)
             self._forget_builds(group)
-        gc.collect()
+        release_memory()
 
     def _forget_builds(self, group: str) -> None:
         """A function that builds a row may hold its model. That of the first row is used again."""

@@ -15,6 +15,7 @@ from recipes_lib.attention.flash import (
     plain_attention,
     running_softmax_attention,
 )
+from recipes_lib.core import plain_step
 from recipes_lib.core.budget import Applied, Order, Shape
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
@@ -379,6 +380,20 @@ def test_peak_falls_as_estimated(name):
     # It has the kernel now: nothing is left to save.
     again = estimate_flash_attention(planned, model, shape)
     assert again.terms() == planned.terms()
+
+
+def test_heads_that_are_repeated_for_a_kernel_are_counted(monkeypatch):
+    """The mistake on a T4: K and V are saved once for each head of Q, and the budget has them once.
+
+    A CPU repeats them likewise if it is told to, and its kernel saves what it is given.
+    """
+    for place in (flash_hf, plain_step):
+        monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
+    model = apply_flash_attention(model_of_shape("tiny-llama", layers=8, device="cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, 128, (4, 128))
+    plan = budget_of(model, Shape(4, 128))
+    assert plan.peak == pytest.approx(peak_of(model, optimizer, ids), rel=0.01)
 
 
 def test_the_estimate_sees_one_micro_batch(llama):

@@ -1,11 +1,16 @@
 """The sizes of every notebook fit the cards that they are for. Arithmetic, without a card."""
 
+import re
+
 import pytest
 
 from benchmarks import on_your_card
 from benchmarks.on_your_card import CARDS, USABLE, needs
 from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.machine import GIB
+from recipes_lib.core.model import model_of_shape
+
+NOTEBOOK_01 = on_your_card.ROOT / "notebooks/source/01_large_models_limited_hardware.py"
 
 
 @pytest.mark.parametrize("tier", CARDS)
@@ -29,3 +34,42 @@ def test_the_limits_of_make_gpu_are_below_the_card(tier):
     _, gib = CARDS[tier]
     for part in ("ablation", "context"):
         assert TIER_SIZES[tier][part]["cap"] < 0.98 * gib * GIB
+
+
+class Asked(Exception):
+    """The model that a cell wants."""
+
+
+def asks_for(*model):
+    def ask(*_):
+        raise Asked(*model)
+
+    return ask
+
+
+def weights(shape, layers):
+    return model_of_shape(shape, layers=layers, device="meta").num_parameters()
+
+
+@pytest.mark.parametrize("tier", CARDS)
+def test_the_check_of_gradients_fits_beside_the_baseline(tier):
+    """The mistake: five sets of gradients of a model that fills the card, while another waits.
+
+    There are the weights, two sets of gradients, both as vectors, and their difference.
+    """
+    sizes = on_your_card.sizes_of("01")[tier]
+    source = NOTEBOOK_01.read_text(encoding="utf-8")
+    (cell,) = re.findall(
+        r"^def error_of_the_popular_way\(\):\n(?:    .*\n|\n)+", source, flags=re.M
+    )
+    names = {
+        "fresh": asks_for(sizes.shape, sizes.layers),
+        "load_model": asks_for("smollm2-135m", None),
+    }
+    exec(cell, names)
+    with pytest.raises(Asked) as asked:
+        names["error_of_the_popular_way"]()
+    checked = 6 * 4 * weights(*asked.value.args)
+    waiting = 3 * 4 * weights(sizes.shape, sizes.layers)
+    _, gib = CARDS[tier]
+    assert waiting + checked < USABLE * gib * GIB

@@ -1,8 +1,11 @@
 """The budget of a plain step, against the bytes that a step really takes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from recipes_lib.core import plain_step
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory, dry_run
@@ -134,6 +137,20 @@ def test_an_architecture_without_a_formula():
 
 
 # --- pieces that several techniques use -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9)])
+def test_without_weights_it_is_the_budget_of_this_machine(monkeypatch, capability):
+    """The mistake on a T4: notebook 04 predicts with a model on "meta", which repeats no heads."""
+    monkeypatch.setattr(plain_step, "machine", lambda: SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    model = model_of_shape("tiny-llama", device="meta", dtype=torch.bfloat16)
+    model.config._attn_implementation = "fused"
+    config = model.config
+    repeated = 2 * (config.num_attention_heads - config.num_key_value_heads) * config.head_dim
+    elsewhere = model_of_shape("tiny-llama", device="cpu", dtype=torch.bfloat16)
+    more = block_bytes(model, seq=64) - block_bytes(elsewhere, seq=64)
+    assert more == (2 * repeated if capability < (8, 0) else 0)
 
 
 def test_frozen_for_a_moment(llama):

@@ -100,6 +100,20 @@ def test_dropout_eager_attention_autocast_and_two_backwards(batch):
         assert_equal(run_offloaded(model, batch), run_plain(model, batch))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bit_copies_of_weights_do_not_travel(family):
+    """The mistake: under autocast every weight goes out in 16 bits, and comes back."""
+    model = model_of_shape(family, layers=4, device="cpu")
+    row = full_rows(1, 4)  # so few tokens that nearly all would be weights
+    copies = 2 * sum(p.numel() for p in decoder_blocks(model)[0].parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run_plain(model, row)
+        with to_disk(model) as handle:
+            offloaded = run_plain(model, row)
+    assert_equal(offloaded, plain)
+    assert 0 < handle.moved_bytes < copies
+
+
 def test_gradient_reaches_adapters_on_a_frozen_base(batch):
     from peft import LoraConfig, get_peft_model
 

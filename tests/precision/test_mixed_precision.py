@@ -2,11 +2,15 @@ import copy
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recipes_lib.attention import flash_hf
+from recipes_lib.attention.flash import apply_flash_attention
+from recipes_lib.core import plain_step
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model import load_model, model_of_shape
 from recipes_lib.core.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.activation_checkpointing import (
@@ -73,7 +77,7 @@ def test_loss_scaling_by_hand_is_the_scalers(llama, batch):
     _, expected = backward(llama, batch, mp)
     with mp.autocast():
         loss = llama(**batch, use_cache=False).loss
-    got = scaled_gradients(loss, parameters, scale=2.0**16)
+    got = scaled_gradients(loss, parameters, scale=2.0**12)
     for gradient, name in zip(got, expected, strict=True):
         assert torch.equal(gradient, expected[name])
     with mp.autocast():
@@ -116,7 +120,7 @@ def test_fits_gradient_accumulation(llama, batch, dtype):
 def test_the_default_is_this_machines_fastest():
     assert mixed_precision().dtype is machine().compute_dtype
     assert "no loss scaling" in str(mixed_precision(dtype=torch.bfloat16))
-    assert "dynamic loss scaling, now 65,536" in str(mixed_precision(dtype=torch.float16))
+    assert "dynamic loss scaling, now 4,096" in str(mixed_precision(dtype=torch.float16))
 
 
 # --- fp16: loss scaling ---------------------------------------------------------------------------
@@ -132,9 +136,34 @@ def test_tiny_gradients_vanish_in_fp16_without_scaling(llama, batch):
     assert all(not g.any() for g in gradients(llama).values())
     assert all(g.any() for g in expected.values())
     _, scaled = backward(llama, batch, mixed_precision(dtype=torch.float16), factor=1e-6)
-    assert relative_error(scaled, expected) < 0.02
+    assert relative_error(scaled, expected) < 0.05
     _, bf16 = backward(llama, batch, mixed_precision(dtype=torch.bfloat16), factor=1e-6)
     assert relative_error(bf16, expected) < 0.02
+
+
+def test_the_first_step_is_taken():
+    """The mistake: at 2**16 gradients of ordinary size overflow, and runs of few steps do nothing.
+
+    The largest gradient of a weight in SmolLM2 is about 9.
+    """
+    layer = torch.nn.Linear(4, 4)
+    mp = mixed_precision(dtype=torch.float16, device="cpu")
+    with mp.autocast():
+        loss = 9 * layer(torch.ones(1, 4)).sum()
+    mp.backward(loss)
+    assert mp.step(torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
+@pytest.mark.gpu
+def test_few_steps_of_a_real_model_are_all_taken():
+    """On a T4, notebook 01 trains four steps in fp16."""
+    model = load_model("smollm2", device="cuda")
+    batch = {name: tensor.cuda() for name, tensor in make_batch(vocab=49152).items()}
+    mp = mixed_precision(dtype=torch.float16, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    for _ in range(3):
+        backward(model, batch, mp)
+        assert mp.step(optimizer)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
@@ -145,11 +174,11 @@ def test_infinite_gradients_skip_the_step(llama, batch, fused, max_grad_norm):
     before = copy.deepcopy(llama.state_dict())
     backward(llama, batch, mp, factor=1e6)
     assert mp.step(optimizer, max_grad_norm=max_grad_norm) is False
-    assert mp.scaler.get_scale() == 2**15
+    assert mp.scaler.get_scale() == 2**11
     torch.testing.assert_close(llama.state_dict(), before, atol=0, rtol=0)
     backward(llama, batch, mp)
     assert mp.step(optimizer, max_grad_norm=max_grad_norm) is True
-    assert mp.scaler.get_scale() == 2**15
+    assert mp.scaler.get_scale() == 2**11
     assert not torch.equal(llama.lm_head.weight, before["lm_head.weight"])
 
 
@@ -180,7 +209,7 @@ def test_resumes_the_scale(llama, batch):
     mp.step(torch.optim.AdamW(llama.parameters()))
     resumed = mixed_precision(dtype=torch.float16)
     resumed.load_state_dict(mp.state_dict())
-    assert resumed.scaler.get_scale() == 2**15
+    assert resumed.scaler.get_scale() == 2**11
     with pytest.raises(ValueError, match="trained in fp16"):
         mixed_precision(dtype=torch.bfloat16).load_state_dict(mp.state_dict())
     same = mixed_precision(dtype=torch.bfloat16)
@@ -337,6 +366,26 @@ def test_estimate_with_a_frozen_base(targets):
     shape = Shape(4, 64)
     measured = peak(adapted, mixed_precision(dtype=torch.bfloat16), shape)
     assert estimated(adapted, shape).peak == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fused"])
+def test_estimate_before_ampere(monkeypatch, implementation):
+    """The mistake on a T4: fp16 has no kernel for grouped heads either, and saves scores in fp32.
+
+    Flash attention repeats the heads. A CPU does both if it is told to.
+    """
+    for place in (flash_hf, plain_step):
+        monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
+    model = model_of_shape("tiny-llama", layers=8, device="cpu")
+    model.set_attn_implementation("sdpa")
+    plan = estimated(model, Shape(4, 128))
+    backend = SDPBackend.MATH
+    if implementation == "fused":
+        backend = SDPBackend.FLASH_ATTENTION
+        plan = estimated(apply_flash_attention(model), Shape(4, 128))
+    with sdpa_kernel(backend):
+        measured = peak(model, mixed_precision(dtype=torch.bfloat16), Shape(4, 128))
+    assert plan.peak == pytest.approx(measured, rel=0.02)
 
 
 def test_estimate_refuses_16_bit_weights(llama):

@@ -10,7 +10,6 @@ memory. What a technique does is in `entries.py`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.machine import seed_everything
+from recipes_lib.core.machine import release_memory, seed_everything
 from recipes_lib.core.measure import Measurement, measure
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.plain_step import budget_of
@@ -158,7 +157,7 @@ class Bench:
             if timeline is not None:
                 timelines[name] = _timeline_of(arranged, measured)
             del arranged
-            gc.collect()  # the next row must not pay for this one's model
+            release_memory()  # the next row must not pay for this one's model
         if timeline is not None:
             _draw(timelines, ladder, timeline)
         return ladder

@@ -8,7 +8,6 @@ seconds can be laid side by side.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from recipes_lib.core.chat import Row
 from recipes_lib.core.data import collate
-from recipes_lib.core.machine import machine, require, synchronize
+from recipes_lib.core.machine import machine, release_memory, require, synchronize
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.fine_tuning.adapter_files import without_hub_warnings
 from recipes_lib.training.sequence_packing import collate_packed
@@ -254,7 +253,7 @@ def _peak_bytes(
 ) -> int:
     """The peak of two steps: the second one has AdamW's states."""
     short = dataclasses.replace(run, steps=2, warmup_steps=min(1, run.warmup_steps))
-    gc.collect()  # a model of the run before would count
+    release_memory()  # a model of the run before would count
     with PeakMemory() as memory:
         _train_by(name, make(), rows, run=short, tokenizer=tokenizer)
     return memory.peak
