@@ -120,7 +120,7 @@ CPU: dict[str, dict[str, Any]] = {
 }
 
 GPU_16: dict[str, dict[str, Any]] = {
-    "full": {"shape": "llama-3.2-1b", "layers": 6, "batch_size": 8, "seq_len": 256},
+    "full": {"shape": "llama-3.2-1b", "layers": 5, "batch_size": 8, "seq_len": 256},
     "qlora": {"shape": "llama-3.2-3b", "layers": None, "rows": 8, "tokens": 512},
     "finetune": {
         "shape": "llama-3.2-3b",
@@ -150,7 +150,7 @@ GPU_16: dict[str, dict[str, Any]] = {
 }
 
 GPU_24: dict[str, dict[str, Any]] = {
-    "full": {"shape": "llama-3.2-1b", "layers": 12, "batch_size": 8, "seq_len": 256},
+    "full": {"shape": "llama-3.2-1b", "layers": 11, "batch_size": 8, "seq_len": 256},
     "qlora": {"shape": "llama-3.1-8b", "layers": None, "rows": 8, "tokens": 1024},
     "finetune": {
         "shape": "llama-3.1-8b",

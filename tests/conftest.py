@@ -38,15 +38,25 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True, scope="module")
 def freeze_what_is_there():
     """`PeakMemory` walks through all objects, hundreds of times: spare it those of the imports."""
+    begin_file()
+
+
+def begin_file():
+    """What is frozen is never collected: a failure of the file before must be gone by then."""
+    forget_failure()
     gc.collect()
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def forget_the_last_failure():
-    """Its traceback holds a model, which would count in what the next tests measure."""
+def forget_failure():
+    """The last failure's traceback holds a model, which would count in what is measured next."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_last_failure():
+    forget_failure()
     if torch.cuda.is_initialized():  # a tensor in a hole that is too large counts as the hole
         release_memory()
 

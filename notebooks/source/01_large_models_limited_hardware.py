@@ -101,8 +101,8 @@ llama = dict(shape="llama-3.2-1b", pretrained=False, rows=8, tokens=256)
 
 sizes = choose_sizes(
     cpu=smollm2 | full,
-    gpu16=llama | dict(layers=6) | full,
-    gpu24=llama | dict(layers=12) | full,
+    gpu16=llama | dict(layers=5) | full,
+    gpu24=llama | dict(layers=11) | full,
     gpu80=llama | dict(shape="llama-3.2-3b", layers=None) | full,
     # Continuous integration checks that the code works, not how fast it is.
     fast=smollm2 | dict(layers=3, pretrained=False, rows=4) | brief,

@@ -438,6 +438,17 @@ def test_equal_to_eager_for_less_memory_on_gpu(dtype):
     assert fused.peak < 0.7 * eager.peak
 
 
+@pytest.mark.gpu
+def test_the_budget_of_repeated_heads_on_gpu():
+    """In fp32 no kernel takes grouped heads: what is saved for backward grows by K and V."""
+    model = apply_flash_attention(model_of_shape("tiny-llama", layers=8, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    shape = Shape(batch=256, seq=256)  # so large that the workspaces of cuBLAS are little
+    ids = torch.randint(0, 128, (shape.batch, shape.seq), device="cuda")
+    measured = peak_of(model, optimizer, ids)
+    assert budget_of(model, shape).peak == pytest.approx(measured, rel=0.02)
+
+
 def test_attention_that_selects_its_keys_is_refused():
     """The indexer of DeepSeek-V3.2 gives its choice as an option that SDPA does not read."""
     with torch.device("meta"):

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import on_your_card
 from benchmarks.on_your_card import CARDS, USABLE, needs
 from benchmarks.sizes import TIER_SIZES
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
 
 NOTEBOOK_01 = on_your_card.ROOT / "notebooks/source/01_large_models_limited_hardware.py"
@@ -26,6 +26,21 @@ def test_the_page_is_that_of_today():
     assert on_your_card.PAGE.read_text(encoding="utf-8") == on_your_card.page(), (
         "run `python -m benchmarks.on_your_card`"
     )
+
+
+@pytest.mark.parametrize("tier", CARDS)
+def test_full_fine_tuning_of_make_gpu_fits_its_card(tier):
+    """The mistake: on a T4 mixed precision needs more than plain fp32, for attention has scores."""
+    full = TIER_SIZES[tier]["full"]
+    sizes = Sizes(
+        tier=tier,
+        shape=full["shape"],
+        layers=full["layers"],
+        rows=full["batch_size"],
+        tokens=full["seq_len"],
+    )
+    _, gib = on_your_card.training_step(sizes)
+    assert gib < USABLE * CARDS[tier][1]
 
 
 @pytest.mark.parametrize("tier", CARDS)

@@ -92,8 +92,10 @@ def test_a_quantized_model_has_the_limit_of_its_tensors():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
     assert torch.cuda.memory_reserved() > 2 * memory.peak - torch.cuda.memory_allocated()
-    with PeakMemory(limit_bytes=memory.peak + MIB):
+    # A tensor may lie in a block that is up to 1 MiB larger, and in another one in each step.
+    roughly = memory.peak // 50
+    with PeakMemory(limit_bytes=memory.peak + roughly):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    with pytest.raises(torch.OutOfMemoryError), PeakMemory(limit_bytes=memory.peak - MIB):
+    with pytest.raises(torch.OutOfMemoryError), PeakMemory(limit_bytes=memory.peak - roughly):
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

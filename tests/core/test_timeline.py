@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.core import timeline as timeline_module
+from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, dry_run, measure
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.sizes import state_bytes, weight_bytes
@@ -280,7 +281,7 @@ def test_on_cuda_it_follows_the_allocator():
 def test_compiled_attention_on_cuda(warm):
     """Catches an account in which FlexAttention is not compiled, or that looks into its mask."""
     torch._dynamo.reset()
-    model = model_of_shape("tiny-llama", device="cuda", dtype=torch.bfloat16)
+    model = model_of_shape("tiny-llama", device="cuda", dtype=machine().compute_dtype)
     apply_block_sparse(model, block_size=128)
     ids = torch.randint(0, 128, (1, 2048), device="cuda")
 

@@ -429,8 +429,10 @@ def test_on_gpu(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peak_as_estimated_on_gpu(family):
+    """In the dtype of this machine: bf16 on a T4 has no fast kernel of attention at all."""
     model = model_of_shape(family, layers=8, device="cuda")
-    shape = Shape(16, 128)
-    mp = mixed_precision(dtype=torch.bfloat16, device="cuda")
+    shape = Shape(64, 256)  # so large that the workspaces of cuBLAS, 17 MiB or more, are little
+    mp = mixed_precision()
     measured = peak(model, mp, shape, "cuda")
-    assert estimated(model, shape).peak == pytest.approx(measured, rel=0.15)
+    plan = estimate_mixed_precision(budget_of(model, shape), model, shape, dtype=mp.dtype)
+    assert plan.peak == pytest.approx(measured, rel=0.15)
