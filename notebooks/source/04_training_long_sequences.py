@@ -62,9 +62,10 @@ if importlib.util.find_spec("recipes_lib") is None:
     if not code.exists():
         url = "https://github.com/your-username/llm-training-recipes"
         subprocess.run(["git", "clone", "-q", url, str(code)], check=True)
-    pip_install = [sys.executable, "-m", "pip", "install", "-q", "-e"]
-    subprocess.run([*pip_install, f"{code}[notebooks]"], check=True)
     sys.path.insert(0, str(code))
+    from recipes_lib.core.set_up import install
+
+    install(code, extra="notebooks")
 
 # %%
 from functools import partial
