@@ -1323,8 +1323,11 @@ def learn(model, optimizer, step):
     for number in range(1, sizes.steps + 1):
         rows = next(data)
         # In fp16 a step is skipped while the loss scale is too large. It does not count.
-        tries = (step(model, optimizer, rows) for _ in range(20))
-        assert any(tries), "no step was taken"
+        for _ in range(20):
+            moved = step(model, optimizer, rows)
+            if moved:
+                break
+        assert moved, "no loss scale was small enough"
         if number % 2 == 0 or number == sizes.steps:
             curve.append((number, evaluate(model, held_out, pad_token_id=padding)))
     return curve

@@ -288,7 +288,7 @@ print(f"perplexity of Python source {text_before:.1f}")
 #
 # ## Baseline: full fine-tuning
 #
-# The results go into a table that grows by one row per recipe, the *ladder*. In this notebook a row of the ladder is a recipe, and a row of the data is a pair. All recipes go through one loop. The next print shows one of its steps. Read four lines of it: `accumulate_gradients` computes the loss and the gradients of all rows of the step. `precision.step` first shortens the gradients if they are too long, which is called *clipping*, and then changes the weights. `schedule.step` sets the learning rate of the next step. Recipe 5 says why they stand in this order.
+# The results go into a table that grows by one row per recipe, the *ladder*. In this notebook a row of the ladder is a recipe, and a row of the data is a pair. All recipes go through one loop. The next print shows one of its steps. Read three lines of it: `accumulate_gradients` computes the loss and the gradients of all rows of the step. `precision.step` first shortens the gradients if they are too long, which is called *clipping*, and then changes the weights. `schedule.step` sets the learning rate of the next step. Recipe 5 says why they stand in this order.
 
 # %%
 from recipes_lib.workflows.finetune import loop

@@ -85,7 +85,7 @@ def compared(loss: float, reference: Any) -> str:
         return f"{whose} to the last bit"
     if abs(difference) <= SAME_LOSS:
         return f"{whose} to {abs(difference):.0e}"
-    return f"{difference:+.4f} to {whose}"
+    return f"{difference:+.4f} against {whose}"
 
 
 # --- the table ------------------------------------------------------------------------------------
