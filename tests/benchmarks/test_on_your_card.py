@@ -3,12 +3,14 @@
 import re
 
 import pytest
+import torch
 
-from benchmarks import on_your_card
+from benchmarks import gpu, long_steps, on_your_card
 from benchmarks.on_your_card import CARDS, USABLE, needs
 from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.training.curriculum import flops_per_token
 
 NOTEBOOK_01 = on_your_card.ROOT / "notebooks/source/01_large_models_limited_hardware.py"
 
@@ -49,6 +51,42 @@ def test_the_limits_of_make_gpu_are_below_the_card(tier):
     _, gib = CARDS[tier]
     for part in ("ablation", "context"):
         assert TIER_SIZES[tier][part]["cap"] < 0.98 * gib * GIB
+
+
+# Of each card: its tier, its GiB, and the operations per second of dense products in NVIDIA's data
+# sheet, in the dtype that a part trains in.
+RATES = {
+    "T4": ("gpu16", 14.6, torch.float32, 8.1e12),
+    "L4": ("gpu24", 22.0, torch.bfloat16, 121e12),
+    "H100": ("gpu80", 79.1, torch.bfloat16, 989e12),
+    "H200": ("gpu80", 139.8, torch.bfloat16, 989e12),
+}
+
+
+@pytest.mark.parametrize("card", RATES)
+def test_the_longest_steps_of_make_gpu_end_in_their_minutes(card):
+    """The mistake: a step that computes for so long that its process is killed before it ends.
+
+    At half of the card's rate. Forward runs three times, because blocks and groups of blocks (or of
+    heads) are computed again: that is 5 / 3 of the operations of a plain step.
+    """
+    tier, gib, dtype, rate = RATES[card]
+    longest = TIER_SIZES[tier]["longest"]
+    context = TIER_SIZES[tier]["context"]
+    of_longest = model_of_shape(
+        longest["shape"], layers=longest["layers"], device="meta", dtype=dtype
+    )
+    of_context = model_of_shape(
+        context["shape"], layers=context["layers"], device="meta", dtype=dtype
+    )
+    fits = long_steps.predicted_to_fit(of_longest, int(gib * GIB))
+    steps = {
+        "longest": (of_longest, min(longest["seq_len"], fits)),
+        "context": (of_context, context["most"]),
+    }
+    for part, (model, tokens) in steps.items():
+        operations = 5 / 3 * tokens * flops_per_token(model, seq_len=tokens)
+        assert operations / (rate / 2) < gpu.SECONDS[part], part
 
 
 class Asked(Exception):
