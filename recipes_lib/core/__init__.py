@@ -67,6 +67,7 @@ row_files       rows of a local file or folder, whatever its format, each with i
 row_order       the rows that a step trains on, as a function of the step alone
 run_state       what all checkpoints share: random states, and the facts that name a run
 saved_states    load an optimizer's states in the dtypes in which they were saved
+second_derivatives  a backward written by hand refuses create_graph=True
 set_up          what a notebook installs, beside the PyTorch that is there
 shard_budget    the budget of one rank of a sharded model
 shard_group_bytes  bytes of these groups: gathered, sent, and at rest on one rank

@@ -30,6 +30,7 @@ from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import dry
 from recipes_lib.core.plain_step import final_norm_bytes, head_of, head_trains
+from recipes_lib.core.second_derivatives import first_derivatives_only
 
 # Kernels count the elements of a tensor in 32 bits.
 MOST_ELEMENTS = 2**31 - 1
@@ -197,7 +198,7 @@ class LossWithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the three, times the factor that came; None for the other inputs."""
         if ctx.gradients is None:

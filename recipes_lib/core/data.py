@@ -203,14 +203,14 @@ def collate(
 
     There is no attention mask: a causal model never looks to the right, where the padding is, and
     without a mask attention takes its fast path and does not repeat the KV heads.
-    Raises ValueError for no rows, for a length that does not hold the longest, and for a row whose
-    labels are more or fewer than its tokens.
+    Raises ValueError for no rows, for a length that does not hold the longest, and for a row that
+    `check_rows` refuses: without one label for each token, packed or padded already.
     """
     check_whole(least=0, pad_token_id=pad_token_id)
     if length is not None:
         check_whole(least=0, length=length)
     rows = list(rows)
-    check_labels(rows)
+    check_rows(rows)
     longest = max((len(row["input_ids"]) for row in rows), default=0)
     if length is None:
         length = longest
@@ -222,7 +222,7 @@ def collate(
     def padded(column: str, fill: int) -> torch.Tensor:  # [B, S]
         values = [row[column] for row in rows]
         return torch.tensor(
-            [value + [fill] * (length - len(value)) for value in values], device=device
+            [[*value, *[fill] * (length - len(value))] for value in values], device=device
         )
 
     return {
@@ -231,21 +231,37 @@ def collate(
     }
 
 
-def check_labels(rows: Sequence[Row]) -> None:
-    """Raise ValueError for a row that has not one label for each token.
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise ValueError for a row that has not one label for each token, or has borders inside.
 
-    Padded or packed, its labels would stand beside the tokens of another document.
+    Padded or packed, its labels would stand beside the tokens of another document, or what it says
+    of its own documents and padding would be dropped without a word.
     """
     for number, row in enumerate(rows):
-        if not isinstance(row, Mapping) or not {"input_ids", "labels"} <= row.keys():
+        if not isinstance(row, Mapping):
             raise ValueError(
-                f"row {number} is of type {type(row).__name__} without input_ids and labels: "
-                f"give rows as load_instructions makes them"
+                f"row {number} is of type {type(row).__name__}: give rows with input_ids and labels"
             )
+        for column in ("input_ids", "labels"):
+            if column not in row:
+                raise ValueError(
+                    f"row {number} has no {column}, only {sorted(row)}: give input_ids and labels"
+                )
         if len(row["labels"]) != len(row["input_ids"]):
             raise ValueError(
                 f"row {number} has {len(row['input_ids'])} tokens and {len(row['labels'])} labels: "
                 f"give one label for each token, unshifted, {IGNORED} where there is no loss"
+            )
+        if "position_ids" in row:
+            raise ValueError(
+                f"row {number} is packed, and its documents would read each other: give "
+                f"collate_packed what pack_sequences returned, and everything else rows that are "
+                f"not packed"
+            )
+        if not all(row.get("attention_mask", ())):
+            raise ValueError(
+                f"row {number} is padded (its attention_mask has zeros), and the padding would be "
+                f"read as text: give the tokens without padding"
             )
 
 

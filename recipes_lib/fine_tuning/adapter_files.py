@@ -115,7 +115,8 @@ def save_adapter(
     try:
         with without_hub_warnings():
             model.save_pretrained(scratch)
-        (scratch / BASE_FILE).write_text(json.dumps({"fingerprint": base}))
+        facts = {"fingerprint": base, "sha256": _checksum(scratch / WEIGHTS_FILE)}
+        (scratch / BASE_FILE).write_text(json.dumps(facts))
         if card is not None:
             (scratch / CARD_FILE).write_text(card)
         scratch.chmod(0o755)  # mkdtemp lets nobody else read
@@ -143,6 +144,7 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
         raise ValueError("the model has adapters already: give the base model")
     _read_json(folder / CONFIG_FILE)
     _check_fingerprint(model, folder)
+    _check_checksum(folder)
     _check_shapes(model, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about peft itself
@@ -277,6 +279,23 @@ def _check_fingerprint(model: Any, folder: Path) -> None:
     raise ValueError(
         f"the adapter in {folder} was trained on another base ({name}): load that one first"
     )
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_checksum(folder: Path) -> None:
+    """safetensors has no checksums: a bit that a disk has flipped would be loaded."""
+    recorded = folder / BASE_FILE
+    weights = folder / WEIGHTS_FILE
+    if not recorded.is_file() or not weights.is_file():
+        return
+    # An adapter of an earlier version has none.
+    expected = _read_json(recorded).get("sha256")
+    if expected is not None and expected != _checksum(weights):
+        raise ValueError(_damaged(weights))
 
 
 def _check_shapes(model: Any, folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from recipes_lib.core.second_derivatives import first_derivatives_only
 from recipes_lib.parallel.context_parallel_kernels import attend, attend_backward
 
 
@@ -98,7 +99,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, held, out, sums = ctx.saved_tensors
         group, scale, zig_zag = ctx.options

@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 from recipes_lib.core.plain_step import without_grouped_heads
+from recipes_lib.core.second_derivatives import first_derivatives_only
 
 
 def ulysses_attention(
@@ -83,7 +84,7 @@ class _HeadsToRanks(torch.autograd.Function):
         return _heads_to_ranks(tensor, group)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _tokens_to_ranks(gradient, ctx.group), None
 
@@ -97,7 +98,7 @@ class _TokensToRanks(torch.autograd.Function):
         return _tokens_to_ranks(tensor, group)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _heads_to_ranks(gradient, ctx.group), None
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.collectives import all_gather
+from recipes_lib.core.second_derivatives import first_derivatives_only
 from recipes_lib.core.sizes import parts_needed
 
 CHUNK_BYTES = 64 * 2**20  # of the rows that are whole at a time
@@ -108,7 +109,7 @@ class _Logits(torch.autograd.Function):
         return logits.flatten(-2)[..., : layer.vocabulary].contiguous()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer = ctx.layer
         padding = layer.parts * layer.rows - layer.vocabulary

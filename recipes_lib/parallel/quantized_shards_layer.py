@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from recipes_lib.core.machine import require
+from recipes_lib.core.second_derivatives import first_derivatives_only
 from recipes_lib.core.sizes import parts_needed
 
 BLOCK = 64  # weights that share a scale
@@ -119,7 +120,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: torch.Tensor):
         weight = ctx.layer.weight_of(*ctx.saved_tensors).to(gradient.dtype)
         return gradient @ weight, None, None, None, None

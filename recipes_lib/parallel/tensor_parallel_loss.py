@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.output_layer import at_least_fp32
+from recipes_lib.core.second_derivatives import first_derivatives_only
 
 NOT_COUNTED = -100
 
@@ -82,7 +83,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         return (sum_of_exponentials.log() - label_logit).where(counted, 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         softmax, column, is_here, counted = context.saved_tensors
         gradient = gradient.where(counted, 0.0)  # [T]

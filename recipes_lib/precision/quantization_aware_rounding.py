@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recipes_lib.core.integer_grid import SMALLEST_SCALE, inside_grid, levels_of, on_grid
+from recipes_lib.core.second_derivatives import first_derivatives_only
 
 
 class Steps(NamedTuple):
@@ -71,7 +71,7 @@ class RoundedInRange(torch.autograd.Function):
         return range_steps(x, limits, bits).rounded_(bits).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of x, and none for the others."""
         x, limits = ctx.saved_tensors
@@ -92,7 +92,7 @@ class RoundedWeight(torch.autograd.Function):
         return on_grid(weight, **ctx.grid).to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the weight, and none for the others."""
         (weight,) = ctx.saved_tensors
@@ -125,7 +125,7 @@ class RoundedLinear(torch.autograd.Function):
             return rounded_tokens(x, activation_bits).to(ctx.dtype) @ rounded.T
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x and of the weight, and none for the others."""
         x, weight = ctx.saved_tensors

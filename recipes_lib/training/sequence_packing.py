@@ -46,7 +46,7 @@ from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data import check_labels
+from recipes_lib.core.data import check_rows
 from recipes_lib.core.dry_step import dry_step
 from recipes_lib.core.output_layer import require_shifted_loss
 
@@ -91,13 +91,13 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     Args:
         rows: with `input_ids` and `labels`, as from `load_instructions`.
         seed: shuffles the packed rows, which otherwise come longest document first.
-    Raises ValueError for no row, a row without tokens, one that is longer than `length`, and one
-    whose labels are more or fewer than its tokens.
+    Raises ValueError for no row, a row without tokens, one that is longer than `length`, one whose
+    labels are more or fewer than its tokens, and one that is packed or padded already.
     """
     if seed is not None:
         check_whole(least=0, seed=seed)
     rows = list(rows)
-    check_labels(rows)
+    check_rows(rows)
     lengths = [len(row["input_ids"]) for row in rows]
     packs = []
     for members in best_fit(lengths, length=length):
@@ -157,6 +157,13 @@ def collate_packed(
             f"{len(packs)} rows of at most {longest} tokens, length={length}: "
             f"give what pack_sequences returned"
         )
+    for number, pack in enumerate(packs):
+        sizes = {len(pack[name]) for name in ("input_ids", "labels", "position_ids")}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"packed row {number} has columns of {sorted(sizes)} tokens: give what "
+                f"pack_sequences returned"
+            )
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
     for pack in packs:
         missing = length - len(pack["input_ids"])

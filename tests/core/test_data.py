@@ -3,7 +3,9 @@
 import json
 import re
 
+import numpy
 import pytest
+import torch
 
 from recipes_lib.core.chat import IGNORED, decode_with_mask, tokenize_pair
 from recipes_lib.core.data import batches, collate, load_instructions, load_pairs, load_text
@@ -167,3 +169,26 @@ def test_bad_input(tokenizer, tmp_path):
         collate([], pad_token_id=0)
     with pytest.raises(ValueError, match="batch_size=0"):
         next(batches([{"input_ids": [1], "labels": [1]}], batch_size=0, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"position_ids": [0, 0]}, "row 0 is packed, and its documents would read each other"),
+        ({"attention_mask": [0, 1]}, "row 0 is padded .* read as text"),
+        ({"labels": None}, r"row 0 has no labels, only \['input_ids'\]"),
+    ],
+)
+def test_what_a_row_says_of_itself_is_not_dropped(odd, message):
+    """Borders and padding were dropped in silence: documents read each other."""
+    row = {"input_ids": [1, 2], "labels": [1, 2], **odd}
+    row = {name: column for name, column in row.items() if column is not None}
+    with pytest.raises(ValueError, match=message):
+        collate([row], pad_token_id=0)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, numpy.array])
+def test_rows_of_tensors_and_arrays(kind):
+    """As `datasets` gives them with a format: `+` adds their numbers instead of joining them."""
+    rows = [{name: kind(ids) for name in ("input_ids", "labels")} for ids in ([1, 2], [3])]
+    assert collate(rows, pad_token_id=0)["input_ids"].tolist() == [[1, 2], [3, 0]]

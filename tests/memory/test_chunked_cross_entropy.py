@@ -874,3 +874,12 @@ def test_same_loss_and_gradients_on_gpu(dtype):
         tolerance = 5e-2
     for name, value in expected.items():
         assert error(got[name], value) < tolerance, name
+
+
+def test_second_derivatives_are_refused():
+    """The loss is the root of the graph: nothing told that its curvature was missing."""
+    model = apply_chunked_cross_entropy(model_of_shape("tiny-llama", device="cpu"), chunk_size=8)
+    ids = torch.arange(1, 13)[None]
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with pytest.raises(ValueError, match="without create_graph=True"):
+        torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)

@@ -231,3 +231,12 @@ def test_on_a_gpu():
         alone = {name: torch.tensor([values], device="cuda") for name, values in row.items()}
         expected += summed_loss(model, alone).item()
     assert summed_loss(model, batch).item() == pytest.approx(expected, rel=1e-2)
+
+
+def test_packed_rows_are_packed_once_and_whole():
+    """Packed again, their documents read each other; with a label too few, labels slide."""
+    [pack] = pack_sequences([{"input_ids": [1, 2], "labels": [1, 2]}] * 2, length=4)
+    with pytest.raises(ValueError, match="row 0 is packed"):
+        pack_sequences([pack], length=8)
+    with pytest.raises(ValueError, match=r"packed row 0 has columns of \[3, 4\] tokens"):
+        collate_packed([{**pack, "labels": pack["labels"][:3]}], pad_token_id=0)

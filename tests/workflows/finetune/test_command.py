@@ -284,7 +284,8 @@ def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
 
 
 def test_packing_is_refused_where_documents_are_not_kept_apart():
-    rows = pack_sequences([{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 2, length=8)
+    document = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
+    rows = pack_sequences([document] * 2, length=8)
     model = model_of_shape("tiny-llama", device="cpu")
     check_packing(model, rows, run=RUN, pad_token_id=0)
     forward = model.forward
@@ -292,4 +293,4 @@ def test_packing_is_refused_where_documents_are_not_kept_apart():
     with pytest.raises(ValueError, match=r"a document sees its neighbour.*--no-packing"):
         check_packing(model, rows, run=RUN, pad_token_id=0)
     with torch.no_grad():  # one document per row has no neighbour
-        check_packing(model, pack_sequences(rows[:1], length=8), run=RUN, pad_token_id=0)
+        check_packing(model, pack_sequences([document], length=8), run=RUN, pad_token_id=0)
