@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +45,7 @@ def doctor(
 
     memory_bytes = None
     if memory is not None:
-        if memory <= 0:
+        if memory <= 0 or not math.isfinite(memory):
             raise ValueError(
                 f"--memory {memory:g}: give the GiB of the device, "
                 f"or leave it out for this machine's"

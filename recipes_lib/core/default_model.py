@@ -34,6 +34,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,17 +108,31 @@ def _altered(folder: Path) -> str | None:
     Its bytes are read again only where its size or its time is another one. A cache that has no
     record of its files is taken as it is.
     """
-    try:
-        files = json.loads((folder / SOURCE).read_text()).get("files", {})
-    except (OSError, ValueError):  # not there, or no JSON any more
+    record = _record(folder)
+    if record is None:
         return SOURCE
-    for name, (size, time_ns, digest) in files.items():
+    for name, (size, time_ns, digest) in record.get("files", {}).items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             return name
         if path.stat().st_mtime_ns != time_ns and _sha256(path) != digest:
             return name
     return None
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """What `_write_source` has written, or None if it is not there or something else."""
+    try:
+        record = json.loads((folder / SOURCE).read_text())
+    except (OSError, ValueError):  # not there, or no JSON any more
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("source"), str):
+        return None
+    files = record.get("files", {})
+    if not isinstance(files, dict):
+        return None
+    whole = all(isinstance(facts, list) and len(facts) == 3 for facts in files.values())
+    return record if whole else None
 
 
 def _sha256(path: Path) -> str:
@@ -135,7 +150,10 @@ def _fetch_anew(folder: Path, fetch: Callable[[Path], None]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
         try:
             fetch(fresh)
-            shutil.rmtree(folder)
+            if folder.is_dir():
+                shutil.rmtree(folder)
+            else:
+                folder.unlink()  # a file in its place
             os.replace(fresh, folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)

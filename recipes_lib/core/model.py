@@ -66,7 +66,7 @@ def load_model(
     with _explained("a causal language model", name, where), quiet():
         # transformers also looks for an adapter beside the model: that needs the options, too.
         model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, adapter_kwargs=local, **local
+            where, dtype=dtype, adapter_kwargs=local, **_how_to_fetch(where)
         )
     if name == "smollm2":
         # What is saved later names the hub as its base, and not a folder of this machine.
@@ -87,7 +87,7 @@ def load_config(name: str = "smollm2") -> Any:
 
     where = resolve(name)
     with _explained("a causal language model", name, where):
-        return AutoConfig.from_pretrained(where, local_files_only=offline(where))
+        return AutoConfig.from_pretrained(where, **_how_to_fetch(where))
 
 
 def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.float32) -> Any:
@@ -118,7 +118,7 @@ def load_tokenizer(name: str = "smollm2") -> Any:
 
     where = resolve(name)
     with _explained("a tokenizer", name, where):
-        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=offline(where))
+        tokenizer = AutoTokenizer.from_pretrained(where, **_how_to_fetch(where))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -200,6 +200,12 @@ def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 3
     model.train(was_training)
     question_length = inputs["input_ids"].shape[1]
     return tokenizer.decode(out[0, question_length:], skip_special_tokens=True).strip()
+
+
+def _how_to_fetch(where: str) -> dict[str, Any]:
+    # Code from a stranger's folder is refused: by default the libraries would ask whether to run
+    # it, and a program that runs alone would wait for the answer.
+    return {"local_files_only": offline(where), "trust_remote_code": False}
 
 
 @contextlib.contextmanager

@@ -142,13 +142,21 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
         )
     if _has_adapters(model):
         raise ValueError("the model has adapters already: give the base model")
-    _read_json(folder / CONFIG_FILE)
+    rank = _checked_rank(folder / CONFIG_FILE)
     _check_fingerprint(model, folder)
     _check_checksum(folder)
-    _check_shapes(model, folder)
+    _check_shapes(model, folder, rank=rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about peft itself
-        return peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+        loaded = peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+    different = _different_adapters(loaded, folder)
+    if different:
+        loaded.unload()
+        raise ValueError(
+            f"the weights and the configuration in {folder} name different adapters, "
+            f"{len(different)} of them, such as {different[0]}: copy or save the adapter anew"
+        )
+    return loaded
 
 
 def base_fingerprint(model: Any) -> str:
@@ -264,6 +272,39 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def _checked_rank(file: Path) -> int | None:
+    """The rank of all pairs, or None where they have ranks of their own.
+
+    peft finds out what is wrong with a configuration halfway, with adapters on the model.
+    """
+    config = _read_json(file)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(
+            f"{file} has the peft_type {kind!r}, and here LoRA's adapters are loaded: "
+            f"give a folder that save_adapter wrote, or use peft.PeftModel.from_pretrained"
+        )
+    rank = config.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(_damaged(file))
+    if config.get("rank_pattern"):
+        return None
+    return rank
+
+
+def _different_adapters(loaded: Any, folder: Path) -> list[str]:
+    """Tensors of adapters that only one of model and file knows.
+
+    peft leaves those of the model as they are drawn, and leaves out those of the file.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    on_model = get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    stored = load_peft_weights(str(folder), device="cpu")
+    return sorted(name for name in on_model.keys() ^ stored.keys() if ".lora_" in name)
+
+
 def _damaged(file: Path) -> str:
     return f"{file} is damaged or not complete: copy or save the adapter anew"
 
@@ -298,8 +339,8 @@ def _check_checksum(folder: Path) -> None:
         raise ValueError(_damaged(weights))
 
 
-def _check_shapes(model: Any, folder: Path) -> None:
-    """Each pair A [r, in], B [out, r] must fit a layer of that name.
+def _check_shapes(model: Any, folder: Path, *, rank: int | None) -> None:
+    """Each pair A [r, in], B [out, r] must fit the `rank` and a layer of that name.
 
     peft checks it as well, but it stops halfway, with adapters on the model.
     """
@@ -318,12 +359,18 @@ def _check_shapes(model: Any, folder: Path) -> None:
         for key in file.keys():  # noqa: SIM118  (not a dictionary)
             # "base_model.model.<layer>.lora_A.weight"
             name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
-            if kind.startswith("A."):
-                size = file.get_slice(key).get_shape()[1]  # in
-            elif kind.startswith("B."):
-                size = file.get_slice(key).get_shape()[0]  # out
-            else:
+            if not kind.startswith(("A.", "B.")):
                 continue
+            shape = file.get_slice(key).get_shape()
+            if kind.startswith("A."):
+                found_rank, size = shape  # [r, in]
+            else:
+                size, found_rank = shape  # [out, r]
+            if rank not in (None, found_rank):
+                raise ValueError(
+                    f"{folder}: {name} has rank {found_rank}, and {CONFIG_FILE} says r={rank}: "
+                    f"copy or save the adapter anew"
+                )
             weight = getattr(layers.get(name), "weight", None)
             if weight is not None and size in weight.shape:
                 continue

@@ -25,7 +25,7 @@ Shapes: B batch, S sequence, V vocabulary, k micro-batches.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,10 +133,10 @@ def accumulate_gradients(
 
 def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Batch]:
     """The micro-batches, checked."""
-    is_one_batch = isinstance(batch, dict)
+    is_one_batch = isinstance(batch, Mapping)  # a tokenizer returns one that is no dict
     has_count = micro_batches is not None
     # One batch needs a count. A sequence is split already, and a count would contradict it.
-    if is_one_batch != has_count or not batch:
+    if is_one_batch != has_count or not isinstance(batch, Sequence | Mapping) or not batch:
         raise ValueError(
             "give one batch and the number of micro_batches, or a sequence of micro-batches alone"
         )
@@ -177,8 +177,29 @@ def _parts_of(name: str, value: Any, rows: int, micro_batches: int) -> Sequence[
 
 
 def _require_ids_and_labels(batch: Batch) -> None:
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a micro-batch is of type {type(batch).__name__}: give a dictionary of tensors"
+        )
     if not {"input_ids", "labels"} <= batch.keys():
         raise ValueError(f"the batch has {sorted(batch)}: input_ids and labels are needed")
+    shapes = {name: _shape_of_ids(name, batch[name]) for name in ("input_ids", "labels")}
+    # A tensor with another number of rows is refused as all tensors are.
+    if shapes["input_ids"][1:] != shapes["labels"][1:]:
+        raise ValueError(
+            f"input_ids {shapes['input_ids']} and labels {shapes['labels']}: "
+            f"give one label for each token, unshifted"
+        )
+
+
+def _shape_of_ids(name: str, value: Any) -> list[int]:
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.dim() != 2 or value.is_floating_point():
+        kind = type(value).__name__
+        if is_tensor:
+            kind = f"tensor of {value.dtype} {[*value.shape]}"
+        raise ValueError(f"{name} is a {kind}: give a tensor [B, S] of whole numbers")
+    return [*value.shape]
 
 
 def _refuse_steps_in_backward(model: Any, micro_batches: int) -> None:

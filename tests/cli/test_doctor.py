@@ -58,6 +58,8 @@ def test_the_shapes_are_listed(command):
     [
         ([], "nothing to diagnose"),
         (["--model", "llama-3.1-8b", "--memory", "-1"], "--memory -1: give the GiB"),
+        (["--model", "llama-3.1-8b", "--memory", "nan"], "--memory nan: give the GiB"),
+        (["--model", "llama-3.1-8b", "--memory", "inf"], "--memory inf: give the GiB"),
         (["--model", "no/such-model"], "cannot load a causal language model"),
         (["--error", "KeyError: 3"], "this is not an out-of-memory error"),
     ],

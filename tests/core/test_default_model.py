@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -249,6 +250,21 @@ def test_an_altered_file_is_fetched_anew(hub, capsys, damage, name):
     assert weights_of_another_process() == b"original"
     assert module._altered(folder) is None
     assert f"{name} is not what it was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", ["[1]", "{}", '{"source": "x", "files": {"a": "b"}}'])
+def test_a_record_of_another_form_is_altered(hub, record):
+    """It is JSON, so reading it raises nothing: the KeyError came later."""
+    folder = cache_dir() / "smollm2-135m-instruct"
+    (folder / module.SOURCE).write_text(record)
+    assert weights_of_another_process() == b"original"
+
+
+def test_a_file_in_place_of_the_folder_makes_room(hub):
+    folder = cache_dir() / "smollm2-135m-instruct"
+    shutil.rmtree(folder)
+    folder.write_text("")
+    assert weights_of_another_process() == b"original"
 
 
 def test_the_hubs_weights_are_watched_too(hub):

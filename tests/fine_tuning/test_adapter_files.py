@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import (
@@ -143,6 +144,43 @@ def test_a_damaged_adapter_is_named(name, content, tmp_path):
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError):
         load_adapter(model, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"peft_type": None}, "has the peft_type None, and here LoRA's adapters are loaded"),
+        ({"peft_type": "MAGIC"}, "has the peft_type 'MAGIC'"),
+        ({"r": None}, "adapter_config.json is damaged"),
+        ({"r": 3}, "has rank 4, and adapter_config.json says r=3"),
+        ({"target_modules": None}, "name different adapters"),  # peft then takes two layers of all
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_at_once(changes, error, tmp_path):
+    """The mistake: KeyError or RuntimeError of peft, which then leaves adapters on the model."""
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    model = base()
+    with pytest.raises(ValueError, match=error):
+        load_adapter(model, tmp_path / "a")
+    assert not hasattr(model, "peft_config")
+
+
+def test_a_file_with_some_of_the_weights_is_refused(tmp_path):
+    """peft warns, and the rest stays as it was drawn: another model, without an error."""
+    save_adapter(adapted(base()), tmp_path / "a", base=base_fingerprint(base()))
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    weights = load_file(file)
+    lost = sorted(weights)[0]
+    save_file({name: weight for name, weight in weights.items() if name != lost}, file)
+    model = base()
+    before = logits(model)
+    with pytest.raises(ValueError, match=f"different adapters, 1 of them, such as {lost}"):
+        load_adapter(model, tmp_path / "a")
+    assert torch.equal(logits(model), before)
+    save_file(weights, file)
+    load_adapter(model, tmp_path / "a")  # nothing is left of the attempt
 
 
 def test_an_adapter_without_a_fingerprint_is_compared_by_its_shapes(tmp_path):

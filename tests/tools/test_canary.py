@@ -1,4 +1,11 @@
+import re
+import tomllib
+from pathlib import Path
+
 from tools import canary
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 REQUIREMENTS = """
 # a remark
@@ -41,3 +48,30 @@ def test_the_release_that_broke_something_is_named(monkeypatch, capsys):
     assert state == {"transformers": "6.0.0", "rich": "16.0.0"}, "all is new again"
     monkeypatch.setattr(canary, "run_tests", lambda arguments=(): 0)
     assert canary.main() == 0
+
+
+def test_the_canary_installs_all_that_was_tested():
+    """The mistake: without jupytext it can only fail, and `continue-on-error` hides that."""
+    workflow = (ROOT / ".github" / "workflows" / "canary.yml").read_text()
+    [extras] = re.findall(r'--editable "\.\[(.+)\]"', workflow)
+    ranges = list(PROJECT["dependencies"])
+    for extra in extras.split(","):
+        ranges += PROJECT["optional-dependencies"][extra]
+    names = {re.match(r"[\w.-]+", each)[0] for each in ranges}
+    tested = canary.pinned((ROOT / "requirements.txt").read_text())
+    assert "jupytext" in tested
+    assert tested.keys() - names == set()
+    assert "continue-on-error" not in workflow
+
+
+def test_one_floor_of_python_everywhere():
+    """The mistake: 3.10 is promised, and a library that is required cannot be installed on it."""
+    floor = PROJECT["requires-python"].removeprefix(">=")
+    for file in ("README.md", "Makefile", "docs/install.md"):
+        promised = re.findall(r"(3\.\d+) or newer", (ROOT / file).read_text())
+        assert set(promised) == {floor}, file
+    checks = (ROOT / "Makefile").read_text()
+    assert f"sys.version_info < ({floor.replace('.', ', ')})" in checks
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    [matrix] = re.findall(r"python: \[(.+)\]", workflow)
+    assert matrix.split(", ")[0] == f'"{floor}"'

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.core.budget import Shape
 from recipes_lib.core.data import IGNORED, collate
@@ -38,6 +38,13 @@ def test_equals_the_full_batch_and_the_loop_by_hand(tiny, batch):
     tiny.zero_grad()
     accumulated_by_hand(tiny, batch, micro_batches=4)
     assert_same_gradients(gradients(tiny), expected)
+
+
+def test_a_batch_as_a_tokenizer_returns_it(llama, batch):
+    """BatchEncoding is no dict: it was taken for a sequence, with a message about the count."""
+    expected_loss, _ = full_batch(llama, batch)
+    loss = accumulate_gradients(llama, BatchEncoding(batch), micro_batches=2)
+    torch.testing.assert_close(loss, expected_loss)
 
 
 def test_what_has_no_rows_goes_to_every_micro_batch(llama, batch):
@@ -176,6 +183,13 @@ def test_batches_that_cannot_be_split(llama, batch):
         (without_labels, 1, "input_ids and labels are needed"),
         ([batch, without_labels], None, "input_ids and labels are needed"),
         (no_rows, 1, "divides the batch size 0"),
+        (None, None, "give one batch"),
+        (3, None, "give one batch"),
+        ([None], None, "a micro-batch is of type NoneType"),
+        (batch | {"labels": batch["labels"][:, :3]}, 1, "give one label for each token"),
+        (batch | {"labels": batch["labels"].tolist()}, 1, "labels is a list: give a tensor"),
+        (batch | {"labels": batch["labels"].float()}, 1, "labels is a tensor of torch.float32"),
+        ({name: tensor[0] for name, tensor in batch.items()}, 1, r"input_ids is .*\[B, S\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             accumulate_gradients(llama, given, micro_batches=count)
