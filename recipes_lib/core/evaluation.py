@@ -22,7 +22,7 @@ import torch
 
 from recipes_lib.core.chat import IGNORED, Row, tokenize_pair
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data import Batch, check_labels, collate
+from recipes_lib.core.data import Batch, check_rows, collate
 from recipes_lib.core.output_layer import at_least_fp32
 
 # A model's own generation_config may sample, or penalize repetition, also that of the padding.
@@ -84,7 +84,7 @@ def row_losses(
     rows = list(data)
     if not rows:
         raise ValueError("the data set is empty: give rows with input_ids and labels")
-    check_labels(rows)
+    check_rows(rows)
     # Nothing predicts the first token: its label does not count.
     counts = [_count_targets(row["labels"][1:]) for row in rows]
     empty = [i for i, count in enumerate(counts) if count == 0]

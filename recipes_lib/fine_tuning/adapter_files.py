@@ -23,6 +23,7 @@ Shapes: B rows, S sequence; an adapter is A [r, in] and B [out, r] beside a weig
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os

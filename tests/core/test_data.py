@@ -155,7 +155,7 @@ def test_bad_input(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="nothing to learn"):
         tokenize_pair(tokenizer, "a", "")
     for no_rows in (["a text"], "rows.jsonl", [None]):
-        with pytest.raises(ValueError, match="row 0 is of type .*: give rows with input_ids"):
+        with pytest.raises(ValueError, match=r"row 0 is of type .*: give rows with input_ids"):
             collate(no_rows, pad_token_id=0)
     with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 labels"):
         collate(
