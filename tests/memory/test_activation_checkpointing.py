@@ -19,7 +19,9 @@ from recipes_lib.memory.activation_checkpointing import (
     estimate_activation_checkpointing,
     remove_activation_checkpointing,
 )
+from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
 from tests.conftest import FAMILIES, assert_equal, gradients, make_batch, run
+from tests.small_models import IDS, small_model
 
 # --- the idea -------------------------------------------------------------------------------------
 
@@ -338,3 +340,15 @@ def test_same_loss_and_gradients_for_less_memory_on_gpu(mode):
     assert less < plain
     for name, value in expected.items():  # kernels with atomics do not repeat to the last bit
         torch.testing.assert_close(got[name], value, atol=2e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [apply_activation_checkpointing, functools.partial(apply_nested_checkpointing, group=1)],
+    ids=["one block", "a group"],
+)
+def test_states_that_are_no_cache_are_refused(apply):
+    """RecurrentGemma keeps them in modules, and the recomputed block would change them again."""
+    model = apply(small_model("RecurrentGemma", lru_width=64, num_hidden_layers=3).train())
+    with pytest.raises(ValueError, match="second time: pass use_cache=False"):
+        model(input_ids=IDS, labels=IDS, use_cache=True)
