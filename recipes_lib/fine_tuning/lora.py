@@ -306,8 +306,8 @@ def _require_all_weights(
         examples = ", ".join(fused[:2]) or "there is none in its blocks"
         raise ValueError(
             f"'all-linear' does not reach the weights of {type(model).__name__}, which are no "
-            f"linear layers ({examples}): give target_modules='attention', or names (4 bits would "
-            f"leave them as they are)"
+            f"linear layers ({examples}): for LoRA give target_modules='attention', or names; "
+            f"QLoRA cannot store them in 4 bits"
         )
 
 
