@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest sequence that a memory holds, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch, and the equation of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb); no GPU, no login |
-# | **Time** | ten to eleven minutes on two CPU cores |
+# | **Time** | about ten minutes on two CPU cores |
 # | **Cost** | free on a laptop or on a Colab T4 |
 
 # %% [markdown]
@@ -369,7 +369,7 @@ timeline_chart(
 # %% [markdown]
 # The tower is made of the scores, of the probabilities that the softmax makes of them, and in backward of their gradients, which the figure counts as *other*. The ground at the bottom is the layer and the embedding. From left to right are operators, each as wide as any other, however long it takes.
 #
-# Now time and memory as the text grows. The rows *fused* are flash attention, by the kernel that the first line names:
+# Now time and memory as the text grows; each time is of one turn. The rows *fused* are flash attention, by the kernel that the first line names:
 
 # %%
 from recipes_lib.workflows.bench.attention import measure_attention
@@ -387,7 +387,7 @@ for tokens in sizes.one_layer:
 del layer
 
 # %% [markdown]
-# With twice the length, eager attention takes four times the memory, and flash attention twice. The time of both grows about with the square, because the number of products does. Eager attention also has to write its scores and to read them back.
+# With twice the length, eager attention takes four times the memory, and flash attention twice. The number of products grows with the square of the length, and so does the time of long texts; a single turn of a short one says little. Eager attention also has to write its scores and to read them back.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, SDPA may choose by itself the kernel of cuDNN, NVIDIA's library; the setup prints its version there.
 #
