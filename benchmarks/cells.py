@@ -132,7 +132,7 @@ def row_in_tokens(run: Run, name: str) -> str:
     row = row_of(run, name)
     length = row["tokens"] / first["tokens"]
     time = sentences.time_of_length(row, first)
-    return f"{length:.1f}× the baseline's length, {time} its time per token"
+    return unbroken([f"{length:.1f}× the length", f"{time} time per token"])
 
 
 def row_in_speed(run: Run, name: str) -> str:

@@ -188,7 +188,7 @@ def test_notebook_04_in_numbers(tmp_path):
     assert "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table
     assert "at 64 tokens" in table
     cells = {
-        "everything combined": "CPU: 30.0× the baseline's length, 2.50× its time per token",
+        "everything combined": "CPU: 30.0× the length, 2.50× time per token",
         "flash": "CPU: memory grows as S^1.00, eager S^1.50",
         "loss": "CPU: ours takes 0.50× the memory and 0.50× the time of all logits; "
         "of `F.linear_cross_entropy` 0.25× the time with its default, "

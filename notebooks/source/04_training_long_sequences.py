@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **891 → 54,989 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long**. The loss on 512 tokens is the same in every row, to 2e-07. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data. Every row was predicted first; the arithmetic is off by 1.2% at most.
+# > **891 → 54,986 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long**. The loss on 512 tokens is the same in every row, to 2e-07. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data. Every row was predicted first; the arithmetic is off by 1.3% at most.
 # >
-# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24.
+# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
 # A longer text needs more memory, and at some length the training step fails. This notebook trains one small model within a fixed memory, on texts that become longer and longer. For each recipe it first predicts the longest text with arithmetic, then searches for it, and then checks whether the loss is still the same number.

@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# > **Held-out loss 3.80 → 3.56** (-0.24 nats per token, 95 % interval -0.34 to -0.14) in 3 steps of one seed, by *everything combined*: QLoRA on packed rows, with the base in the fastest precision of the machine. Beside full fine-tuning in fp32 on padded rows it has **73% less peak memory** and takes 0.51× the time per token. After as many steps full fine-tuning has a loss of 3.24. A run of LoRA in fp32 has the same losses in `transformers.Trainer`; ours takes 0.88× its time, 0.90× its peak. Every row was predicted first; the arithmetic is off by less than 0.1%.
+# > **Held-out loss 3.80 → 3.56** (-0.24 nats per token, 95 % interval -0.34 to -0.14) in 3 steps of one seed, by *everything combined*: QLoRA on packed rows, with the base in the fastest precision of the machine. Beside full fine-tuning in fp32 on padded rows it has **72% less peak memory** and takes 0.61× (0.56–0.68) the time per token. After as many steps full fine-tuning has a loss of 3.24. A run of LoRA in fp32 has the same losses in `transformers.Trainer`; ours takes 0.88× its time, 0.90× its peak. Every row was predicted first; the arithmetic is off by 2.5% at most.
 # >
-# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24.
+# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
 # A pretrained model knows a language, and not your task. This notebook trains one small model on pairs of a question and an answer, in several ways. For full fine-tuning, LoRA and QLoRA it predicts the memory and measures it. Then it asks whether the model has become better, or whether that was luck. Pairs that are not used for training give the answer. At the end a command does the same with pairs of your own, and two production libraries repeat a run of LoRA.
@@ -47,7 +47,7 @@
 # | 10 | the same run in production libraries | is it the same in libraries? | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
 # | 11 | other families: templates, context, experts, images | does it work for other models? | [chat.py](../recipes_lib/core/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
 #
-# Recipes 1 and 2 are **Part A**: what is learned, and whether it is better. Recipes 3 to 6 are **Part B**: other ways to train. Steps 7 to 11 are **Part C**: from the run to production.
+# Recipes 1 and 2 are **Part A**: what is learned, and whether it is better. Recipes 3 to 6 are **Part B**: other ways to train. Recipes 7 to 11 are **Part C**: from the run to production.
 #
 # [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains how LoRA, four bits and 8-bit states save memory. Here we ask whether the model becomes better, and how we know.
 #
@@ -760,7 +760,7 @@ del model, turns  # which hold it, too
 # %% [markdown]
 # Here sorting by length gives the most useful tokens per second. It has a price: rows of one length come together in a step, so the steps are no longer random samples of the data. Packing puts long and short rows together.
 #
-# **Why not more?** Compare the ratio of the two speeds with the predicted ratio of tokens: most of the gain arrives, and not all. One reason is the mask: attention still computes what the mask hides. Kernels for variable lengths skip it; they were not measured here.
+# **Why not more?** Compare the speed of packed and padded rows with the predicted ratio of tokens: only a part of the gain arrives. One reason is the mask: attention still computes what the mask hides. Kernels for variable lengths skip it; they were not measured here.
 #
 # **How do I use it?** `SFTConfig(packing=True)` in TRL. On a GPU install flash-attn: it has kernels for documents of unequal length.
 #
