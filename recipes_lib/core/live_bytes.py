@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._guards import active_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -110,6 +110,11 @@ class LiveBytes(TorchDispatchMode):
         """Enter a storage that is new; returns its number, or None if it does not count."""
         # Of a DTensor this rank has a part. The tensor around it claims the bytes of the whole.
         tensor = getattr(tensor, "_local_tensor", tensor)
+        # A tensor around others, as an optimizer state of torchao, claims bytes that it has not.
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.see(getattr(tensor, name))
+            return None
         # A dry run counts its own fake tensors; those of torch.compile hold no memory.
         of_another_mode = getattr(tensor, "fake_mode", None) is not self._fake_mode
         if tensor.layout != torch.strided or of_another_mode:

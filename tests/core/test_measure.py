@@ -55,6 +55,16 @@ def part_of_eight_mib():
         return added, memory.current - before, len(both)
 
 
+def test_a_tensor_around_others_counts_what_they_hold():
+    """The mistake: fp32 bytes for a state of 8 bits, and for what a compiler keeps of one."""
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
+    with PeakMemory() as memory:
+        before = memory.current
+        state = subclass.zeros((1024, 1024), signed=True, block_size=256, device="cpu")
+        assert state.dtype is torch.float32  # what it claims to be
+        assert 2**20 < memory.current - before < 1.1 * 2**20
+
+
 def test_of_a_distributed_tensor_the_part_counts(two_ranks):
     """The mistake: each rank of a sharded model seems to hold all of it."""
     added, with_sum, _ = two_ranks.run(part_of_eight_mib)
