@@ -158,8 +158,8 @@ def _settings(sizes: Sizes, *, rows: int, length: int, packing: bool) -> Setting
     """QLoRA with all rows of a step in one micro-batch."""
     return Settings(
         base_model=sizes.shape,
-        data_file="",
-        output_dir="",
+        data_file="",  # rows and model are given, and nothing is written
+        output_dir="unused",
         method="qlora",
         learning_rate=2e-4,
         steps=sizes.steps,

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 VALUES = 64  # of each tensor
 
@@ -25,7 +26,8 @@ def fingerprint(
     """A hash of named tensors, as 16 letters and digits.
 
     Of a tensor in whole numbers, as weights in 4 bits are stored, only name and shape count: two
-    devices may round the same weights differently.
+    devices may round the same weights differently. A tensor in parts over ranks has the name of the
+    whole: every rank of its mesh must ask.
 
     Args:
         rounded_to: compare the values in this dtype, whatever the tensors have. By default their
@@ -48,5 +50,7 @@ def fingerprint(
 
 def _spread_values(tensor: Tensor) -> Tensor:
     """VALUES of its numbers, from the first to the last; of a small tensor some come twice."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     places = torch.linspace(0, tensor.numel() - 1, VALUES, dtype=torch.float64).long()
     return tensor.detach().reshape(-1)[places.to(tensor.device)]

@@ -254,7 +254,7 @@ def test_climb_says_what_moved_and_whose_loss_it_is(climbing, capsys):
     climbing.climb("LoRA", adapted, predicted=adapters, after=after)
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 88 for line in lines)
-    assert "to that of activation checkpointing" in " ".join(" ".join(lines).split())
+    assert "against that of activation checkpointing" in " ".join(" ".join(lines).split())
 
 
 def test_terms_that_are_alive_at_neither_peak_are_not_named():
