@@ -369,7 +369,7 @@ timeline_chart(
 # %% [markdown]
 # The tower is made of the scores, of the probabilities that the softmax makes of them, and in backward of their gradients, which the figure counts as *other*. The ground at the bottom is the layer and the embedding. From left to right are operators, each as wide as any other, however long it takes.
 #
-# Now time and memory as the text grows; each time is of one turn. The rows *fused* are flash attention, by the kernel that the first line names:
+# Now time and memory as the text grows; times are medians of three turns. The rows *fused* are flash attention, by the kernel that the first line names:
 
 # %%
 from recipes_lib.workflows.bench.attention import measure_attention
@@ -378,7 +378,7 @@ layer = model_of_shape(sizes.shape, layers=1, dtype=dtype)
 print(best_kernel(layer).why)
 for tokens in sizes.one_layer:
     with_scores = tokens <= sizes.eager_to
-    costs = measure_attention(layer, seq_len=tokens, eager=with_scores, rounds=1)
+    costs = measure_attention(layer, seq_len=tokens, eager=with_scores, rounds=3)
     for kernel, (forward, backward, speed, peak) in costs.items():
         print(
             f"{tokens:>6,} tokens, {kernel:<6}{forward + backward:8.3f} s "
@@ -387,7 +387,7 @@ for tokens in sizes.one_layer:
 del layer
 
 # %% [markdown]
-# With twice the length, eager attention takes four times the memory, and flash attention twice. The number of products grows with the square of the length, and so does the time of long texts; a single turn of a short one says little. Eager attention also has to write its scores and to read them back.
+# With twice the length, eager attention takes four times the memory, and flash attention twice. The time of both grows about with the square, because the number of products does. Eager attention also has to write its scores and to read them back.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, SDPA may choose by itself the kernel of cuDNN, NVIDIA's library; the setup prints its version there.
 #
@@ -629,11 +629,12 @@ ids = text[:, : sizes.common]
 
 
 def seconds_of(row):
-    """Forward and backward of one row, after one that warms up."""
+    """Forward and backward of one row, after those of a short text, which warm up."""
     model = adapted_by[row](load_model() if real_weights else build())
-    for _ in range(2):
+    for tokens in (64, sizes.common):
+        part = ids[:, :tokens]
         started = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model(input_ids=part, labels=part, use_cache=False).loss.backward()
         if here.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started

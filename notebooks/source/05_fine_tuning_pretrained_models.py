@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# > **Held-out loss 3.80 → 3.56** (-0.24 nats per token, 95 % interval -0.34 to -0.14) in 3 steps of one seed, by *everything combined*: QLoRA on packed rows, with the base in the fastest precision of the machine. Beside full fine-tuning in fp32 on padded rows it has **72% less peak memory** and takes 0.61× (0.56–0.68) the time per token. After as many steps full fine-tuning has a loss of 3.24. A run of LoRA in fp32 has the same losses in `transformers.Trainer`; ours takes 0.88× its time, 0.90× its peak. Every row was predicted first; the arithmetic is off by 2.5% at most.
+# > **Held-out loss 3.80 → 3.56** (-0.24 nats per token, 95 % interval -0.34 to -0.14) in 3 steps of one seed, by *everything combined*: QLoRA on packed rows, with the base in the fastest precision of the machine. Beside full fine-tuning in fp32 on padded rows it has **73% less peak memory** and takes 0.63× (0.57–0.68) the time per token. After as many steps full fine-tuning has a loss of 3.24. A run of LoRA in fp32 has the same losses in `transformers.Trainer`; ours takes 0.89× its time, 0.90× its peak. Every row was predicted first; the arithmetic is off by less than 0.1%.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
@@ -621,7 +621,7 @@ del model, optimizer, split
 # Each at the better of these rates, Muon's loss minus AdamW's is -0.046 to +0.009: the seeds do not agree.
 # <!-- end -->
 #
-# The table shows one more thing. At the higher rate AdamW loses most of its gain with every seed, and Muon does not. Each of the two is best at one end of these rates, so a third rate may be better for either.
+# The table shows one more thing. At the higher rate AdamW loses a large part of its gain with every seed, and Muon does not. Each of the two is best at one end of these rates, so a third rate may be better for either.
 #
 # **How do I use it?** `torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")`, beside a `torch.optim.AdamW` for the rest.
 #
@@ -922,7 +922,7 @@ save_merged(
 merge_error = check_merged(folder / "merged", trained, packed["input_ids"])
 print(f"merged, in a fresh process: logits differ by {merge_error:.1%} of their norm")
 
-# The same adapter on the base that was never rounded: another model.
+# The same adapter on the base as it was before QLoRA rounded it: another model.
 on_full = load_adapter(fresh(here.compute_dtype), folder / "adapter")
 on_full_losses = losses_of(on_full)
 verdict = compare(after["everything combined"], on_full_losses)
