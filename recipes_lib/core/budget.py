@@ -124,7 +124,8 @@ class Budget:
 
     `change(term=…)` gives a new budget. `base_frozen` says that adapters train and the model's own
     weights do not. The model that an estimate gets may not have its adapters yet. `dry` holds the
-    blocks one by one, if a dry step has counted them.
+    blocks one by one, if a dry step has counted them. `activations_if_gradients_go` is what the
+    activations will be once a later recipe frees each gradient at once, if that is something else.
     """
 
     weights: int
@@ -141,6 +142,7 @@ class Budget:
     base_frozen: bool = field(default=False, repr=False)
     applied: tuple[Applied, ...] = field(default=(), repr=False)
     dry: DryBlocks | None = field(default=None, repr=False)
+    activations_if_gradients_go: int | None = field(default=None, repr=False)
 
     @property
     def source(self) -> str:
@@ -218,7 +220,9 @@ class Budget:
         always = {"weights": self.weights, "states": self.states}
         return always | self.moments()[self.peak_moment()]
 
-    def with_moment_in_a_block(self, *, as_backward_begins: int, in_a_block: int) -> Budget:
+    def with_moment_in_a_block(
+        self, *, as_backward_begins: int, in_a_block: int, if_gradients_go: int | None = None
+    ) -> Budget:
         """The budget of a recipe whose peak may come while backward is in one of the last blocks.
 
         In a plain step there is more as backward begins, for then all activations are alive. So
@@ -236,12 +240,22 @@ class Budget:
             as_backward_begins: bytes of the activations that are alive then.
             in_a_block: bytes of all that is alive then, beside weights, states and the carried
                 gradients, which `moments` adds in any case.
+            if_gradients_go: the same if a later recipe frees each gradient at once, where
+                `in_a_block` has gradients that would be gone by then.
         """
-        activations = max(as_backward_begins, in_a_block - self.after_activations)
-        return self.change(activations=activations)
+
+        def larger(in_a_block: int) -> int:
+            return max(as_backward_begins, in_a_block - self.after_activations)
+
+        changed = self.change(activations=larger(in_a_block))
+        if if_gradients_go is None:
+            return changed
+        return replace(changed, activations_if_gradients_go=larger(if_gradients_go))
 
     def change(self, **terms: Any) -> Budget:
         """A new budget with these terms."""
+        if "activations" in terms:
+            terms["activations_if_gradients_go"] = None  # it was said of the old ones
         return replace(self, **terms)
 
     def __str__(self) -> str:
@@ -252,7 +266,8 @@ class Budget:
         return "\n".join(lines)
 
 
-FACTS = ("shape", "base_frozen", "applied", "dry")  # what a budget knows beside its terms
+# What a budget knows beside its terms.
+FACTS = ("shape", "base_frozen", "applied", "dry", "activations_if_gradients_go")
 TERMS = tuple(each.name for each in fields(Budget) if each.name not in FACTS)
 
 # What is alive at a moment beside weights and states. Each part is one term of the equation.

@@ -166,7 +166,11 @@ def free_gradients(budget: Budget, model: Any) -> Budget:
     dry = budget.dry
     if dry is not None:
         dry = replace(dry, gradients_stay=False)
+    activations = budget.activations
+    if budget.activations_if_gradients_go is not None:
+        activations = budget.activations_if_gradients_go
     return budget.change(
+        activations=activations,
         gradients=largest,
         carried=0,
         last_gradients=last_gradients,

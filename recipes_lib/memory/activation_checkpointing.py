@@ -43,6 +43,7 @@ from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
 from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
 from recipes_lib.core.plain_step import (
+    embedding_copies,
     features,
     head_of,
     head_trains,
@@ -218,10 +219,14 @@ def estimate_activation_checkpointing(
         return budget.change(activations=as_backward_begins)
 
     in_last_block = stored - kept + budget.one_block + budget.block_gradients
+    head_gradient = 0
     if head_trains(budget, model):
-        in_last_block += tensor_bytes(head_of(model))
+        head_gradient = tensor_bytes(head_of(model))
     return budget.with_moment_in_a_block(
-        as_backward_begins=as_backward_begins, in_a_block=in_last_block
+        as_backward_begins=as_backward_begins,
+        in_a_block=in_last_block + head_gradient,
+        # Where each gradient goes at once, only that of a tied one waits, for its second half.
+        if_gradients_go=in_last_block + embedding_copies(model) // 2,
     )
 
 

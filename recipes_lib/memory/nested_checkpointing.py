@@ -45,7 +45,12 @@ from recipes_lib.core.causal_lm import decoder_blocks, is_layer_norm, norms_of, 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
 from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks, trainable_bytes
+from recipes_lib.core.plain_step import (
+    embedding_copies,
+    require_adapters,
+    saved_outside_the_blocks,
+    trainable_bytes,
+)
 from recipes_lib.core.recompute import (
     argument_names,
     caches_among,
@@ -275,12 +280,18 @@ def estimate_nested_checkpointing(
     if budget.dry is not None:
         return _nested_one_by_one(budget, group=group, one_input=one_input)
 
-    in_a_block = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
+    activations = max(_activations_in_blocks(budget, blocks, group=group, one_input=one_input))
+    with_gradients = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
+    # Where each gradient goes at once, one waits: that of a tied embedding, for its second half.
+    without_gradients = activations + embedding_copies(model) // 2
     if _block_saves_its_input(model):
-        in_a_block -= one_input  # which `one_block` counts as well
+        # `one_block` counts it as well.
+        with_gradients -= one_input
+        without_gradients -= one_input
     return budget.with_moment_in_a_block(
         as_backward_begins=inputs_of_groups + saved_outside_the_blocks(budget, model),
-        in_a_block=in_a_block - budget.carried,  # which `_inside_blocks` has counted
+        in_a_block=with_gradients - budget.carried,  # which `_inside_blocks` has counted
+        if_gradients_go=without_gradients,
     )
 
 
@@ -301,13 +312,20 @@ def _inside_blocks(
     budget: Budget, blocks: torch.nn.ModuleList, *, group: int, one_input: int
 ) -> Iterator[int]:
     """For each block: bytes of inputs, activations and gradients while backward is in it."""
+    activations = _activations_in_blocks(budget, blocks, group=group, one_input=one_input)
     still_to_come = budget.last_gradients  # gradients of the first block, and of the embedding
-    for index, block in enumerate(blocks):
+    for index, (block, inside) in enumerate(zip(blocks, activations, strict=True)):
         if index > 0:
             still_to_come += trainable_bytes(block)
-        gradients = max(budget.carried, budget.gradients - still_to_come)
-        inputs = _inputs_alive(index, group) * one_input
-        yield inputs + budget.one_block + budget.block_gradients + gradients
+        yield inside + max(budget.carried, budget.gradients - still_to_come)
+
+
+def _activations_in_blocks(
+    budget: Budget, blocks: torch.nn.ModuleList, *, group: int, one_input: int
+) -> list[int]:
+    """For each block: bytes of inputs, and of all inside it, while backward is in it."""
+    inside = budget.one_block + budget.block_gradients
+    return [_inputs_alive(index, group) * one_input + inside for index in range(len(blocks))]
 
 
 def _block_saves_its_input(model: Any) -> bool:

@@ -18,12 +18,20 @@ from recipes_lib.memory.activation_checkpointing import (
     estimate_activation_checkpointing,
     remove_activation_checkpointing,
 )
+from recipes_lib.memory.chunked_cross_entropy import (
+    apply_chunked_cross_entropy,
+    estimate_chunked_cross_entropy,
+)
 from recipes_lib.memory.nested_checkpointing import (
     apply_nested_checkpointing,
     best_group,
     estimate_nested_checkpointing,
     nested_by_hand,
     remove_nested_checkpointing,
+)
+from recipes_lib.memory.optimizer_in_backward import (
+    apply_optimizer_in_backward,
+    estimate_optimizer_in_backward,
 )
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
@@ -473,6 +481,36 @@ def test_peak_of_a_public_shape_as_estimated(layers, group, tile_size):
         apply_nested_checkpointing(model, group=group)
         measured = peak_of_a_small_loss(model, (shape.rows, shape.seq))
     assert plan.peak == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_peak_where_each_gradient_goes_at_once(nested):
+    """The peak in a block has no gradients of later blocks, which are there in a plain step."""
+    shape = Shape(batch=1, seq=16_384)
+    with dry_run():
+        model = model_of_shape("llama-3.1-8b", layers=4, device="cpu")
+        plan = estimate_chunked_cross_entropy(budget_of(model, shape), model, shape)
+        apply_chunked_cross_entropy(model)
+        if nested:
+            plan = estimate_nested_checkpointing(plan, model, shape, group=2)
+            apply_nested_checkpointing(model, group=2)
+        else:
+            plan = estimate_activation_checkpointing(plan, model, shape)
+            apply_activation_checkpointing(model)
+        stays = plan.peak
+        plan = estimate_optimizer_in_backward(plan, model, shape)
+        optimizer = apply_optimizer_in_backward(model, lr=1e-5, fused=True)
+        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
+
+        def step(ids):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+
+        step(ids[:, :16])  # makes the states
+        with PeakMemory() as memory:
+            step(ids)
+    assert plan.peak == pytest.approx(memory.peak, rel=0.01)
+    assert plan.peak < stays
 
 
 def test_adapters_that_are_not_there_yet(llama):
