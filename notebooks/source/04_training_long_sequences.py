@@ -21,7 +21,7 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
-# A longer text needs more memory, and at some length the training step fails. This notebook trains one small model within a fixed memory, on texts that become longer and longer. For each recipe it first predicts the longest text with arithmetic, then searches for it, and then checks whether the loss is still the same number.
+# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains within a fixed memory. For each recipe it first predicts the longest text with arithmetic. Then it searches for it. Then it checks, on a short text, whether the loss is still the same number.
 #
 # | | |
 # |---|---|
@@ -91,9 +91,9 @@ rate = measure_matrix_rates()[dtype]  # operations per second, in about a second
 print(f"matrix products in {dtype}: {rate / 1e12:.2f} TFLOP/s")
 
 # %% [markdown]
-# The last line of the print says how fast this machine multiplies large matrices. One TFLOP/s is 1,000 billion operations per second. Later it gives a lower bound for the time of a step.
+# The last line of the print says how fast this machine multiplies large matrices. One TFLOP/s is 1,000 billion operations per second. Later this rate gives a lower bound for the time of a step.
 #
-# All sizes stand in one cell. On a CPU we set a limit of 4 GiB for all tensors together. The machine has more: the limit is one that we count. All weights of the real SmolLM2-135M train, in fp32. A GPU takes a larger model with random weights, since memory does not depend on what the weights are. Its limit leaves some room on the card, because a part of the card's memory lies in pieces that are too small to use.
+# All sizes stand in one cell. On a CPU we set a limit of 4 GiB for all tensors together. The machine has more memory. Nothing fails at the limit: we count the bytes and compare. All weights of the real SmolLM2-135M train, in fp32. A GPU takes a larger model with random weights, since memory does not depend on what the weights are. Its limit leaves some room on the card, because a part of the card's memory lies in pieces that are too small to use.
 
 # %%
 cpu = dict(
@@ -186,13 +186,13 @@ expected = predicted_longest(base_plan, limit_bytes=sizes.limit)
 print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 
 # %% [markdown]
-# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. $a S^2$ are the scores: 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. $b S$ is the rest of the activations, and the loss: 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB. The sum is the predicted peak. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains the other lines of the print.
+# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. $a S^2$ are the scores: 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. $b S$ is the rest of the activations, and the loss: 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because the loss and its gradient need this table three times. The sum is the predicted peak. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains the other lines of the print.
 #
-# The equation holds for the moment in which backward begins: activations and loss are complete, and there are no gradients yet. Later, when the last gradient arrives, activations and loss are gone, and all gradients are there. In a long text the first moment is the peak. In a short text, or after recipes that make activations and loss smaller, it can be the second, and then no recipe for activations helps. (These are the two moments of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). The [cheatsheet](../CHEATSHEET.md#the-equation) has a third one between them, which is never the highest in these two notebooks.)
+# The equation holds for the moment in which backward begins: activations and loss are complete, and there are no gradients yet. Later, when the last gradient arrives, activations and loss are gone, and all gradients are there. In a long text the first moment is the peak. In a short text, or after recipes that make activations and loss smaller, it can be the second, and then no recipe for activations helps. (These are the two moments of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). The [cheatsheet](../CHEATSHEET.md#the-equation) has a third one between them, when backward enters the first block. It is never the highest in these two notebooks. With checkpoints the peak can come a little after backward begins, inside one of the last blocks. The prediction counts it with the first moment.)
 #
 # ## Baseline: the plain loop
 #
-# In attention each token has a query, a key and a value: the rows of Q, K and V. The baseline computes softmax(QKᵀ/√E) V as the formula says, where E is the width of a head. This is called *eager*: all scores are made, and what the softmax makes of them waits for backward. The baseline of notebook 01 has recipe 1 already, because it is the default of transformers: there nothing grows with the square.
+# In attention each token has a query, a key and a value: the rows of Q, K and V. The baseline computes softmax(QKᵀ/√E) V as the formula says, where E is the width of a head. In shapes, B counts texts, H heads and S tokens. This is called *eager*: all scores are made, and what the softmax makes of them waits for backward. The baseline of notebook 01 has flash attention already, because it is the default of transformers. There nothing grows with the square.
 #
 # The results go into a table that grows by one row per recipe, the *ladder*. `climb` adds a row. First it predicts the longest text. Then it searches for it, and the search does not use the prediction. It takes a step with a short text and one with the longest text of the row before. A straight line through their bytes gives the first guess. From there it goes up and down until one length fits, another does not, and they are at most 1 % apart. The search gives two numbers. The line under each `climb` gives the longest text that was tried and fits, and all factors compare such lengths. The column *found* of the table is a little larger: there a straight line between the two lengths meets the limit. Over so short a distance bytes grow nearly in a straight line, so this number is known much better than to 1 %. The prediction is compared with it.
 #
@@ -296,7 +296,7 @@ climb("baseline", base_plan, eager)
 #
 # **The idea.** **Never store the scores: go through the keys block by block and keep a running softmax.** A softmax divides by a sum over *all* keys, and before that the largest score is subtracted, so that exp does not overflow. Block by block, neither is known yet. So we keep the largest score so far and the sum so far. If a later block has a larger score, what was summed before is multiplied by a correction. Backward makes each block of scores again from Q, K and the saved sums, so nothing of size S × S has to wait. The function below shows forward only.
 #
-# PyTorch has such programs, called *kernels*, for CPUs and GPUs, behind one function: `scaled_dot_product_attention`, SDPA for short. `apply_flash_attention` picks the best one here, and `best_kernel` will say which one it is and why.
+# PyTorch has programs that do this, called *kernels*, for CPUs and GPUs, behind one function: `scaled_dot_product_attention`, SDPA for short. `apply_flash_attention` picks the best one here, and `best_kernel` will say which one it is and why.
 
 # %%
 from recipes_lib.attention.flash import (
@@ -330,9 +330,9 @@ flash_plan = with_recipe(base_plan, estimate_flash_attention)
 climb("flash attention", flash_plan, apply_flash_attention)
 
 # %% [markdown]
-# **Why not more?** The line above answers the guess. Something else fills the memory now: the logits, and the activations of all layers.
+# **Why not more?** The line *flash attention* above answers the guess. Something else fills the memory now: the logits, and the activations of all layers.
 #
-# What flash attention is for shows in one layer alone. Here is its memory over forward and backward, without the output layer. On a CPU all pictures of memory and of lengths in this notebook are drawn from dry steps: their bytes are counted, and nothing is computed.
+# One layer alone shows what flash attention is for. Here is the memory of one layer over forward and backward, without the output layer. On a CPU all pictures of memory and of lengths in this notebook are drawn from dry steps: their bytes are counted, and nothing is computed. The line *measured on* below them names the machine that counted.
 
 # %%
 import contextlib
@@ -369,7 +369,7 @@ timeline_chart(
 # %% [markdown]
 # The tower is made of the scores, of the probabilities that the softmax makes of them, and in backward of their gradients, which the figure counts as *other*. The ground at the bottom is the layer and the embedding. From left to right are operators, each as wide as any other, however long it takes.
 #
-# Now time and memory as the text grows; times are medians of three turns. The rows *fused* are flash attention, by the kernel that the first line names:
+# Now time and memory of the attention alone, without its projections, as the text grows. Times are medians of three measurements. TFLOP/s counts only the pairs that causal attention needs. The rows *fused* are flash attention, by the kernel that the first line names:
 
 # %%
 from recipes_lib.workflows.bench.attention import measure_attention
@@ -387,7 +387,7 @@ for tokens in sizes.one_layer:
 del layer
 
 # %% [markdown]
-# With twice the length, eager attention takes four times the memory, and flash attention twice. The time of both grows about with the square, because the number of products does. Eager attention also has to write its scores and to read them back.
+# With twice the length, eager attention takes about four times the memory, and flash attention twice. The number of products becomes four times as large. The time of flash attention follows it, a little less steeply at short lengths. Eager attention also has to write its scores and to read them back, and its time can grow by more than four times.
 #
 # **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, SDPA may choose by itself the kernel of cuDNN, NVIDIA's library; the setup prints its version there.
 #
@@ -399,7 +399,7 @@ del layer
 #
 # **Guess first.** Without all logits at once, by which factor does the text grow?
 #
-# **The idea.** **Make the logits of a few hundred tokens at a time, and their gradient at once.** For one token that gradient is softmax(logits) minus one-hot(target): the probabilities, with 1 subtracted at the right entry. It needs no other token. The loss is one number, so backward brings from behind only one factor, usually 1 divided by the number of tokens. So a chunk gives its part of the loss and of both gradients, and its logits are freed:
+# **The idea.** **Make the logits of a few hundred tokens at a time, and their gradient at once.** For one token that gradient is softmax(logits) minus one-hot(target): the probabilities, with 1 subtracted at the right entry. It needs no other token. The loss is one number, so all that backward adds later is one factor. So a chunk gives its part of the loss and of two gradients, those of the hidden states and of the output weights. Then its logits are freed. (T are tokens, C those of a chunk, D is the width of the model, V the vocabulary.)
 
 # %%
 from recipes_lib.memory.chunked_cross_entropy import (
@@ -442,7 +442,7 @@ for which, cost in beside.items():
 # %% [markdown]
 # **Why not more?** The activations of all layers are now nearly all that grows.
 #
-# The second print compares the loss alone. The time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The row *TRL* is the loss of its `SFTTrainer`. It works in tiles of 32,768 entries of the vocabulary, keeps no gradients in forward, and makes all logits once more in backward: that is its time. The row *TRL, 2,048 words* is the same with tiles of 2,048 entries, which need less memory. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
+# The second print compares the loss alone. The time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The row *TRL* is the loss of its `SFTTrainer`. It works in tiles of 32,768 entries of the vocabulary, keeps no gradients in forward, and makes all logits once more in backward, which takes time. With so few tokens its tiles take more memory than all logits at once. The row *TRL, 2,048 words* is the same with tiles of 2,048 entries, which need less memory. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
 #
 # **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it).
 #
@@ -452,7 +452,7 @@ for which, cost in beside.items():
 #
 # **What is going on?** Every block keeps its activations for backward.
 #
-# **Guess first.** Of each block only its input stays, one number where a plain block keeps dozens. By which factor does the text grow?
+# **Guess first.** Of each block only its input stays. For each number of it, a plain block keeps about 19. By which factor does the text grow?
 #
 # **The idea.** **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most.
 
@@ -471,7 +471,7 @@ checkpoint_plan = with_recipe(lean_plan, estimate_activation_checkpointing)
 climb("+ checkpointing", checkpoint_plan, checkpointed)
 
 # %% [markdown]
-# **Why not more?** No other recipe moves the limit as far, as the column *× previous* of the table below will show. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
+# **Why not more?** No other recipe multiplies the length by so much, as the column *× previous* of the table below will show. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
 #
 # **How do I use it?** `gradient_checkpointing=True` in the Trainer; newer versions call it `activation_checkpointing`.
 #
@@ -479,7 +479,7 @@ climb("+ checkpointing", checkpoint_plan, checkpointed)
 #
 # ### 4. Tiled MLP
 #
-# **What is going on?** In the block that is being recomputed, the MLP holds the widest tensors: tokens × feed-forward width.
+# **What is going on?** In the block that is being recomputed, the MLP holds the widest tensors: tokens × feed-forward width, S × F.
 #
 # ```text
 # whole    x [S, D] -> up, gate [S, F] -> down -> [S, D]       all S rows at once
@@ -525,7 +525,7 @@ shortest = sizes.lengths[:1]  # this row is not in the picture of growth
 climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 
 # %% [markdown]
-# **Why not more?** That answers the guess: the inputs of the blocks are larger. They are still there, and a tile does not touch them.
+# **Why not more?** The small gain answers the guess: the inputs of the blocks are larger. They are still there, and a tile does not touch them.
 #
 # **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
 #
@@ -542,7 +542,7 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 #
 # **Guess first.** With 30 blocks, which k keeps the fewest inputs?
 #
-# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become about L/k + k - 1: one per group, and those of one group, whose first is counted already. That is fewest near √L. The price is another forward pass, but for the last block of each group, which is computed once less. So among equally good groups the smallest recomputes the least.
+# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become about L/k + k - 1: one per group, and those of one group, whose first is counted already. That is fewest near √L. The price is another forward pass, except for the last block of each group, which is computed once less. So among equally good groups the smallest recomputes the least.
 
 # %%
 from recipes_lib.memory.nested_checkpointing import (
@@ -587,9 +587,11 @@ def nested(model, **options):
 climb("+ nested checkpoints", nested_plan, nested, lengths=shortest)
 
 # %% [markdown]
+# **Why not more?** The inputs that are left still grow with the text, and so does the one block that is computed again.
+#
 # **How do I use it?** We know of no flag for it in a training library. Megatron-LM comes near: `--recompute-method uniform --recompute-num-layers k` keeps the inputs of groups, but in backward all activations of one group. Other libraries send the inputs of the blocks to host memory instead: the Trainer with `gradient_checkpointing_kwargs={"offload": True}`, TRL with `activation_offloading=True`. Recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) does it with `offload_activations`. On a CPU, host memory is what runs out, and only the disk is left.
 #
-# **What does it cost?** One more forward pass.
+# **What does it cost?** Nearly one more forward pass.
 #
 # ## Everything combined
 #
@@ -612,13 +614,13 @@ climb(
 )
 
 # %% [markdown]
-# **Why not more?** What is left are the inputs of groups, and one block that is computed again.
+# **Why not more?** The same two things are left, a little smaller.
 #
-# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. By a dry run, that is what brings QLoRA of an 8B model to 262,144 tokens on a card of 24 GB: [the account](../docs/long-card.md). Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
+# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. By a dry run, with it QLoRA (recipe 10 of notebook 01) of a model of 8 billion weights reaches 262,144 tokens on a card of 24 GB. [This page](../docs/long-card.md) has the numbers. Nobody has measured it on a card yet. Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
 #
 # ## The ladder
 #
-# What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, so that a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed.
+# What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, three rounds on a CPU. So a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed.
 #
 # In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text. *Time* is compared with the baseline's of the same round: the median of the ratios, and in brackets the lowest and the highest. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
 
@@ -650,13 +652,13 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# At this length flash attention and the chunked loss cost next to no time. Where a bracket reaches from below 1 to above it, this run does not say which row is faster. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
+# At this length flash attention and the chunked loss cost next to no time. Where a bracket reaches from below 1 to above it, this run does not say whether the row or the baseline is faster. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
 #
-# The lower bound assumes that everything runs at the rate of large products. Checkpoints compute some parts twice, and attention is slower (compare the TFLOP/s of recipe 1). Still, at the end of the table a single step takes many minutes on two CPU cores: memory is no longer what limits the length, time is. That is why there is a part B.
+# The lower bound assumes that everything runs at the rate of large products. Checkpoints compute some parts twice, nested ones up to three times, and attention is slower (compare the TFLOP/s of recipe 1). Still, at the end of the table a single step takes many minutes on two CPU cores: memory is no longer what limits the length, time is. That is why there is a part B.
 #
 # ## The pictures
 #
-# The longest text of each row. The black mark is the prediction. On this axis one sees which recipes matter.
+# The longest text of each row. The black mark is the prediction. The axis is linear: it shows how many tokens each recipe adds. By which factor it does so, the column *× previous* says.
 
 # %%
 ladder.chart()
@@ -692,7 +694,7 @@ for row in ("baseline", "everything combined"):
 timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 
 # %% [markdown]
-# In the first picture activations pile up during forward, layer upon layer. In the second, forward leaves only the inputs of groups. The flat part in the middle is the loss, chunk by chunk: it consists of many operators, and each is drawn equally wide. In backward each tooth is a block that is computed again, and k of them are a group. There is no phase *step*: each weight is updated during backward.
+# In the first picture activations pile up during forward, layer upon layer. In the second, forward leaves only the inputs of groups. The flat part in the middle is the loss, chunk by chunk: it consists of many operators, and each is drawn equally wide. In backward each tooth is a block that is computed again, and k of them are a group. The last group, with which backward begins, can be smaller. There is no phase *step*: each weight is updated during backward.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -791,9 +793,9 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = statistics.median(ratios)
 
 # %% [markdown]
-# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. It differs from *fewer pairs* because the ways do not compute a pair at the same speed: the last column shows this. The cause is not measured here. A likely one: PyTorch's causal kernel goes through one long row, and the many small products of one shape, of which a band consists, can run faster on this machine.
+# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of each block. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, this one also computes 6.6 times fewer than full attention, at the sizes of a CPU. The last column divides the counted pairs by the seconds. So the time follows the pairs that are computed.
 #
-# All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training?
+# All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training? Here is the loss on one text of 2,048 tokens, with a window of 512 (sizes of a CPU).
 
 # %%
 last_quarter = sizes.reads // 4
@@ -817,7 +819,7 @@ for which, adapt in variants.items():
 del model
 
 # %% [markdown]
-# **Why not more?** On this text, reading less makes the model worse at once, and four sinks repair most of it. The usual explanation (Xiao et al., 2023): a softmax must add up to one, so a head that needs no token sends its attention to the first ones. The block-sparse pattern has such first tokens, too, in its global block. Without further training no pattern reaches full attention. They are for models that are trained with them, as Mistral and Gemma are.
+# **Why not more?** On this text, reading less makes the model worse at once, and four sinks repair most of it. The usual explanation (Xiao et al., 2023): a softmax must add up to one, so a head that needs no token sends its attention to the first ones. The block-sparse pattern has such first tokens, too, in its global block. Without further training no pattern reaches full attention. They are for models that are trained with them. The first Mistral 7B was trained with a window, and Gemma 3 in most of its layers.
 #
 # **How do I use it?** `sliding_window` in config.json of a model that was trained with it; FlexAttention for other patterns.
 #
@@ -831,7 +833,7 @@ del model
 #
 # **The idea.** **Most of what a model learns early should need no long context,** and short rows cost less attention. The schedule lengthens the rows while the tokens of a step stay the same.
 #
-# Here one small model reads source code as single characters. It is trained twice: always on rows of full length, and with a curriculum, which has rows of a sixteenth for 40 % of the steps, of a quarter for 30 %, and of full length for the rest. Both get the same compute, three seeds each. The loss on long held-out rows decides.
+# Here one small model reads source code as single characters. It is trained in two ways: always on rows of full length, and with a curriculum, which has rows of a sixteenth for 40 % of the steps, of a quarter for 30 %, and of full length for the rest. Both get the same compute, three seeds each. The loss on long held-out rows decides.
 
 # %%
 from recipes_lib.training.curriculum import flops_per_token
@@ -849,8 +851,8 @@ letters = {}
 for split in ("train", "validation"):
     characters = load_text(split=split).encode("ascii", "ignore")[:4_000_000]
     letters[split] = torch.tensor(list(characters))
-rows = letters["validation"].unfold(0, row, row)  # spread over many modules
-held_out = rows[:: len(rows) // 8][:8]
+rows = letters["validation"].unfold(0, row, row)
+held_out = rows[:: len(rows) // 8][:8]  # spread over many modules
 reached = compare_at_equal_compute(
     partial(model_of_shape, "tiny-llama", layers=2, device="cpu"),
     letters["train"],
@@ -883,17 +885,17 @@ for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b"
 # %% [markdown]
 # **Why not more?** The model that was trained here is narrow: attention is most of its work, so short rows are much cheaper, and the same compute buys many more steps. In a wide model they are only a little cheaper, and there are few additional steps. It can then gain only if early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
 #
-# **How do I use it?** DeepSpeed `curriculum_learning`, Composer `SeqLengthWarmup`.
+# **How do I use it?** DeepSpeed `curriculum_learning`, Composer `SeqLengthWarmup`. By default both cut the rows shorter and keep their number, so a short step has fewer tokens there.
 #
 # **What does it cost?** A schedule to tune.
 #
 # ### 8. RoPE scaling: beyond the trained length
 #
-# **What is going on?** Attention itself does not know the order of the tokens. In RoPE, *rotary position embeddings*, each pair of numbers of a query and of a key is turned by an angle: position × frequency. The first pairs turn fast, the last ones slowly. In a text longer than those of the training come angles that the model has never seen. Nothing fails there, so `check_length` says it before.
+# **What is going on?** Attention itself does not know the order of the tokens. In RoPE, *rotary position embeddings*, each pair of numbers of a query and of a key is turned by an angle: position × frequency. The first pairs turn fast, the last ones slowly. In a text longer than those of the training come angles that the model has never seen. No error is raised there, so `check_length` raises one before the text runs.
 #
 # **Guess first.** Where does the loss begin to climb: at the trained length, or later?
 #
-# **The idea.** **Stretch the positions, so that the angles stay among those that are known.** There are three ways. *linear*: all pairs turn slower. *dynamic* (NTK): a larger base, which slows the slow pairs most. *yarn*: slow only the pairs that made less than about one full turn in the training, and leave the fast ones alone.
+# **The idea.** **Turn the pairs more slowly, so that the angles stay among those that are known.** There are three ways. *linear*: all pairs turn slower. *dynamic* (NTK): a larger base, which is the number whose powers are the frequencies. It slows the slow pairs most, and how large it becomes depends on the length of the text. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part. It also sharpens the softmax a little.
 
 # %%
 from recipes_lib.architecture.rope import (
@@ -919,7 +921,7 @@ except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# The score depends on the distance of the two tokens only. A scaling changes the frequencies, and nothing else.
+# The score depends on the distance of the two tokens only. A scaling changes the frequencies. YaRN also multiplies queries and keys by a number a little above 1.
 #
 # Texts that are longer than those of the training take minutes on a CPU. So on a CPU the curves come from a recorded run of the same steps (`python -m benchmarks.gpu --parts rope`, also on two CPU cores). On a GPU they are measured now. The scalings are made for twice the trained length.
 
@@ -953,7 +955,7 @@ position_chart(
 )
 
 # %% [markdown]
-# Above are means over the texts; *none* is the model without scaling. The upper picture answers the guess: nothing happens at the dashed line itself. About 2,000 tokens behind it the loss begins to climb, and it climbs fast. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end, where the unscaled model has lost its way, is it the better of the two. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
+# The upper picture shows means over the texts; *none* is the model without scaling. It answers the guess. At the dashed line all curves rise together: that is the text, not the position. About 2,000 tokens behind the line, *none* leaves *yarn* and *dynamic*, and its loss climbs fast. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end it is better than no scaling, because there the unscaled model has lost its way. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
 #
 # **How do I use it?** `rope_parameters` in config.json; vLLM `--hf-overrides` with the same.
 #
@@ -961,7 +963,7 @@ position_chart(
 #
 # ### Several GPUs: context parallelism
 #
-# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every text, and keys and values travel around a ring. In each step of the ring a GPU computes with the keys and values that it has, and meanwhile sends them on to its neighbour. If sending takes less time than computing, it costs nothing: it is *hidden*. Computing grows with the square of the tokens per GPU, sending only with their number. So from a certain length on, sending is hidden. The two rates in the next cell are assumptions: put in yours.
+# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every text, and keys and values travel around a ring. In each step of the ring a GPU computes with the keys and values that it has, and meanwhile sends them on to its neighbour. If sending takes less time than computing, it costs nothing: it is *hidden*. Computing grows with the square of the tokens per GPU, sending only with their number. So from a certain length on, sending is hidden. The two rates in the next cell are assumptions: put in yours. The formula counts all pairs of two parts, in forward. With a causal mask and the work dealt out evenly a GPU computes half of them, and needs twice as many tokens.
 
 # %%
 config = model_of_shape("llama-3.1-8b", layers=1, device="meta").config
@@ -975,7 +977,7 @@ hidden_from = attention_rate / link * key_width / query_width
 print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 
 # %% [markdown]
-# [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs this ring on two ranks, and *Ulysses* as well, which exchanges tokens for heads, with their bytes and with the loss of one process.
+# [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs this ring on two ranks, and *Ulysses* as well, which exchanges tokens for heads. It counts the bytes that they send, and compares their loss with that of one process.
 #
 # ## Take this into your code
 #
@@ -993,7 +995,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # name = "Qwen/Qwen3-0.6B"
 # text = open("my_text.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
-# model = AutoModelForCausalLM.from_pretrained(name).cuda().train()
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda().train()
 # apply_flash_attention(model)
 # apply_chunked_cross_entropy(model)
 # apply_tiled_mlp(model, norms=True)
@@ -1009,7 +1011,7 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 #
 # | recipe | price | not when |
 # |---|---|---|
-# | flash attention | sums in another order; a short text gains no time | you want to look at the attention weights; scores are capped (Gemma 2): other kernels do that |
+# | flash attention | sums in another order; a short text gains little time | you want to look at the attention weights; scores are capped (Gemma 2): other kernels do that |
 # | chunked cross-entropy | no logits in the output | you need the logits |
 # | activation checkpointing | about one more forward pass | activations are not at the peak |
 # | tiled MLP | small products; without checkpointing, the MLP once more | no block is checkpointed yet: do that first |
@@ -1018,9 +1020,9 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # | curriculum | a schedule to tune | fine-tuning on one length |
 # | RoPE scaling | a little worse in the trained part (linear: much worse) | the texts are not longer than the training's |
 #
-# **Measured here: two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, because the logits are there as well. The *curriculum* gets its additional steps from a model in which attention is most of the work; a wide model gets few of them.
+# **Measured here: two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, because the other activations and the logits are there as well. The *curriculum* gets its additional steps from a model in which attention is most of the work; a wide model gets few of them.
 #
-# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not.** The step in backward with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says; a sliding window with packed rows, which it refuses (block-sparse attention keeps the documents of a row apart); selective checkpointing with tiles, which the functions refuse.
+# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not go together.** The step in backward does not go with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says. A sliding window refuses packed rows; block-sparse attention keeps the documents of a row apart. Tiles refuse selective checkpointing, which keeps some results of a block.
 #
 # ## Exercises
 #

@@ -299,6 +299,8 @@ def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_
             seconds.append(step.seconds)
             done = f"{step.number + 1} of {run.steps} done{_rest(seconds, step.number, run)}"
             line = f"step {step.number}: loss {step.loss:.6f}, {speed:,.0f} tokens/s, {done}"
+            if not step.updated:
+                line += "; it changed nothing, because gradients overflowed in fp16"
             print(line, flush=True)
             announce(f"training: {done}")
             if count == 3 and machine().device == "cpu":

@@ -52,6 +52,7 @@ class Step:
     seconds: float
     loading: float  # of the seconds those that made the batch
     tokens: int  # of text, without padding
+    updated: bool = True  # False where gradients overflowed in fp16: nothing changed
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -97,11 +98,13 @@ def training_steps(
         micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
         loading = time.perf_counter() - start
 
-        loss, norm, rate = _optimizer_step(model, micros, optimizer, schedule, precision, run=run)
+        loss, norm, rate, updated = _optimizer_step(
+            model, micros, optimizer, schedule, precision, run=run
+        )
         synchronize()
         seconds = time.perf_counter() - start
         tokens = sum(len(row["input_ids"]) for row in chosen)
-        yield Step(number, loss.item(), float(norm), rate, seconds, loading, tokens)
+        yield Step(number, loss.item(), float(norm), rate, seconds, loading, tokens, updated)
 
         # Who takes the steps has logged this one by now: a kill leaves no gap in the log.
         if folder and keeps_checkpoint(number, run=run):
@@ -116,10 +119,11 @@ def _optimizer_step(
     precision: MixedPrecision,
     *,
     run: Settings,
-) -> tuple[torch.Tensor, Any, float]:
+) -> tuple[torch.Tensor, Any, float, bool]:
     """Forward and backward of all micro-batches, then one update.
 
-    Returns the loss, the norm of the gradients before clipping, and the learning rate.
+    Returns the loss, the norm of the gradients before clipping, the learning rate, and whether
+    anything changed.
     """
     # The base may be in 16 bits although the run is in fp32: then loss scaling alone is used.
     autocast = precision.autocast
@@ -138,10 +142,10 @@ def _optimizer_step(
     )
     rate = schedule.get_last_lr()[0]  # before the schedule moves on
     updated = precision.step(optimizer, max_grad_norm=limit)
-    if updated:  # not where gradients overflowed in fp16: that step does not count
+    if updated:  # not where gradients overflowed in fp16: there the rate stays
         schedule.step()
     optimizer.zero_grad()
-    return loss, precision.gradient_norm, rate
+    return loss, precision.gradient_norm, rate, updated
 
 
 def rows_of_optimizer_step(number: int, rows: Sequence[Row], *, run: Settings) -> list[Row]:

@@ -75,6 +75,25 @@ def test_adapters_learn_under_checkpointing(shape, method):
     assert curve[-1] < curve[0] - 0.1
 
 
+def test_a_step_that_overflowed_says_that_it_changed_nothing(monkeypatch):
+    """fp16 ends at 65,504: with this first scale gradients are infinite, until it is halved."""
+    monkeypatch.setattr("recipes_lib.precision.mixed_precision.FIRST_SCALE", 2.0**24)
+    run = change(precision="fp16", method="lora", steps=12, warmup_steps=0)
+    model = fresh("tiny-llama", method="lora")
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    changed = []
+    steps = []
+    before = [parameter.clone() for parameter in adapters]
+    for step in training_steps(model, make_rows(), run=run, pad_token_id=0):
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, adapters)))
+        before = [parameter.clone() for parameter in adapters]
+        steps.append(step)
+    assert [step.updated for step in steps] == changed
+    assert not steps[0].updated and steps[-1].updated
+    assert steps[1].learning_rate == steps[0].learning_rate, "the schedule waits"
+
+
 def test_packed_rows_give_the_loss_of_the_padded_ones():
     rows = make_rows(8)
     packed = pack_sequences(rows, length=64)
