@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **891 → 54,986 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long**. The loss on 512 tokens is the same in every row, to 2e-07. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data. Every row was predicted first; the arithmetic is off by 1.3% at most.
+# > **891 → 54,986 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long**. The loss on 512 tokens is the same in every row, to 2e-07. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data. Every row was predicted first; the arithmetic is off by 0.6% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
@@ -793,7 +793,7 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = statistics.median(ratios)
 
 # %% [markdown]
-# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of each block. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, this one also computes 6.6 times fewer than full attention, at the sizes of a CPU. The last column divides the counted pairs by the seconds. So the time follows the pairs that are computed.
+# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of each block. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, this one also computes 6.6 times fewer than full attention, at the sizes of a CPU. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
 #
 # All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training? Here is the loss on one text of 2,048 tokens, with a window of 512 (sizes of a CPU).
 

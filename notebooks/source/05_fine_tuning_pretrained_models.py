@@ -422,7 +422,7 @@ print(f"both together           {changes['QLoRA']}")
 print(f"Python source {text_before:.1f}, in four bits {text_in_four_bits:.1f}")
 
 # %% [markdown]
-# That answers the guess. It does not begin at the same loss: four bits cost 0.27 nats per token before any training. The third line is the sum of the first two: all in all QLoRA ends higher than LoRA. The second line alone is larger than the change of LoRA, −0.59 against −0.49. That does not make QLoRA the better training. It begins at a higher loss, and a part of what its adapters learn may repair the rounding; this run does not separate the two. As the setup says, these weights were rounded once before, so the price of four bits is another one for a model of 16 bits.
+# That answers the guess. It does not begin at the same loss: four bits cost 0.27 nats per token before any training. The third line is the sum of the first two: all in all QLoRA ends higher than LoRA. The second line alone is larger than the change of LoRA, −0.59 against −0.49. That does not make QLoRA the better training. It begins at a higher loss, and a part of what its adapters learn may repair the rounding; this run does not separate the two. As the setup says, these weights were rounded once before, so a model in 16 bits pays another price for four bits.
 #
 # **Which term moved?** LoRA has states for 4.9 million numbers and not for 134.5 million: 37 MiB instead of 1,026. QLoRA shrinks the weights as well.
 #
@@ -430,7 +430,7 @@ print(f"Python source {text_before:.1f}, in four bits {text_in_four_bits:.1f}")
 #
 # **Why not more?** After three steps one sees whether the loss falls, and not where it ends. Recipe 7 has a longer run.
 #
-# **Which variant of LoRA?** Three steps cannot judge rank, α, DoRA or rsLoRA. PEFT publishes [a comparison](https://github.com/huggingface/peft/tree/main/method_comparison): Llama-3.2-3B trains 5,000 steps on MetaMathQA on an L40S GPU, with adapters on two layers of each attention, and then answers the test questions of GSM8K. In July 2026 the share of right answers is 51.3 % for rsLoRA with rank 64, 47.8 % for LoRA with rank 32, 47.2 % for full fine-tuning and 46.9 % for DoRA with rank 32. These are runs of one seed. The same DoRA run had 48.2 % in June 2025 and 49.4 % in January 2026. So a difference of one or two points ranks nothing. What the comparison does show is the price of DoRA: 17 % less speed and 2 GiB more. Tune the learning rate and α before you choose a variant. The authors of QLoRA advise adapters on all linear layers.
+# **Which variant of LoRA?** Two are known. *rsLoRA* divides α by √r instead of r. *DoRA* also trains the length of each row of the weights. Three steps cannot judge the rank, α or these variants. PEFT publishes [a comparison](https://github.com/huggingface/peft/tree/main/method_comparison): Llama-3.2-3B trains 5,000 steps on MetaMathQA on an L40S GPU, with adapters on two layers of each attention, and then answers the test questions of GSM8K. In July 2026 the share of right answers is 51.3 % for rsLoRA with rank 64, 47.8 % for LoRA with rank 32, 47.2 % for full fine-tuning and 46.9 % for DoRA with rank 32. These are runs of one seed. The same DoRA run had 48.2 % in June 2025 and 49.4 % in January 2026. So a difference of one or two points ranks nothing. What the comparison does show is the price of DoRA: it is 17 % slower than LoRA and takes 2 GiB more memory. Tune the learning rate and α before you choose a variant. The authors of QLoRA advise adapters on all linear layers.
 #
 # **How do I use it?** `LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")` of peft. For QLoRA load the base with `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)`. Without the second argument it takes other four-bit numbers, fp4.
 #
@@ -478,7 +478,7 @@ del model, trained, optimizer
 torch.compiler.reset()  # what it keeps would count below
 
 # %% [markdown]
-# The states take a quarter of the bytes. The losses agree to three digits, over three steps on one batch. The printed seconds are of a single step and did not take turns, so they rank nothing.
+# The states take a quarter of the bytes. The losses differ by 0.0005 at most, over three steps on one batch. The printed seconds are of a single step and did not take turns, so they rank nothing.
 #
 # **How do I use it?** `TrainingArguments(optim="adamw_8bit")` takes bitsandbytes; `optim="adamw_torch_8bit"` takes torchao.
 #
@@ -486,7 +486,7 @@ torch.compiler.reset()  # what it keeps would count below
 #
 # #### Pure bf16
 #
-# **What is going on?** Weights, gradients and states are all in bf16: 8 bytes per weight instead of 16. The difficulty is the update. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest number. *Stochastic rounding*, which [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) uses for states, keeps it on average. *Master weights*, an fp32 copy in the optimizer, keep it exactly, and then nothing is saved: it is 16 bytes again.
+# **What is going on?** Weights, gradients and states are all in bf16: 8 bytes per weight instead of 16. The difficulty is the update. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest number. *Stochastic rounding* goes up or down at random, and so keeps the update on average. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) uses it for states. *Master weights*, an fp32 copy in the optimizer, keep it exactly, and then nothing is saved: it is 16 bytes again.
 #
 # **Guess first.** The learning rate is 1e-5. With rounding to nearest, which share of the last block's weights has changed after three steps?
 
@@ -532,7 +532,7 @@ for rounding in ("nearest", "stochastic", "master"):
 #
 # #### Muon
 #
-# **What is going on?** AdamW treats each number of a gradient on its own: it divides it by its usual size. It does not know that the numbers form a matrix. A matrix can be written as a sum of *directions*, each with a size, its *singular value*: M = U S Vᵀ, with the sizes in S. In a gradient a few of them are large and many are small. Muon makes all of them about equally large before it takes the step.
+# **What is going on?** AdamW treats each number of a gradient on its own: it divides it by its usual size. It does not know that the numbers form a matrix. A matrix can be written as a sum of *directions*, each with a size, its *singular value*: M = U S Vᵀ, with the directions in U and V, and the sizes in S. In a gradient a few of them are large and many are small. Muon makes all of them about equally large before it takes the step.
 #
 # ```text
 # AdamW   two averages per number                        8 bytes of states
@@ -573,7 +573,7 @@ assert torch.allclose(update, ours, atol=1e-6)
 print("by hand and by PyTorch: the same step")
 
 # %% [markdown]
-# Only the linear layers in the blocks are trained by Muon. Embedding, output layer and norms keep AdamW; `muon_adamw` splits a model so, and is one optimizer for both.
+# To the guess: the largest direction is now less than twice the smallest. Muon trains only the linear layers in the blocks. Embedding, output layer and norms keep AdamW. `muon_adamw` splits a model in this way, and is one optimizer for both.
 
 # %%
 from recipes_lib.core.budget import Shape
@@ -606,7 +606,9 @@ print(f"peak predicted {plan.peak / 2**20:,.0f} MiB, measured {peak:,.0f} MiB")
 del model, optimizer, split
 
 # %% [markdown]
-# **Does it train better?** Published results differ. Jordan (2024) reports large gains in pretraining. Moonshot's report (Liu et al., 2025) finds no gain when it fine-tunes a model that AdamW has pretrained. `python -m benchmarks.muon` fine-tunes all weights of this model for ten steps with each of the two, on the same rows, at the same two learning rates, with three seeds. **Guess first:** which of the two minds a learning rate that is three times as large?
+# **Which term moved?** The states: 621 MiB instead of 1,026. Do not compare this peak with the ladder: this step has other rows.
+#
+# **Does it train better?** Published results differ. Jordan (2024) reports large gains in pretraining. Moonshot's report (Liu et al., 2025) finds no gain when it fine-tunes a model that AdamW has pretrained. `python -m benchmarks.muon` fine-tunes all weights of this model for ten steps with each of the two, on the same rows, at the same two learning rates, with three seeds. **Guess first:** which of the two ends worse with a learning rate that is three times as large?
 #
 # <!-- numbers:muon-05 -->
 # | optimizer | learning rate | held-out loss | mean |
@@ -629,11 +631,11 @@ del model, optimizer, split
 #
 # ### 5. Accumulation, clipping and schedule
 #
-# **What is going on?** Recipe 1 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) splits a batch into *micro-batches* and adds up their gradients. It shows why the loss of each part is divided by the targets of the *whole* batch. The same question comes back for two more parts of a training loop. *Clipping* shortens the gradient if its norm is above a limit, here 1. The *schedule* lowers the learning rate from step to step.
+# **What is going on?** Recipe 1 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) splits a batch into *micro-batches* and adds up their gradients. It shows why the loss of each micro-batch is divided by the number of learned tokens in the *whole* batch. The question is: does a batch in parts give the same step? It comes back for clipping and for the schedule. *Clipping* shortens the gradient if its norm is above a limit, here 1. The *schedule* lowers the learning rate from step to step.
 #
 # **Guess first.** If each micro-batch is clipped on its own, is the gradient of the whole batch the same?
 #
-# **The idea.** No, because a long gradient of one part would count for less. So clip once, when all gradients have been added, and move the schedule once. Both are in the step that is printed above the baseline. Then the number of micro-batches changes nothing but rounding:
+# **The idea.** No, because a long gradient of one part would count for less. So clip once, when all gradients have been added, and move the schedule once. Both are in the step that is printed in the section *Baseline*. Then the number of micro-batches changes nothing but rounding:
 
 # %%
 two_rows = replace(lora, steps=2, rows_per_step=2, micro_batch_size=2)
@@ -688,7 +690,7 @@ pattern_chart(
 )
 
 # %% [markdown]
-# In the picture each token is a line and reads from left to right, at most up to itself. In one long text it reads all tokens before it. With three documents it stops where its own document begins, and a good third of the squares is left. (*Pairs* in the picture are pairs of two tokens.)
+# In the picture each token is a line and reads from left to right, at most up to itself. In one long text it reads all tokens before it. With three documents it stops where its own document begins, and a little more than a third of the squares are left. (*Pairs* in the picture are pairs of two tokens.)
 #
 # **Guess first.** What happens to the loss if the positions are forgotten?
 
@@ -705,9 +707,9 @@ print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones, which look alike. That is a false gain: when the model is used, there is no other document in front of the question.
+# Without positions the loss looks *better*: a later document reads the earlier ones, which are similar to it. That gain is false. When the model is used, there is no other document in front of the question.
 #
-# Which documents share a row? `best_fit` puts each into the fullest row that still has room. Then the speed of three arrangements of the same eight rows, in useful tokens per second: padded as the data come, sorted by length, and packed. To be quick, this is LoRA on a model that keeps ten of its thirty blocks. Each speed is the median of three steps, and in brackets are the lowest and the highest. Where two brackets overlap, this run does not say which is faster.
+# Which documents share a row? `best_fit` puts each into the fullest row that still has room. Then the cell measures three arrangements of the same eight rows, in useful tokens per second: padded as the data come, sorted by length, and packed. To be quick, this is LoRA on a model that keeps ten of its thirty blocks. Each speed is the median of three forward and backward passes. In brackets are the lowest and the highest. Where two brackets overlap, this run does not say which is faster.
 
 # %%
 import statistics
@@ -758,17 +760,17 @@ for name, batches in work.items():
 del model, turns  # which hold it, too
 
 # %% [markdown]
-# Here sorting by length gives the most useful tokens per second. It has a price: rows of one length come together in a step, so the steps are no longer random samples of the data. Packing puts long and short rows together.
+# Sorted and packed rows are both faster than padded ones. The brackets of these two overlap, so this run does not say which of them is faster. Sorting has a price: rows of one length come together in a step, so the steps are no longer random samples of the data. Packing puts long and short rows together.
 #
-# **Why not more?** Compare the speed of packed and padded rows with the predicted ratio of tokens: only a part of the gain arrives. One reason is the mask: attention still computes what the mask hides. Kernels for variable lengths skip it; they were not measured here.
+# **Why not more?** Compare the speed of packed and padded rows with the predicted ratio of tokens: only a part of the gain arrives. A likely reason is the mask: attention still computes what the mask hides. Kernels for variable lengths skip it; they were not measured here.
 #
 # **How do I use it?** `SFTConfig(packing=True)` in TRL. On a GPU install flash-attn: it has kernels for documents of unequal length.
 #
-# **What does it cost?** Without such a kernel, a mask with one entry for each two tokens of a row. And some models cannot tell where a document begins, because they do not read positions; `check_document_mask` refuses them.
+# **What does it cost?** Without such a kernel, a mask with one entry for each pair of tokens of a row. And some models cannot tell where a document begins, because they do not read positions; `check_document_mask` refuses them.
 #
 # ## Everything combined
 #
-# This row puts four things together: the base in the fastest precision of this machine (here bf16), four bits, packed rows, and the loss on the answers only. Two packed rows hold about as many documents as a padded batch of three.
+# This row puts four things together: the base loaded in the fastest precision of this machine (here bf16), its linear layers then in four bits, packed rows, and the loss on the answers only. Two packed rows hold about as many documents as a padded batch of three.
 #
 # **Guess first.** Which term of the budget is the largest one left? And will the loss be lower than that of QLoRA?
 
@@ -790,11 +792,11 @@ text_after = on_python(trained)
 #
 # The loss of *everything combined* is not lower than that of QLoRA. It, too, begins with four-bit weights, and its three steps see other documents. Three steps do not say more.
 #
-# The seconds are measured last. In each of three rounds every recipe takes a step, and the next round goes in the other direction: what slows the machine slows all of them.
+# The seconds are measured last. In each of three rounds every recipe takes its turn. Every second round has the reverse order. So what slows the machine slows all of them.
 #
-# Two columns need a word. *Time* is compared with full fine-tuning in the same round, per useful token, because a step of the last recipe has other documents: the median of the rounds, and in brackets the lowest and the highest. (So are the factors in the chart; its bars are seconds of a step.) *Loss* is the held-out loss after training. (The column of that name in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) is the loss of a batch.)
+# Two columns need an explanation. *Time* is the time per useful token, because a step of the last recipe has other documents. It is divided by that of full fine-tuning in the same round. The table shows the median of the rounds, and in brackets the lowest and the highest. (Full fine-tuning is divided by its own median. The factors in the chart are the same numbers; its bars are seconds of a step.) *Loss* is the held-out loss after training. (The column of that name in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) is the loss of a batch.) The brackets of the last two rows overlap, so this run does not say which of the two is faster.
 #
-# Why is QLoRA faster than LoRA, although it unpacks its weights in each product? Where 16 bits are native, its layers multiply in 16 bits, and those of LoRA in 32. So this row changes two things at once.
+# In the table below QLoRA is faster than LoRA, although it unpacks its weights in each product. Why? Where 16 bits are native, its layers multiply in 16 bits, and those of LoRA in 32. So this row changes two things at once.
 
 # %%
 from recipes_lib.core.measure import there_and_back
@@ -834,7 +836,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# And the answers, each cut after 20 tokens. Before, all twenty repeat code. After three steps fewer do, and one begins to see the form of a docstring. The perplexity of Python source has risen. Is that what training made the model forget? No: four bits alone, without any training, have raised it about as much (recipe 3).
+# Now look at the answers of *everything combined*. Each is cut after 20 tokens. Before training, all twenty repeat code. After three steps fewer do, and one begins to see the form of a docstring. The perplexity of Python source has risen. Did training make the model forget Python? This check does not show it. Four bits alone, without any training, raise the perplexity about as much (recipe 3).
 
 # %%
 from recipes_lib.report.loss_charts import change_chart
@@ -861,7 +863,7 @@ change_chart(
 #
 # ### 7. A run that is long enough to see
 #
-# **What is going on?** Three steps are a check that the loss falls. A run that is to be used takes hundreds. This one takes 120 steps of four rows and was recorded (`python -m benchmarks.long_finetune`): full fine-tuning and LoRA, on the same rows in the same order. Its settings are not those of above: the learning rates are 5e-5 and 5e-4, products are in bf16, and 60 rows are held out. Their loss is taken every twenty steps. **Guess first:** after more than a hundred steps, does one of the two end lower?
+# **What is going on?** Three steps are a check that the loss falls. A run that is to be used takes many more. This one takes 120 steps of four rows and was recorded (`python -m benchmarks.long_finetune`): full fine-tuning and LoRA, on the same rows in the same order. Its settings are not those used above: the learning rates are 5e-5 and 5e-4, products are in bf16, and 60 rows are held out. Their loss is taken every twenty steps. **Guess first:** after more than a hundred steps, does one of the two end lower?
 
 # %%
 from recipes_lib.report.loss_charts import loss_chart
@@ -891,7 +893,7 @@ for number, wanted in enumerate(long_run["wanted"][:3]):
 # %% [markdown]
 # The answers after training are whole: all of them end long before the limit of 80 tokens. Of the answers before training the third one stops at that limit. Before, the model repeats the code. After either training it writes a docstring, short and in the right form. What the docstring says is not always true: compare the first answers with what was wanted. The loss does not show that. Read some answers.
 #
-# To the guess: LoRA ends lower, by 0.02 nats. Both changes have an interval of more than 0.2, and this is one seed. So this run shows that both learn about as much, and not which one is better. The straight line between step 0 and step 20 is no measurement: the record has no point between them.
+# To the guess: LoRA ends lower, by 0.02 nats. This is one seed, and the record has no interval of the difference, pair by pair. So both learn about equally much. This run does not show which one is better. The straight line between step 0 and step 20 is no measurement: the record has no point between them.
 #
 # ### 8. Save, merge, deploy
 #
@@ -935,7 +937,7 @@ del on_full, trained
 # | your case | deploy |
 # |---|---|
 # | the line above says *better* for your rows, and 16-bit weights fit | the adapter on the full base; `merge_lora` puts both into one model |
-# | it does not say *better*, and 16-bit weights fit | the merged folder: it is the model that was judged, and it has 16-bit weights, too |
+# | it does not say *better*, and 16-bit weights fit | the merged folder: up to rounding it is the model that was judged, and it has 16-bit weights, too |
 # | only four bits fit | the four-bit base with the adapter beside it, as it was trained and judged |
 #
 # The merged folder gives almost the logits of the judged model: the sum of weight and adapter is rounded to 16 bits. Do not let peft merge into the four-bit weights: that rounds the sum to four bits once more.
@@ -988,7 +990,7 @@ print(f"steps in the log: {[step for step, _ in log['loss']]}")
 print((folder / "run" / "adapter" / "README.md").read_text()[:1400])
 
 # %% [markdown]
-# Both processes trained steps 3 and 4, and their losses agree in every digit: weights, states, schedule, position in the data and random state come back. The log has each step once. The README is the card of the adapter: base, data, losses before and after, the command and the versions. One line of the output needs a word: 360 rows are "packed into 360 rows". Almost all pairs are nearly as long as the longest, so no two fit into one row, and packing does nothing here. The low loss at the end says that the model has learned the form of these answers. Whether it adds, only a look at its answers would show.
+# Both processes trained steps 3 and 4, and their losses agree in every digit: weights, states, schedule, position in the data and random state come back. The log has each step once. The README is the card of the adapter: base, data, losses before and after, the command and the versions. One line of the output needs an explanation: 360 rows are "packed into 360 rows". Almost all pairs are nearly as long as the longest, so no two fit into one row, and packing does nothing here. The low loss at the end says that the model has learned the form of these answers. Whether it adds, only a look at its answers would show.
 #
 # ### 10. The same run in production libraries
 #
@@ -1005,9 +1007,9 @@ found = libraries.side_by_side(
 print(libraries.table(found))
 
 # %% [markdown]
-# The losses are the same, to the digits that are printed. The peaks are not. The Trainer makes the logits of all tokens at once. Our loop makes those of the answers alone. TRL's usual loss (`loss_type="nll"` in version 1.16) never holds all logits: on a GPU it takes the tokens with a label only, and goes through them in tiles. On a CPU it takes every token. Its tiles are 32,768 words wide, which is most of this vocabulary, and in backward it makes them once more ([notebook 04](../notebooks/04_training_long_sequences.ipynb) measures that). Here TRL has the highest peak and takes the most time; on a GPU or with a larger vocabulary that can be different. Both Trainers also call callbacks and check each batch, and TRL computes entropy and accuracy. How much of the time each of these takes was not measured. In return they have evaluation while training, callbacks, and several GPUs. At a vocabulary and a length where logits are most of the memory, take TRL's loss or ours; the step of a small model says nothing about that.
+# The losses are the same, to the digits that are printed. The peaks are not. The Trainer makes the logits of all tokens at once. Our loop makes only those at positions where one of the rows learns a token. TRL's usual loss (`loss_type="nll"` in version 1.16) never holds all logits: on a GPU it takes the tokens with a label only, and goes through them in tiles. On a CPU it takes every token. Its tiles are 32,768 words wide, which is most of this vocabulary, and in backward it makes them once more ([notebook 04](../notebooks/04_training_long_sequences.ipynb) measures that). Here TRL has the highest peak and takes the most time; on a GPU or with a larger vocabulary that can be different. Both Trainers also run callbacks and check each batch, and TRL computes entropy and accuracy. How much of the time each of these takes was not measured. In return they have evaluation while training, callbacks, and several GPUs. At a vocabulary and a length where logits are most of the memory, take TRL's loss or ours; the step of a small model says nothing about that.
 #
-# The command above also wrote a file for Axolotl with the same settings, and launch settings for `accelerate`. Axolotl was not run here. It loads the base from the hub, so after a run on the embedded weights it begins at other losses:
+# The command of recipe 9 also wrote a file for Axolotl with its settings, and launch settings for `accelerate`. Axolotl was not run here. It loads the base from the hub, so after a run on the embedded weights it begins at other losses. This is how the file begins:
 
 # %%
 print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
@@ -1015,9 +1017,9 @@ print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", se
 # %% [markdown]
 # ### 11. Other families: templates, context, experts, images
 #
-# The recipes are tested on many families, on tiny random models; [docs/families.md](../docs/families.md) has the list. This section trains no other model. It shows three things to know before you do, with Qwen3 as the example.
+# The recipes are tested on many families, on tiny random models; [docs/families.md](../docs/families.md) has the list. This section trains no other pretrained model. It shows three things to know before you do so, with Qwen3 as the example.
 #
-# **Its template drops the thinking of earlier answers.** So a conversation becomes one row per answer, each after the history that the model will really see. Where the hub is reachable, the next cell takes Qwen3's own template, else one with its rule about thinking.
+# **Its template drops the thinking of earlier answers.** Before an answer, Qwen3 can write its thinking, between `<think>` and `</think>`. The template keeps only that of the last answer. So a conversation becomes one row per answer, each after the history that the model will really see. Where the hub is reachable, the next cell takes Qwen3's own template, else one with its rule about thinking.
 
 # %%
 from recipes_lib.core.chat import tokenize_chat
@@ -1047,7 +1049,7 @@ for row in tokenize_chat(qwen, chat):
 # %% [markdown]
 # The second row has the first answer without its thinking. (Where the print begins with "without the hub", the template is the short one above, which has this rule of Qwen3 and nothing else of it.)
 #
-# **Its context is stretched by a factor in the configuration.** [Notebook 04](../notebooks/04_training_long_sequences.ipynb) compares the ways. One property matters for fine-tuning: what happens to short texts?
+# **Its context, the longest text that it can read, is stretched by a factor in the configuration.** [Notebook 04](../notebooks/04_training_long_sequences.ipynb) compares the ways; two of them are *dynamic* and *YaRN*. One property matters for fine-tuning: what happens to short texts?
 
 # %%
 from recipes_lib.architecture.rope import apply_rope_scaling
@@ -1064,7 +1066,7 @@ for kind in ("dynamic", "yarn"):
 # %% [markdown]
 # YaRN changes the model for short texts, too. How much that costs a trained model, this tiny random one does not say; switch YaRN on only if you need it. *Dynamic* scaling (dynamic NTK) changes nothing as long as a text is not longer than those of the training.
 #
-# **Experts, and images.** In Qwen3-VL-MoE a vision tower turns an image into tokens, and each block of the language model has many MLPs, the *experts*, of which a *router* chooses a few per token ([notebook 02](../notebooks/02_multi_gpu_training.ipynb) explains them). The experts of a block are stored as one tensor, and not as linear layers, so adapters cannot be put on them one by one. The next cell builds a tiny model of this kind with random weights; its long first part is only the configuration.
+# **Experts, and images.** In Qwen3-VL-MoE a vision tower turns an image into tokens, and each block of the language model has many MLPs, the *experts*, of which a *router* chooses a few per token ([notebook 02](../notebooks/02_multi_gpu_training.ipynb) explains them). The experts of a block are stored together in two large tensors, and not as linear layers. So adapters cannot be put on them one by one. The next cell builds a tiny model of this kind with random weights; its long first part is only the configuration.
 
 # %%
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
@@ -1127,11 +1129,11 @@ in_vision = any(
 )
 
 # %% [markdown]
-# What trains are the adapters on the attention of the language model. The vision tower, the experts and the router are frozen; they still take their bytes as weights, and the tower takes its forward pass for each image. Four bits do not reach experts that are one tensor. To train such a model on text, load it with its own class, because `load_model` takes models of text only, and say `target_modules="attention"` in the settings: the cell above does so with the loop of this notebook. No formula covers its blocks, so its memory is predicted by a *dry step*, on tensors that have shapes and no data. Rows with images also need the model's processor.
+# Only the adapters on the attention of the language model train. The texts are random, so the losses say nothing but that the steps run. The vision tower, the experts and the router are frozen; they still take their bytes as weights, and the tower takes its forward pass for each image. Four bits do not reach experts that are stored in this way. To train such a model on text, load it with its own class: `load_model` takes models of text only. And say `target_modules="attention"` in the settings. The cell above does so with the loop of this notebook. No formula covers its blocks, so its memory is predicted by a *dry step*, on tensors that have shapes and no data. Rows with images also need the model's processor.
 #
 # ## Take this into your code
 #
-# The loop of this notebook on a model of the hub. `resolve` gives the folder of the embedded model where the hub cannot be reached.
+# Here is a short form of this notebook's loop, without a schedule, on a model of the hub. `resolve` gives the folder of the embedded model where the hub cannot be reached.
 
 # %%
 from transformers import AutoModelForCausalLM
@@ -1162,7 +1164,7 @@ save_adapter(model, folder / "mine", base=base_of_mine)
 del model, optimizer
 
 # %% [markdown]
-# The same as arguments of TRL:
+# Nearly the same as arguments of TRL, with three things more: a schedule, packing and mixed precision. The adapter goes into the trainer: `SFTTrainer(…, peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))`.
 #
 # ```python
 # SFTConfig(
@@ -1177,6 +1179,7 @@ del model, optimizer
 #     packing=True,  # recipe 6
 #     max_length=192,
 #     bf16=True,  # mixed precision
+#     gradient_checkpointing=False,  # TRL's own default is True
 # )
 # ```
 #
@@ -1186,7 +1189,7 @@ del model, optimizer
 #
 # | recipe | price | not when |
 # |---|---|---|
-# | full fine-tuning | 16 bytes per weight | forgetting hurts: in Biderman et al. LoRA learns less and forgets less (not measured here; in recipe 7 both learn as much) |
+# | full fine-tuning | 16 bytes per weight | forgetting hurts: in Biderman et al. LoRA learns less and forgets less (not measured here; in recipe 7 both learn about equally much) |
 # | LoRA | a low-rank update only | teaching much new knowledge |
 # | QLoRA | unpacking in each product; rounded weights | the 16-bit weights fit |
 # | 8-bit AdamW | slightly different updates | with adapters |
@@ -1195,7 +1198,7 @@ del model, optimizer
 # | packing | a mask, or a kernel for variable lengths | rows of one length |
 # | loss on the answers | none | long prompts, short answers, few rows (Shi et al.) |
 #
-# **Measured here: two recipes that gain less than one expects.** *Packing*: in recipe 6 the same eight rows, sorted by length, give more useful tokens per second on a CPU than packed ones. That is one measurement, and the two are close. *Pure bf16* with rounding to nearest: after three steps at a learning rate of 1e-5 hardly any weight has changed.
+# **Measured here: two recipes that gain less than one expects.** *Packing*: in recipe 6 packed rows are not clearly faster on a CPU than the same eight rows sorted by length. That is one measurement. *Pure bf16* with rounding to nearest: after three steps at a learning rate of 1e-5 hardly any weight has changed.
 #
 # **What goes together.** QLoRA, packed rows and the loss on the answers: they are *everything combined*. **What does not.** 8-bit states or Muon with adapters, which have hardly any states to shrink; packing with models that ignore positions.
 #
@@ -1217,7 +1220,7 @@ del model, optimizer
 # - Jordan, *Muon*, 2024; Liu et al. (Moonshot), *Muon is Scalable for LLM Training*, 2025
 # - PEFT, *method_comparison*; TRL, *Default SFT loss to chunked_nll*, pull request 5846
 #
-# The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
+# The last cell checks the main claims above on this machine: orderings, signs, and how exact predictions and losses are. It never checks absolute speed.
 
 # %%
 qlora_time = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
