@@ -21,7 +21,7 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
-# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains within a fixed memory. For each recipe it first predicts the longest text with arithmetic. Then it searches for it. Then it checks, on a short text, whether the loss is still the same number.
+# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains within a fixed memory. For each recipe that saves memory it first predicts the longest text with arithmetic. Then it searches for it. Then it checks, on a short text, whether the loss is still the same number.
 #
 # | | |
 # |---|---|
@@ -332,7 +332,7 @@ climb("flash attention", flash_plan, apply_flash_attention)
 # %% [markdown]
 # **Why not more?** The line *flash attention* above answers the guess. Something else fills the memory now: the logits, and the activations of all layers.
 #
-# One layer alone shows what flash attention is for. Here is the memory of one layer over forward and backward, without the output layer. On a CPU all pictures of memory and of lengths in this notebook are drawn from dry steps: their bytes are counted, and nothing is computed. The line *measured on* below them names the machine that counted.
+# One layer alone shows what flash attention is for. Here is the memory of one layer over forward and backward, without the output layer. On a CPU all pictures of memory and of lengths in this notebook are drawn from dry steps: their bytes are counted, and nothing is computed. A line *measured on* below a picture names the machine that counted.
 
 # %%
 import contextlib
@@ -440,7 +440,7 @@ for which, cost in beside.items():
     print(f"{which:<18}{cost}")
 
 # %% [markdown]
-# **Why not more?** The activations of all layers are now nearly all that grows.
+# **Why not more?** To the guess: on a CPU the text becomes about a third longer. The activations of all layers are now nearly all that grows.
 #
 # The second print compares the loss alone. The time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The row *TRL* is the loss of its `SFTTrainer`. It works in tiles of 32,768 entries of the vocabulary, keeps no gradients in forward, and makes all logits once more in backward, which takes time. With so few tokens its tiles take more memory than all logits at once. The row *TRL, 2,048 words* is the same with tiles of 2,048 entries, which need less memory. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
 #
@@ -452,7 +452,7 @@ for which, cost in beside.items():
 #
 # **What is going on?** Every block keeps its activations for backward.
 #
-# **Guess first.** Of each block only its input stays. For each number of it, a plain block keeps about 19. By which factor does the text grow?
+# **Guess first.** Of each block only its input stays. For each number of this input, a plain block keeps about 19 numbers. By which factor does the text grow?
 #
 # **The idea.** **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most.
 
@@ -471,7 +471,7 @@ checkpoint_plan = with_recipe(lean_plan, estimate_activation_checkpointing)
 climb("+ checkpointing", checkpoint_plan, checkpointed)
 
 # %% [markdown]
-# **Why not more?** No other recipe multiplies the length by so much, as the column *× previous* of the table below will show. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
+# **Why not more?** No other recipe multiplies the length by so much, as the column *× previous* of the table below will show: on a CPU the text becomes eleven times as long. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
 #
 # **How do I use it?** `gradient_checkpointing=True` in the Trainer; newer versions call it `activation_checkpointing`.
 #
@@ -529,7 +529,7 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 #
 # **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
 #
-# **What does it cost?** Without checkpointing, the MLP is computed once more. With it no product is added: the block's own recomputation stops where the MLP begins, and the tiles do the rest. But the products become smaller, and each tile adds to the gradients of the weights. On a CPU the short real steps have tiles of 128 tokens only, and the column *time* of the table below shows what such tiles cost.
+# **What does it cost?** Without checkpointing, the MLP is computed once more. With it no product is added: the block's own recomputation stops where the MLP begins, and the tiles do the rest. But the products become smaller, and each tile adds to the gradients of the weights. On a CPU the short real steps have tiles of 128 tokens only, and the column *time* of the table below is measured with such tiles.
 #
 # ### 5. Nested checkpoints
 #
@@ -614,9 +614,9 @@ climb(
 )
 
 # %% [markdown]
-# **Why not more?** The same two things are left, a little smaller.
+# **Why not more?** What is left is what was left before, a little smaller: the inputs that are kept, and the one block that is computed again.
 #
-# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. By a dry run, with it QLoRA (recipe 10 of notebook 01) of a model of 8 billion weights reaches 262,144 tokens on a card of 24 GB. [This page](../docs/long-card.md) has the numbers. Nobody has measured it on a card yet. Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
+# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. With it, one step of QLoRA (recipe 10 of notebook 01) on a model of 8 billion weights should hold 262,144 tokens on a card of 24 GB. This is a prediction, from a dry run and arithmetic. [This page](../docs/long-card.md) has the numbers. Nobody has measured it on a card yet. Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
 #
 # ## The ladder
 #
@@ -652,13 +652,13 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# At this length flash attention and the chunked loss cost next to no time. Where a bracket reaches from below 1 to above it, this run does not say whether the row or the baseline is faster. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller.
+# At this length flash attention and the chunked loss cost hardly any time, or save a little. Where a bracket reaches from below 1 to above it, this run does not say whether the row or the baseline is faster. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller. But from *+ checkpointing* on, the brackets of neighbouring rows overlap: this run does not say what tiles and nested checkpoints cost each.
 #
 # The lower bound assumes that everything runs at the rate of large products. Checkpoints compute some parts twice, nested ones up to three times, and attention is slower (compare the TFLOP/s of recipe 1). Still, at the end of the table a single step takes many minutes on two CPU cores: memory is no longer what limits the length, time is. That is why there is a part B.
 #
 # ## The pictures
 #
-# The longest text of each row. The black mark is the prediction. The axis is linear: it shows how many tokens each recipe adds. By which factor it does so, the column *× previous* says.
+# The longest text of each row. The black mark is the prediction. The axis is linear: it shows how many tokens each recipe adds. The factor of each recipe is in the column *× previous*.
 
 # %%
 ladder.chart()
@@ -793,7 +793,7 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = statistics.median(ratios)
 
 # %% [markdown]
-# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of each block. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, this one also computes 6.6 times fewer than full attention, at the sizes of a CPU. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
+# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of what is computed. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, this one also computes 6.6 times fewer than full attention, at the sizes of a CPU. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
 #
 # All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training? Here is the loss on one text of 2,048 tokens, with a window of 512 (sizes of a CPU).
 
@@ -883,7 +883,7 @@ for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b"
     )
 
 # %% [markdown]
-# **Why not more?** The model that was trained here is narrow: attention is most of its work, so short rows are much cheaper, and the same compute buys many more steps. In a wide model they are only a little cheaper, and there are few additional steps. It can then gain only if early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
+# **Why not more?** The model that was trained here is narrow: attention is most of its work, so short rows are much cheaper, and the same compute buys many more steps. In a wide model they are only a little cheaper, and there are few additional steps. The curriculum can then gain only if early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
 #
 # **How do I use it?** DeepSpeed `curriculum_learning`, Composer `SeqLengthWarmup`. By default both cut the rows shorter and keep their number, so a short step has fewer tokens there.
 #
@@ -955,7 +955,7 @@ position_chart(
 )
 
 # %% [markdown]
-# The upper picture shows means over the texts; *none* is the model without scaling. It answers the guess. At the dashed line all curves rise together: that is the text, not the position. About 2,000 tokens behind the line, *none* leaves *yarn* and *dynamic*, and its loss climbs fast. Below is what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end it is better than no scaling, because there the unscaled model has lost its way. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows which of them leave a text alone that is short as a whole.
+# The upper picture shows means over the texts; *none* is the model without scaling. It answers the guess. At the dashed line all curves rise together: that is the text, not the position. About 2,000 tokens behind the line, *none* leaves *yarn* and *dynamic*, and its loss climbs fast. The lower picture shows what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end it is better than no scaling, because there the unscaled model has lost its way. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows that *dynamic* leaves a short text alone, and YaRN does not.
 #
 # **How do I use it?** `rope_parameters` in config.json; vLLM `--hf-overrides` with the same.
 #
@@ -1020,9 +1020,9 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # | curriculum | a schedule to tune | fine-tuning on one length |
 # | RoPE scaling | a little worse in the trained part (linear: much worse) | the texts are not longer than the training's |
 #
-# **Measured here: two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, because the other activations and the logits are there as well. The *curriculum* gets its additional steps from a model in which attention is most of the work; a wide model gets few of them.
+# **Two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, as the ladder shows, because the other activations and the logits are there as well. The *curriculum* ended lower here, but in a model in which attention is most of the work. By arithmetic, a wide model gets few additional steps.
 #
-# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not go together.** The step in backward does not go with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says. A sliding window refuses packed rows; block-sparse attention keeps the documents of a row apart. Tiles refuse selective checkpointing, which keeps some results of a block.
+# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not go together.** The optimizer's step in backward does not go with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says. Packed rows hold several documents ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) explains them). A sliding window refuses them; block-sparse attention keeps the documents of a row apart. Tiles refuse selective checkpointing, which keeps some results of a block.
 #
 # ## Exercises
 #

@@ -242,7 +242,7 @@ for wrong in (shifted, unmasked, without_end):
 #
 # ### 2. Held-out loss with an interval
 #
-# **What is going on?** Imagine that the loss of some rows falls by a few hundredths of a nat. Other rows might show the opposite. So a loss needs an interval, which says how much it depends on the choice of the rows.
+# **What is going on?** Imagine that the loss of some rows falls by a few hundredths. Other rows might show the opposite. So a loss needs an interval, which says how much it depends on the choice of the rows.
 #
 # **Guess first.** With 32 rows: by how much could the loss be different, if we had held out other rows?
 #
@@ -284,7 +284,7 @@ print(f"perplexity of Python source {text_before:.1f}")
 # %% [markdown]
 # [Notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) explains perplexity. It reads other pieces of text, so its numbers cannot be compared with those here. The perplexity of Python source is a check for damage: a model that learns docstrings should not forget Python. It is taken on four pieces of text and has no interval, so only a large change means something. It does not show all that can be forgotten.
 #
-# **What does it cost?** A forward pass over the held-out rows. The interval covers the choice of rows. It does not cover another seed of the training. To the guess: the interval of the loss is half a nat wide, wider than most changes below. The paired intervals will be narrower. 32 rows are just above the 30 below which [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) warns. They are enough to see that a model has become better, and not enough to rank two recipes that are close to each other.
+# **What does it cost?** A forward pass over the held-out rows. The interval covers the choice of rows. It does not cover another seed of the training. To the guess: the interval of the loss is half a nat wide, wider than most changes below. The paired intervals will be narrower. 32 rows are just enough: with fewer than about 30 the interval is too narrow, as [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) says. They show that a model has become better. They cannot rank two recipes that are close to each other.
 #
 # ## Baseline: full fine-tuning
 #
@@ -524,7 +524,7 @@ for rounding in ("nearest", "stochastic", "master"):
     changed[rounding] = share_of_changed_weights(rounding, torch.bfloat16, make)
 
 # %% [markdown]
-# The last three rows are the three roundings. With *nearest* hardly any weight has changed, and the loss hardly falls. With *master* few weights of the model have changed either, and the loss is where it was. The fp32 copies have moved, as the weights of the first row have, but most of them still round to the same bf16 number. The model sees small updates only when enough of them have added up, and three steps do not show that. With *stochastic* more weights change at once, right on average, and the loss falls almost as far as in fp32. All this is one batch, one seed, four blocks and one learning rate.
+# The first two rows have weights in fp32; *bf16 autocast* is the mixed precision of recipe 4 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). The last three rows are the three roundings. With *nearest* hardly any weight has changed, and the loss hardly falls. With *master* few weights of the model have changed either, and the loss is where it was. The fp32 copies have moved, as the weights of the first row have, but most of them still round to the same bf16 number. The model sees small updates only when enough of them have added up, and three steps do not show that. With *stochastic* more weights change at once, right on average, and the loss falls almost as far as in fp32. All this is one batch, one seed, four blocks and one learning rate.
 #
 # **How do I use it?** torchao's `_AdamW(bf16_stochastic_round=True)`. DeepSpeed's `"bf16": {"enabled": true}` and Megatron's `--bf16` keep master weights. `TrainingArguments(bf16=True)` is something else: mixed precision, with weights in fp32.
 #
@@ -944,7 +944,7 @@ del on_full, trained
 #
 # ### 9. Pairs of your own, by one command; killed and resumed
 #
-# `python -m recipes_lib finetune` is the loop above as a command. It reads a file of pairs, checks every row, and keeps the first of every ten pairs out of the training. At its end it says how the loss of these has changed. Here the pairs are sums. They are in random order, so that every tenth pair is a fair sample: do the same with a file of your own.
+# `python -m recipes_lib finetune` is the loop above as a command. It reads a file of pairs, checks every row, and keeps the first of every ten pairs out of the training. At its end it says how the loss of these has changed. Here the pairs are sums. They are in random order, so that every tenth pair is a fair sample: do the same with a file of your own. The process is killed in the middle of its training, and a second one goes on from the last checkpoint.
 
 # %%
 import json
@@ -1007,9 +1007,9 @@ found = libraries.side_by_side(
 print(libraries.table(found))
 
 # %% [markdown]
-# The losses are the same, to the digits that are printed. The peaks are not. The Trainer makes the logits of all tokens at once. Our loop makes only those at positions where one of the rows learns a token. TRL's usual loss (`loss_type="nll"` in version 1.16) never holds all logits: on a GPU it takes the tokens with a label only, and goes through them in tiles. On a CPU it takes every token. Its tiles are 32,768 words wide, which is most of this vocabulary, and in backward it makes them once more ([notebook 04](../notebooks/04_training_long_sequences.ipynb) measures that). Here TRL has the highest peak and takes the most time; on a GPU or with a larger vocabulary that can be different. Both Trainers also run callbacks and check each batch, and TRL computes entropy and accuracy. How much of the time each of these takes was not measured. In return they have evaluation while training, callbacks, and several GPUs. At a vocabulary and a length where logits are most of the memory, take TRL's loss or ours; the step of a small model says nothing about that.
+# The losses are the same, to the digits that are printed. The peaks are not: ours is the lowest. The Trainer makes the logits of all tokens at once. Our loop makes only those at positions where one of the rows learns a token. TRL's usual loss (`loss_type="nll"` in version 1.16) never holds all logits: on a GPU it takes the tokens with a label only, and goes through them in tiles. On a CPU it takes every token. Its tiles are 32,768 words wide, which is most of this vocabulary, and in backward it makes them once more ([notebook 04](../notebooks/04_training_long_sequences.ipynb) measures that). Here TRL has the highest peak and takes the most time; on a GPU or with a larger vocabulary that can be different. Both Trainers also run callbacks and check each batch, and TRL computes entropy and accuracy. How much of the time each of these takes was not measured. In return they have evaluation while training, callbacks, and several GPUs. At a vocabulary and a length where logits are most of the memory, take TRL's loss or ours; the step of a small model says nothing about that.
 #
-# The command of recipe 9 also wrote a file for Axolotl with its settings, and launch settings for `accelerate`. Axolotl was not run here. It loads the base from the hub, so after a run on the embedded weights it begins at other losses. This is how the file begins:
+# The command of recipe 9 also wrote a file for Axolotl with its settings, and launch settings for `accelerate`. Axolotl was not run here. It loads the base from the hub, so after a run on the rounded weights that the setup names, it begins at other losses. This is how the file begins:
 
 # %%
 print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
@@ -1164,7 +1164,7 @@ save_adapter(model, folder / "mine", base=base_of_mine)
 del model, optimizer
 
 # %% [markdown]
-# Nearly the same as arguments of TRL, with three things more: a schedule, packing and mixed precision. The adapter goes into the trainer: `SFTTrainer(…, peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))`.
+# Here is nearly the same as arguments of TRL, with three things more: a schedule, packing and mixed precision. The adapter goes into the trainer: `SFTTrainer(…, peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))`.
 #
 # ```python
 # SFTConfig(
