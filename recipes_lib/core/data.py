@@ -258,11 +258,24 @@ def check_rows(rows: Sequence[Row]) -> None:
                 f"collate_packed what pack_sequences returned, and everything else rows that are "
                 f"not packed"
             )
-        if not all(row.get("attention_mask", ())):
+        if _reads_padding(row):
             raise ValueError(
                 f"row {number} is padded (its attention_mask has zeros), and the padding would be "
                 f"read as text: give the tokens without padding"
             )
+
+
+def _reads_padding(row: Row) -> bool:
+    """Whether the row has padding that a token reads or that is learned.
+
+    Behind the last token it is neither, if its labels are ignored: no token reads what follows it.
+    """
+    mask = row.get("attention_mask")
+    if mask is None:
+        return False
+    text_ends = max((place for place, here in enumerate(mask) if here), default=-1) + 1
+    learned = any(label != IGNORED for label in row["labels"][text_ends:])
+    return learned or not all(mask[:text_ends])
 
 
 def batches(

@@ -44,7 +44,11 @@ TIERS = ("cpu", "gpu16", "gpu24", "gpu80")
 GIB = 2**30
 SMALLEST_GPU = 14 * GIB  # a T4 has 14.6: the notebooks' sizes for GPUs need that
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+ALLOCATOR_VARIABLES = {
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+}
 CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits
 
 

@@ -7,6 +7,7 @@ whoever has to know asks for it. These are all marks that there are:
     STEPS_IN_BACKWARD             on a parameter: True if the first backward updates the weight
     TAKES_GRADIENTS_IN_BACKWARD   on an optimizer: True, since `.grad` is empty after backward
     GRADIENT_TAKER                on a parameter: the optimizer, which the parameter keeps alive
+    MASTER_OF                     on a tensor of an optimizer: the parameter that it stands for
     CHECKPOINTED_INDEX            on a block: its number among the blocks
     COMPILED                      on a block: True if it runs as compiled code when it trains
     QUANTIZED_BY                  on a layer: the function that has quantized it, by its name
@@ -14,9 +15,9 @@ whoever has to know asks for it. These are all marks that there are:
                                   so that a token's result depends on the others
     ONLY_LOOKS                    on a hook: True if it changes nothing of the layer's result
 
-The first three are left by optimizer_in_backward and optimizer_offload, the fourth one by
-activation_checkpointing and nested_checkpointing, COMPILED by compiled_blocks, QUANTIZED_BY by int8
-and int4, ONE_SCALE_PER_CALL by int8, ONLY_LOOKS by qlora.
+The first three are left by optimizer_in_backward and optimizer_offload, MASTER_OF by
+optimizer_offload, CHECKPOINTED_INDEX by activation_checkpointing and nested_checkpointing, COMPILED
+by compiled_blocks, QUANTIZED_BY by int8 and int4, ONE_SCALE_PER_CALL by int8, ONLY_LOOKS by qlora.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 STEPS_IN_BACKWARD = "steps_in_backward"
 TAKES_GRADIENTS_IN_BACKWARD = "takes_gradients_in_backward"
 GRADIENT_TAKER = "gradient_taker"
+MASTER_OF = "master_of"
 CHECKPOINTED_INDEX = "checkpointed_index"
 COMPILED = "compiled"
 QUANTIZED_BY = "quantized_by"

@@ -332,11 +332,18 @@ def _of_folder(path: Path, split: str) -> Iterable[PlacedRow]:
 
 
 def _refuse_several_formats(path: Path) -> None:
-    """Raise ValueError for files of which `load_dataset` would read those of one format alone."""
+    """Raise ValueError for files of which `load_dataset` would read those of one format alone.
+
+    Where a README names the files of the data set, `load_dataset` reads those.
+    """
+    card = path / "README.md"
+    if card.is_file() and "data_files" in card.read_text(errors="replace"):
+        return
     found = {}
     for file in sorted(path.rglob("*")):
-        describes_data = file.name.startswith((".", "dataset_info"))
-        if file.suffix in FORMATS and not describes_data:
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        describes_data = file.name.startswith("dataset_info")
+        if file.suffix in FORMATS and not hidden and not describes_data:
             found.setdefault(FORMATS[file.suffix], file)
     if len(found) > 1:
         examples = ", ".join(f"{file.name} ({kind})" for kind, file in found.items())

@@ -17,16 +17,23 @@ from recipes_lib.core.checks import check_number
 def check_adamw(*, betas: tuple[float, float] = (0.9, 0.999), **options: Any) -> None:
     """The options of an AdamW: finite numbers of 0 or more, and betas below 1.
 
-    An `lr` may be a tensor, as PyTorch's own optimizers take it. Raises ValueError.
+    An `lr` and betas may be tensors, as PyTorch's own optimizers take them. Raises ValueError.
     """
     numbers = dict(options)
-    if isinstance(numbers.get("lr"), torch.Tensor):
-        numbers["lr"] = numbers["lr"].item()
+    if "lr" in numbers:
+        numbers["lr"] = _without_tensor(numbers["lr"])
     check_number(least=0, **numbers)
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         raise ValueError(f"betas={betas!r}: give two numbers, such as (0.9, 0.999)")
-    beta1, beta2 = betas
+    beta1, beta2 = (_without_tensor(beta) for beta in betas)
     check_number(least=0, below=1, beta1=beta1, beta2=beta2)
+
+
+def _without_tensor(number: Any) -> Any:
+    """The number in a tensor; everything else as it is."""
+    if isinstance(number, torch.Tensor) and number.numel() == 1:
+        return number.item()
+    return number
 
 
 def parameters_to_train(model_or_params: torch.nn.Module | Iterable[Any]) -> Iterable[Any]:

@@ -21,7 +21,9 @@ In production   All activations: `torch.autograd.graph.save_on_cpu(pin_memory=Tr
 Source     torch.autograd.graph.saved_tensors_hooks, PyTorch docs; ZeRO-Infinity, arXiv 2104.07857.
 
 Traps: /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race
-with a copy. All three are handled here. The stores themselves are in activation_offload_stores.py.
+with a copy. All three are handled here. Under autocast a weight is cast again in backward, so it
+must not be written to in between: that is a RuntimeError. The stores themselves are in
+activation_offload_stores.py.
 """
 
 from __future__ import annotations

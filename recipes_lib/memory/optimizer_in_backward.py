@@ -106,8 +106,10 @@ def _check_numbers(optimizer_class: type[torch.optim.Optimizer], options: dict[s
     """Raise ValueError for numbers that no optimizer can use."""
     names = ("lr", "eps", "weight_decay", "betas")
     given = {name: options[name] for name in names if name in options}
-    if not issubclass(optimizer_class, torch.optim.AdamW | torch.optim.Adam):
-        # Others mean something by None, as Adafactor does, or by two numbers in one option.
+    kinds = (torch.optim.AdamW, torch.optim.Adam)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, kinds)):
+        # It may be a function that makes one. And others mean something by None, as Adafactor
+        # does, or by two numbers in one option.
         numbers = (int, float, str, torch.Tensor)
         given = {name: value for name, value in given.items() if isinstance(value, numbers)}
         given.pop("betas", None)

@@ -39,6 +39,7 @@ from recipes_lib.core.checks import check_flag, check_number, check_whole
 from recipes_lib.core.machine import free_host_bytes
 from recipes_lib.core.marks import (
     GRADIENT_TAKER,
+    MASTER_OF,
     STEPS_IN_BACKWARD,
     TAKES_GRADIENTS_IN_BACKWARD,
     any_marked,
@@ -134,6 +135,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._link = Link(parameters[0].device)
         self._hooks = self._hook_into_backward()
         mark(self, TAKES_GRADIENTS_IN_BACKWARD)
+        for slot in self._slots.values():
+            # A checkpoint names the masters as the parameters that they stand for.
+            mark(slot.master, MASTER_OF, slot.parameter)
         for parameter in parameters:
             # Gradient accumulation reads this mark, and refuses if the first backward updates.
             mark(parameter, STEPS_IN_BACKWARD, self._last == 1)
@@ -233,7 +237,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state, and the fp32 masters, which bf16 weights are only a rounding of."""
-        return super().state_dict() | {"masters": [slot.master for slot in self._slots.values()]}
+        # Detached, they are without the mark, which leads to the model.
+        masters = [slot.master.detach() for slot in self._slots.values()]
+        return super().state_dict() | {"masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

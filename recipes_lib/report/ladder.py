@@ -394,6 +394,8 @@ class Ladder(Rows):
 
     def table(self) -> list[list[str]]:
         """Header and rows as text cells. Memory and time are compared with the first row."""
+        if not self.rows:
+            return [HEADER]
         lines = [HEADER, *[cells(row, self.rows[0]) for row in self.rows]]
         # A column without any entry, as a limit that nobody measured, is left out.
         kept = [column for column in zip(*lines) if any(column[1:])]

@@ -91,8 +91,20 @@ class LengthLadder(Rows):
         return self.append(row)
 
     def set_times(self, seconds: dict[str, list[float]]) -> None:
-        """Give the rows the times of their turns: for each row, the seconds of every round."""
-        of_baseline = seconds[self.rows[0].name]
+        """Give the rows the times of their turns: for each row, the seconds of every round.
+
+        Raises ValueError if the first row is missing, or a row has another number of rounds.
+        """
+        first = self.rows[0].name
+        if first not in seconds:
+            raise ValueError(f"seconds are of {sorted(seconds)}: give those of {first!r} as well")
+        of_baseline = seconds[first]
+        for name, turns in seconds.items():
+            if len(turns) != len(of_baseline):
+                raise ValueError(
+                    f"{name!r} has {len(turns)} rounds and the first row {len(of_baseline)}: give "
+                    f"the rows the same rounds"
+                )
         for name, turns in seconds.items():
             ratios = [mine / first for mine, first in zip(turns, of_baseline, strict=True)]
             self._change(name, seconds=statistics.median(turns), **ratio_and_range(ratios))

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.fingerprint import fingerprint
+from recipes_lib.core.marks import MASTER_OF
 from recipes_lib.core.run_state import (
     check_facts,
     check_in_model,
@@ -65,6 +66,7 @@ CONTENTS = {
     "optimizer_class": str,
     "parameter_names": list,
     "parts": dict,
+    "part_classes": dict,
     "random": dict,
 }
 
@@ -120,7 +122,7 @@ def save_checkpoint(
     check_facts(run)
     if parts is None:
         parts = {}
-    check_in_model(optimizer, _names_by_identity(model, parts).keys())
+    check_in_model(optimizer, _names_by_identity(model, optimizer, parts).keys())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # `detach` shares the memory: nothing is copied before it is written.
@@ -170,7 +172,7 @@ def load_checkpoint(
     path = Path(path)
     state = _read(path)
     check_same_run(path, saved=state["run"], given=run)
-    check_parts(path, state["parts"], state.get("part_classes", {}), parts)
+    check_parts(path, state["parts"], state["part_classes"], parts)
     _check_same_tensors(path, "trainable weights", state["weights"], _trainable(model))
     _check_same_tensors(path, "buffers", state["buffers"], _kept_buffers(model))
     _check_frozen(path, state["frozen"], model)
@@ -217,20 +219,30 @@ def _names_by_group(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]
 ) -> list[list[str]]:
     """The names of the optimizer's parameters, group by group, in its order."""
-    name_of = _names_by_identity(model, parts)
+    name_of = _names_by_identity(model, optimizer, parts)
     groups = []
     for group in optimizer.param_groups:
         groups.append([name_of.get(id(parameter), "?") for parameter in group["params"]])
     return groups
 
 
-def _names_by_identity(model: nn.Module, parts: Mapping[str, Any]) -> dict[int, str]:
-    """The name of each parameter of the model and of the modules among the parts."""
+def _names_by_identity(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]
+) -> dict[int, str]:
+    """The name of each parameter of the model and of the modules among the parts.
+
+    A master that the optimizer keeps in host memory has the name of its parameter.
+    """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     for part_name, part in parts.items():
         if isinstance(part, nn.Module):
             for name, parameter in part.named_parameters():
                 name_of.setdefault(id(parameter), f"{part_name}: {name}")
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            parameter = getattr(master, MASTER_OF, None)
+            if id(parameter) in name_of:
+                name_of[id(master)] = name_of[id(parameter)]
     return name_of
 
 

@@ -187,6 +187,17 @@ def test_what_a_row_says_of_itself_is_not_dropped(odd, message):
         collate([row], pad_token_id=0)
 
 
+@pytest.mark.parametrize("mask", [None, [1, 1, 0]])
+def test_padding_that_nobody_reads_is_no_reason_to_refuse(mask):
+    """Behind the text and without labels, as `tokenizer(padding="max_length")` gives it."""
+    row = {"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": mask}
+    assert collate([row], pad_token_id=0)["labels"].tolist() == [[1, 2, -100]]
+    row["labels"] = [1, 2, 0]
+    if mask is not None:
+        with pytest.raises(ValueError, match="row 0 is padded"):
+            collate([row], pad_token_id=0)
+
+
 @pytest.mark.parametrize("kind", [torch.tensor, numpy.array])
 def test_rows_of_tensors_and_arrays(kind):
     """As `datasets` gives them with a format: `+` adds their numbers instead of joining them."""

@@ -134,6 +134,18 @@ def test_a_folder_of_several_formats_is_refused(tmp_path):
         list(read_rows(tmp_path))
 
 
+def test_files_that_are_no_rows_are_not_of_another_format(tmp_path):
+    """A hidden folder, as Jupyter makes it, and statistics beside files that a README names."""
+    (tmp_path / "rows.jsonl").write_text(LINES)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "old.csv").write_text(CSV)
+    assert len(list(read_rows(tmp_path))) == len(ROWS)
+    (tmp_path / "statistics.csv").write_text(CSV)
+    named = "configs:\n- config_name: default\n  data_files: rows.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{named}---\n")
+    assert len(list(read_rows(tmp_path))) == len(ROWS)
+
+
 def test_places_are_those_of_an_editor(tmp_path):
     """Lines from 1, with the blank ones; a text of a table may go over several lines."""
     lines = make(tmp_path, "a.jsonl", '\n{"a": 1}\n\n{"a": 2}\n')

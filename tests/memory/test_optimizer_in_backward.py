@@ -1,4 +1,5 @@
 import copy
+import functools
 import gc
 import weakref
 
@@ -147,6 +148,14 @@ def test_gradients_vanish_as_estimated(family, seq):
 
 
 # --- what is refused ------------------------------------------------------------------------------
+
+
+def test_an_optimizer_may_be_a_function_and_betas_tensors(llama):
+    """As PyTorch takes both."""
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    made = functools.partial(torch.optim.AdamW, foreach=False)
+    handle = apply_optimizer_in_backward(llama, optimizer_class=made, lr=1e-3, betas=betas)
+    assert handle.param_groups[0]["betas"] == betas
 
 
 def test_a_second_backward_before_step(llama, batch):

@@ -50,6 +50,11 @@ def test_text_and_html_show_every_row(ladder):
         assert all(name in shown for name in ("baseline", "half", "less", "1,000 MiB"))
 
 
+def test_without_rows_the_header_is_left(tmp_path):
+    assert Ladder("none", folder=tmp_path).table() == [HEADER]
+    assert "<table" in Ladder("none", folder=tmp_path)._repr_html_()
+
+
 def test_columns_of_the_text_stand_below_each_other(ladder):
     header, rule, *rows = str(ladder).splitlines()
     assert set(rule) == {"-"}

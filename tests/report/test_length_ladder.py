@@ -28,6 +28,14 @@ def test_table_compares_lengths_and_times(ladder):
     assert ladder["better"].seconds == 3.0
 
 
+def test_times_are_of_the_same_rounds(ladder):
+    """One row alone, or rounds that do not belong together, would be compared with nothing."""
+    with pytest.raises(ValueError, match="give those of 'plain' as well"):
+        ladder.set_times({"better": [3.0]})
+    with pytest.raises(ValueError, match="'better' has 1 rounds and the first row 2"):
+        ladder.set_times({"plain": [2.0, 4.0], "better": [3.0]})
+
+
 def test_the_prediction_is_compared_with_the_crossing(tmp_path):
     """The mistake: a search to within 1 % would make an exact prediction look 1 % off."""
     ladder = LengthLadder("lengths", folder=tmp_path)

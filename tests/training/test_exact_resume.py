@@ -7,6 +7,7 @@ import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.row_order import rows_of_step
+from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.training.exact_resume import (
     load_by_hand,
@@ -47,6 +48,8 @@ OPTIMIZERS = {
     "AdamW": None,
     "8-bit": lambda model: eight_bit_adamw(model, lr=1e-3),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    # Its parameters are masters in host memory, which were taken for weights of no model.
+    "on the host": lambda model: offload_optimizer(model, lr=1e-3, allow_cpu=True),
 }
 
 

@@ -75,7 +75,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             check_choice(allowed, **{name: getattr(self, name)})
-        check_text(base_model=self.base_model, output_dir=str(self.output_dir))
+        check_text(base_model=self.base_model)
+        if not isinstance(self.output_dir, Path):
+            check_text(output_dir=self.output_dir)
         check_flag(packing=self.packing, gradient_checkpointing=self.gradient_checkpointing)
         self._check_numbers()
         self._check_target_modules()

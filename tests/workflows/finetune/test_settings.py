@@ -32,6 +32,7 @@ from tests.workflows.finetune.shared import RUN, change
         ({"save_steps": 0}, "save_steps=0"),  # it would be taken for none
         ({"packing": "no"}, "packing='no': give True or False"),
         ({"output_dir": ""}, "output_dir='': give a text"),  # it would be the current folder
+        ({"output_dir": None}, "output_dir=None: give a text"),
         ({"base_model": ""}, "base_model='': give a text"),
     ],
 )
