@@ -105,7 +105,8 @@ def make_student(
 
     It is an ordinary model of the teacher's class, on its device and in its dtype, with a smaller
     configuration: it saves, loads and generates like any other. It shares no memory with the
-    teacher, which stays as it is.
+    teacher, which stays as it is. What a recipe has put on the teacher's blocks is not on the
+    student's: apply it to the student, too, such as `apply_sliding_window`.
 
     Args:
         blocks: their numbers from 0, in rising order, as `choose_blocks` returns them. None: all.
@@ -276,9 +277,18 @@ def _as_refusal(teacher: Any, *, or_refuses_itself: bool = False) -> Iterator[No
 
 @torch.no_grad()
 def _try_out(student: Any) -> None:
-    """Run it on two tokens: a norm over all heads is as wide as before, and fails only here."""
+    """Run it on two tokens: a norm over all heads is as wide as before, and fails only here.
+
+    With transformers' own attention: one of a recipe may have to be applied to the student first.
+    """
+    if student.device.type == "meta":
+        return  # there is nothing to run
     ids = torch.zeros((1, 2), dtype=torch.long, device=student.device)
+    config = student.config.get_text_config()
+    attention = config._attn_implementation
+    config._attn_implementation = "eager"
     student.eval()(input_ids=ids, use_cache=False)
+    config._attn_implementation = attention
 
 
 def _empty_model(teacher: Any, config: Any) -> Any:

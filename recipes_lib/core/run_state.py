@@ -3,22 +3,27 @@
 A checkpoint of another run loads without an error wherever the shapes agree. So a checkpoint keeps
 facts, numbers and strings such as settings and the length of the data, and they are compared before
 anything is loaded. So are the checksums of its file, and the classes of its parts.
+
+`torch.load` takes no number of NumPy from a file. Learning rates become such numbers by a formula
+with `numpy.cos`, so they are written as Python's own.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import zipfile
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 # What is equal to itself after it was written and read. `torch.load` takes no more than these.
-FACTS = (str, int, float, type(None), torch.dtype, torch.device)
+FACTS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 def random_states() -> dict[str, Any]:
@@ -55,21 +60,73 @@ def check_same_run(path: Path | str, *, saved: Mapping[str, Any], given: Mapping
 def check_facts(run: Mapping[str, Any]) -> None:
     """Raise ValueError for a fact that would differ from itself when it is read: NaN, a tensor."""
     for name, fact in run.items():
-        if not _comes_back(fact):
-            raise ValueError(
-                f"the fact {name} of the run is {fact!r}, which is not equal to itself after it "
-                f"was saved, so that the checkpoint could not be loaded: give numbers, strings, or "
-                f"lists or dictionaries of them, for a path str(path)"
-            )
+        for single in _singles(fact):
+            if isinstance(single, np.generic):
+                raise ValueError(
+                    f"the fact {name} of the run is {fact!r}, with a number of NumPy, which "
+                    f"torch.load takes from no file: give int(...) or float(...) of it"
+                )
+            # Only NaN differs from itself.
+            if not isinstance(single, FACTS) or single != single:
+                raise ValueError(
+                    f"the fact {name} of the run is {fact!r}, which is not equal to itself after "
+                    f"it was saved, so that the checkpoint could not be loaded: give numbers, "
+                    f"strings, or lists or dictionaries of them, for a path str(path)"
+                )
 
 
-def _comes_back(fact: Any) -> bool:
+def _singles(fact: Any) -> Iterator[Any]:
+    """What is in its lists and dictionaries, the keys as well; of a number, itself."""
     if isinstance(fact, Mapping):
-        return all(_comes_back(part) for part in [*fact.keys(), *fact.values()])
-    if isinstance(fact, list | tuple | set):
-        return all(_comes_back(part) for part in fact)
-    # Only NaN differs from itself.
-    return isinstance(fact, FACTS) and fact == fact
+        for key, value in fact.items():
+            yield from _singles(key)
+            yield from _singles(value)
+    elif isinstance(fact, list | tuple | set):
+        for value in fact:
+            yield from _singles(value)
+    else:
+        yield fact
+
+
+def in_python_numbers(value: Any) -> Any:
+    """The same, with the numbers of NumPy as Python's own, in lists and dictionaries, too."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {name: in_python_numbers(inside) for name, inside in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(in_python_numbers(inside) for inside in value)
+    return value
+
+
+def check_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a setting of the optimizer that `torch.load` would not take back.
+
+    Numbers of NumPy are none of them: they are written by `in_python_numbers`.
+    """
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        if _is_loadable(settings):
+            continue
+        for name, value in settings.items():
+            if not _is_loadable(value):
+                raise ValueError(
+                    f"the optimizer has the setting {name}={value!r}, which torch.load takes from "
+                    f"no file, so that the checkpoint could not be loaded: give numbers, strings, "
+                    f"or lists or dictionaries of them, for a path str(path)"
+                )
+
+
+def _is_loadable(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(in_python_numbers(value), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    # Python raises the last two for what it cannot write, such as a function without a name.
+    except (pickle.PickleError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def check_in_model(optimizer: torch.optim.Optimizer, known: Set[int]) -> None:

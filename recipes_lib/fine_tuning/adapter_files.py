@@ -130,9 +130,10 @@ def save_adapter(
 def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> Any:
     """Put saved adapters on the base `model`, in full precision; returns the `PeftModel`.
 
-    A folder without a fingerprint, as others write it, is checked for the names and shapes of the
-    layers only. Raises ValueError before anything is loaded if the folder holds no adapter or a
-    damaged one, if `model` has adapters already or is not the base that they were trained on.
+    Any kind of adapter that peft knows. A folder without a fingerprint, as others write it, is
+    checked for the names and shapes of the layers only, and only if it holds LoRA. Raises
+    ValueError, and leaves `model` as it was, if the folder holds no adapter or a damaged one, if
+    `model` has adapters already or is not the base that they were trained on.
     """
     check_flag(trainable=trainable)
     folder = Path(folder)
@@ -143,20 +144,16 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
         )
     if _has_adapters(model):
         raise ValueError("the model has adapters already: give the base model")
-    rank = _checked_rank(folder / CONFIG_FILE)
+    config = _checked_config(folder / CONFIG_FILE)
     _check_fingerprint(model, folder)
-    _check_checksum(folder)
-    _check_shapes(model, folder, rank=rank)
-    with warnings.catch_warnings():
+    _check_weights_file(folder)
+    if config["peft_type"] == "LORA":
+        _check_shapes(model, folder, config)
+    with _unchanged_after_an_error(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about peft itself
         loaded = peft.PeftModel.from_pretrained(model, folder, is_trainable=trainable)
-    different = _different_adapters(loaded, folder)
-    if different:
-        loaded.unload()
-        raise ValueError(
-            f"the weights and the configuration in {folder} name different adapters, "
-            f"{len(different)} of them, such as {different[0]}: copy or save the adapter anew"
-        )
+        if config["peft_type"] == "LORA":
+            _refuse_different_adapters(loaded, folder)
     return loaded
 
 
@@ -178,7 +175,7 @@ def save_merged(
 ) -> None:
     """Save a merged model and its tokenizer, the weights in `dtype`.
 
-    Those that its class keeps in fp32, such as routers, stay in fp32.
+    Those that its class keeps in fp32, such as routers, are saved in fp32.
 
     Raises ValueError for adapters that are left, and for a folder that is there already.
     """
@@ -191,10 +188,11 @@ def save_merged(
             f"tokenizer={tokenizer!r}: give the one of the base model, load_tokenizer(name)"
         )
     # One by one: `model.to(dtype)` would round the frequencies of the rotary embedding, too.
-    stay = kept_in_fp32(model, dtype)
+    in_fp32 = kept_in_fp32(model, dtype)
     for name, parameter in model.named_parameters():
-        if name not in stay:
-            parameter.data = parameter.data.to(dtype)
+        # A model that was cast as a whole has these in 16 bits, too.
+        own_dtype = torch.float32 if name in in_fp32 else dtype
+        parameter.data = parameter.data.to(own_dtype)
     model.config.dtype = dtype
     # To save, transformers imports DeepSpeed where it is installed, which wonders aloud about a
     # machine without a GPU unless it is told.
@@ -273,28 +271,44 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _checked_rank(file: Path) -> int | None:
-    """The rank of all pairs, or None where they have ranks of their own.
+def _checked_config(file: Path) -> dict[str, Any]:
+    """What a configuration says, of a kind that peft knows; LoRA's with its rank.
 
     peft finds out what is wrong with a configuration halfway, with adapters on the model.
     """
+    from peft import PeftType
+
     config = _read_json(file)
     kind = config.get("peft_type")
-    if kind != "LORA":
+    known = [of_peft.value for of_peft in PeftType]
+    if kind not in known:
         raise ValueError(
-            f"{file} has the peft_type {kind!r}, and here LoRA's adapters are loaded: "
-            f"give a folder that save_adapter wrote, or use peft.PeftModel.from_pretrained"
+            f"{file} has the peft_type {kind!r}, which the installed peft does not know: "
+            f"update peft, or save the adapter anew"
         )
     rank = config.get("r")
-    if not isinstance(rank, int) or rank < 1:
+    if kind == "LORA" and (not isinstance(rank, int) or rank < 1):
         raise ValueError(_damaged(file))
-    if config.get("rank_pattern"):
-        return None
-    return rank
+    return config
 
 
-def _different_adapters(loaded: Any, folder: Path) -> list[str]:
-    """Tensors of adapters that only one of model and file knows.
+@contextlib.contextmanager
+def _unchanged_after_an_error(model: Any) -> Iterator[None]:
+    """peft freezes the base and puts it into eval mode, before anything can be compared."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    in_training = [module for module in model.modules() if module.training]
+    try:
+        yield
+    except Exception:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module in in_training:
+            module.training = True
+        raise
+
+
+def _refuse_different_adapters(loaded: Any, folder: Path) -> None:
+    """Take the adapters off and raise ValueError if only one of model and file knows a tensor.
 
     peft leaves those of the model as they are drawn, and leaves out those of the file.
     """
@@ -303,7 +317,13 @@ def _different_adapters(loaded: Any, folder: Path) -> list[str]:
 
     on_model = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     stored = load_peft_weights(str(folder), device="cpu")
-    return sorted(name for name in on_model.keys() ^ stored.keys() if ".lora_" in name)
+    different = sorted(name for name in on_model.keys() ^ stored.keys() if ".lora_" in name)
+    if different:
+        loaded.unload()
+        raise ValueError(
+            f"the weights and the configuration in {folder} name different adapters, "
+            f"{len(different)} of them, such as {different[0]}: copy or save the adapter anew"
+        )
 
 
 def _damaged(file: Path) -> str:
@@ -328,60 +348,77 @@ def _checksum(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _check_checksum(folder: Path) -> None:
-    """safetensors has no checksums: a bit that a disk has flipped would be loaded."""
-    recorded = folder / BASE_FILE
+def _check_weights_file(folder: Path) -> None:
+    """The weights are there, whole, and those that the folder's checksum is of, if it has one."""
+    from safetensors import SafetensorError, safe_open
+
     weights = folder / WEIGHTS_FILE
-    if not recorded.is_file() or not weights.is_file():
-        return
-    # An adapter of an earlier version has none.
-    expected = _read_json(recorded).get("sha256")
-    if expected is not None and expected != _checksum(weights):
+    if not weights.is_file():
+        if (folder / OLDER_WEIGHTS_FILE).is_file():
+            return  # a pickle, which peft reads
+        raise ValueError(f"{folder} has no {WEIGHTS_FILE}: copy or save the adapter anew")
+    try:
+        with safe_open(weights, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(_damaged(weights)) from error
+    # safetensors has no checksums: a bit that a disk has flipped would be loaded.
+    recorded = folder / BASE_FILE
+    if recorded.is_file() and _read_json(recorded).get("sha256") != _checksum(weights):
         raise ValueError(_damaged(weights))
 
 
-def _check_shapes(model: Any, folder: Path, *, rank: int | None) -> None:
-    """Each pair A [r, in], B [out, r] must fit the `rank` and a layer of that name.
+def _check_shapes(model: Any, folder: Path, config: dict[str, Any]) -> None:
+    """Each pair A [r, in], B [out, r] of LoRA must fit the rank and a layer of that name.
 
     peft checks it as well, but it stops halfway, with adapters on the model.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if (folder / OLDER_WEIGHTS_FILE).is_file():
-        return  # peft compares
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(f"{folder} has no {WEIGHTS_FILE}: copy or save the adapter anew")
+    if config.get("target_parameters") or config.get("layer_replication"):
+        # One pair of all experts has a multiple of the rank, and copies of layers are not there
+        # yet: left to peft.
+        return
+    rank = config["r"]
+    if config.get("rank_pattern"):
+        rank = None  # pairs have ranks of their own
     layers = dict(model.named_modules())
-    try:
-        opened = safe_open(folder / WEIGHTS_FILE, "pt")
-    except SafetensorError as error:
-        raise ValueError(_damaged(folder / WEIGHTS_FILE)) from error
-    with opened as file:
+    for name, found_rank, size in _pairs(folder / WEIGHTS_FILE):
+        if rank not in (None, found_rank):
+            raise ValueError(
+                f"{folder}: {name} has rank {found_rank}, and {CONFIG_FILE} says r={rank}: "
+                f"copy or save the adapter anew"
+            )
+        weight = getattr(layers.get(name), "weight", None)
+        if weight is not None and size in weight.shape:
+            continue
+        found = "no such layer"
+        if weight is not None:
+            found = f"a weight of {tuple(weight.shape)}"
+        raise ValueError(
+            f"the adapter in {folder} was trained on another base: its {name} has size {size}, "
+            f"and this {type(model).__name__} has {found}"
+        )
+
+
+def _pairs(weights: Path) -> Iterator[tuple[str, int, int]]:
+    """Of each A and each B: the name of its layer, its rank, and its other size.
+
+    Nothing of an older file, a pickle.
+    """
+    from safetensors import safe_open
+
+    if not weights.is_file():
+        return
+    with safe_open(weights, "pt") as file:
         for key in file.keys():  # noqa: SIM118  (not a dictionary)
             # "base_model.model.<layer>.lora_A.weight"
             name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
-            if not kind.startswith(("A.", "B.")):
-                continue
             shape = file.get_slice(key).get_shape()
+            if len(shape) != 2:
+                continue  # a bias [out], or of a convolution [r, in, height, width]
             if kind.startswith("A."):
-                found_rank, size = shape  # [r, in]
-            else:
-                size, found_rank = shape  # [out, r]
-            if rank not in (None, found_rank):
-                raise ValueError(
-                    f"{folder}: {name} has rank {found_rank}, and {CONFIG_FILE} says r={rank}: "
-                    f"copy or save the adapter anew"
-                )
-            weight = getattr(layers.get(name), "weight", None)
-            if weight is not None and size in weight.shape:
-                continue
-            found = "no such layer"
-            if weight is not None:
-                found = f"a weight of {tuple(weight.shape)}"
-            raise ValueError(
-                f"the adapter in {folder} was trained on another base: its {name} has size {size}, "
-                f"and this {type(model).__name__} has {found}"
-            )
+                yield name, shape[0], shape[1]  # [r, in]
+            elif kind.startswith("B."):
+                yield name, shape[1], shape[0]  # [out, r]
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ from recipes_lib.core.run_state import (
     check_loadable,
     check_parts,
     check_same_run,
+    check_settings,
+    in_python_numbers,
     part_classes,
     random_states,
     read_state,
@@ -89,6 +91,7 @@ from recipes_lib.parallel.checkpoint_state import (
     optimizer_name,
     set_state,
     state_of,
+    unchanged_if_refused,
 )
 
 SHARED_FILE = "run.pt"
@@ -143,7 +146,8 @@ def save_checkpoint(
             schedule, loss scaling.
         keep: how many checkpoints stay.
     Raises ValueError on every rank if the folder holds this step or a later one already, if ranks
-    give other steps or facts, or if a rank cannot write.
+    give other steps or facts, if a fact or a setting of the optimizer could not be loaded, or if a
+    rank cannot write.
     """
     folder = Path(folder)
     place = _begin(folder, step, model, optimizer, run, parts, keep)
@@ -294,19 +298,26 @@ def load_checkpoint(
         random = read_state(_random_file(place)) if same_ranks else None
         check_files(place)
 
-    # Gradients of before would be those of other weights. PyTorch, too, wants none: it makes the
-    # states of a fresh optimizer by a step with gradients of zero.
-    optimizer.zero_grad(set_to_none=True)
-    state = state_of(model, optimizer)
-    check_optimized(place, state)
-    with files_of_all_ranks():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(place))
+    with unchanged_if_refused(optimizer):
+        state = _read(place, model, optimizer)
     set_state(model, optimizer, state)
     for name, part in parts.items():
         part.load_state_dict(shared["parts"][name])
     if random is not None:
         set_random_states(random)
     return shared["step"]
+
+
+def _read(place: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the checkpoint holds of this rank's parts of weights and states."""
+    # Gradients of before would be those of other weights. PyTorch, too, wants none: it makes the
+    # states of a fresh optimizer by a step with gradients of zero.
+    optimizer.zero_grad(set_to_none=True)
+    state = state_of(model, optimizer)
+    check_optimized(place, model, state)
+    with files_of_all_ranks():
+        dcp.load(state, storage_reader=dcp.FileSystemReader(place))
+    return state
 
 
 # --- what is saved --------------------------------------------------------------------------------
@@ -330,12 +341,13 @@ def _begin(
         check_whole(step=step, keep=keep)
         check_facts(run)
         check_in_model(optimizer, {id(parameter) for parameter in model.parameters()})
+        check_settings(optimizer)
         refuse_older_step(folder, step)
         place = folder_of_step(folder, step)
         place.mkdir(parents=True, exist_ok=True)
         _write(_random_file(place), random_states())
         if rank() == 0:
-            states = {name: part.state_dict() for name, part in parts.items()}
+            states = {name: in_python_numbers(part.state_dict()) for name, part in parts.items()}
             shared = {
                 "run": facts,
                 "step": step,

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from recipes_lib.parallel.checkpoint_state import OPTIONS
 
+PLACES = 16
 Values = dict[str, list[float | None]]
 
 
@@ -28,10 +29,13 @@ def frozen_values(model: torch.nn.Module) -> Values:
     ranks would have other ones.
     """
     trained = get_model_state_dict(model, options=OPTIONS).keys()
-    own = {}
+    inside = {}
+    values = []
     for name, tensor in get_model_state_dict(model).items():
         if name not in trained and tensor.is_floating_point() and tensor.numel() > 0:
-            own[name] = _values_here(tensor.detach())
+            inside[name], values_here = _values_here(tensor.detach())
+            values.append(values_here)
+    own = _by_name(inside, values)
     if not distributed.is_initialized():
         return own
     of_ranks: list[Values] = [{} for _ in range(distributed.get_world_size())]
@@ -41,7 +45,8 @@ def frozen_values(model: torch.nn.Module) -> Values:
 
 def check_base(place: Path, saved: Mapping[str, list[float | None]], given: Values) -> None:
     """Raise ValueError if a frozen weight that both know has other values."""
-    odd = sorted(name for name in given if saved.get(name, given[name]) != given[name])
+    # As text: NaN is not equal to itself, and a base that has it is still the same base.
+    odd = sorted(name for name in given if str(saved.get(name, given[name])) != str(given[name]))
     if odd:
         raise ValueError(
             f"{place} was trained on another base: {len(odd)} frozen weights have other values, "
@@ -49,21 +54,46 @@ def check_base(place: Path, saved: Mapping[str, list[float | None]], given: Valu
         )
 
 
-def _values_here(tensor: Tensor) -> list[float | None]:
-    """The values at 16 places of the whole tensor, None where another rank has them."""
-    places = torch.linspace(0, tensor.numel() - 1, 16, dtype=torch.float64).long()
-    if not isinstance(tensor, DTensor):
-        return tensor.reshape(-1)[places.to(tensor.device)].float().tolist()
-    part = tensor.to_local()
-    _, first = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    values = []
-    for index in zip(*torch.unravel_index(places, tensor.shape), strict=True):
-        here = [int(i) - start for i, start in zip(index, first, strict=True)]
-        inside = all(0 <= i < size for i, size in zip(here, part.shape, strict=True))
-        values.append(part[tuple(here)].float().item() if inside else None)
-    return values
+def _values_here(tensor: Tensor) -> tuple[list[bool], Tensor]:
+    """Which of 16 places of the whole tensor this rank has, and the values there."""
+    places = torch.linspace(0, tensor.numel() - 1, PLACES, dtype=torch.float64).long()
+    inside = torch.ones(PLACES, dtype=torch.bool)
+    if not isinstance(tensor, DTensor) or tensor.dim() == 0:
+        part = _local(tensor).reshape(-1)
+        index = [places]
+    else:
+        part = _local(tensor)
+        _, first = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        index = []
+        whole_index = torch.unravel_index(places, tensor.shape)
+        for of_dimension, start, size in zip(whole_index, first, part.shape, strict=True):
+            here = of_dimension - start
+            inside &= (here >= 0) & (here < size)
+            index.append(here)
+    # Not blocking: else the copy of these few numbers to a GPU waits for all that it has to do.
+    own = [here[inside].to(part.device, non_blocking=True) for here in index]
+    return inside.tolist(), part[tuple(own)].float()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def _by_name(inside: dict[str, list[bool]], values: list[Tensor]) -> Values:
+    """16 values for each name, None where another rank has them."""
+    if not values:
+        return {}
+    # One copy for all of them: each copy from a GPU waits for it.
+    device = values[0].device
+    together = iter(torch.cat([of_tensor.to(device) for of_tensor in values]).tolist())
+    found = {}
+    for name, is_here in inside.items():
+        found[name] = [next(together) if here else None for here in is_here]
+    return found
 
 
 def _joined(of_ranks: list[Values]) -> Values:
@@ -80,7 +110,8 @@ def _joined(of_ranks: list[Values]) -> Values:
 
 def _only_one(column: tuple[float | None, ...]) -> float | None:
     """The value that all ranks hold which hold one, None if they hold different ones."""
-    found = set(column) - {None}
+    # By their text: the NaN of one rank is not equal to that of another.
+    found = {str(value): value for value in column if value is not None}
     if len(found) != 1:
         return None
-    return found.pop()
+    return next(iter(found.values()))

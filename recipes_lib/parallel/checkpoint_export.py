@@ -39,7 +39,7 @@ def export_safetensors(
     Args:
         model: a Hugging Face model, sharded, inside of DDP, or plain.
         dtype: of the files; None keeps that of the weights. What the model's class keeps in fp32
-            stays there.
+            is written in fp32.
         file_bytes: how many bytes of weights a file holds at most, if no single weight has more.
     Raises ValueError on every rank if the folder holds a model already, if the model has no
     configuration, or if ranks give other arguments.
@@ -97,12 +97,13 @@ def _each_once(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.
 def _in_dtype(
     weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Whole numbers, as in buffers of positions, and what the class keeps in fp32 stay."""
-    stay = kept_in_fp32(model, dtype)
+    """In fp32 what the class keeps so; whole numbers, as in buffers of positions, stay."""
+    in_fp32 = kept_in_fp32(model, dtype)
     cast = {}
     for name, tensor in weights.items():
-        stays = name in stay or not tensor.is_floating_point()
-        cast[name] = tensor if stays else tensor.to(dtype)
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.float32 if name in in_fp32 else dtype)
+        cast[name] = tensor
     return cast
 
 

@@ -81,8 +81,10 @@ def read_list(place: Path) -> Metadata:
 
 def check_files(place: Path) -> None:
     """Raise ValueError if a part is not as it was written. Each rank reads its share of them."""
-    stored = read_list(place).storage_data.values()
-    everywhere = sorted({(part.relative_path, part.offset, part.length) for part in stored})
+    held = {}
+    for index, part in read_list(place).storage_data.items():
+        held[part.relative_path, part.offset, part.length] = index.fqn
+    everywhere = sorted(held)
     for name, offset, length in everywhere[rank() :: world_size()]:
         path = place / name
         try:
@@ -93,7 +95,14 @@ def check_files(place: Path) -> None:
             # PyTorch reads settings later in the way that runs a file's code; this one does not.
             part.seek(0)
             torch.load(part, weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{path} is as it was written, but {held[name, offset, length]} in it has a class "
+                f"that torch.load does not take, because it may be code of a stranger: if you "
+                f"trust who wrote it, allow the class by torch.serialization.add_safe_globals; if "
+                f"not, {ADVICE}"
+            ) from error
+        except (OSError, RuntimeError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is damaged ({error}): {ADVICE}") from error
 
 

@@ -79,14 +79,17 @@ def check_weights(place: Path, weights: list[dict[str, Form]]) -> None:
         )
 
 
-def check_optimized(place: Path, state: dict[str, Any]) -> None:
+def check_optimized(place: Path, model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Raise ValueError if the optimizer of `place` had other parameters than those of all ranks.
 
     All ranks call it, with what they are about to load into.
     """
-    own = optimized_names(state["optimizer"], prefix="param_groups.")
+    known = set().union(*_of_all_ranks(set(get_model_state_dict(model))))
+    own = optimized_names(state["optimizer"], prefix="param_groups.", known=known)
     here = set().union(*_of_all_ranks(own))
-    there = optimized_names(read_list(place).state_dict_metadata, prefix="optimizer.param_groups.")
+    there = optimized_names(
+        read_list(place).state_dict_metadata, prefix="optimizer.param_groups.", known=known
+    )
     odd = sorted(here ^ there)
     if odd:
         raise ValueError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from recipes_lib.core.run_state import in_python_numbers
+
 # Frozen weights come from the base model again. States are named by parameter, so that ranks with
 # other parameters, as pipeline stages have them, put them together.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
@@ -25,9 +28,10 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """This rank's parts of the trainable weights and of their optimizer states, by name."""
     inner = inner_optimizer(optimizer)
     _copy_settings(optimizer, inner)
+    states = get_optimizer_state_dict(model, inner, options=OPTIONS)
     return {
         "model": get_model_state_dict(model, options=OPTIONS),
-        "optimizer": get_optimizer_state_dict(model, inner, options=OPTIONS),
+        "optimizer": {name: in_python_numbers(value) for name, value in states.items()},
     }
 
 
@@ -43,10 +47,41 @@ def set_state(
     _copy_settings(inner, optimizer)
 
 
-def optimized_names(names: Iterable[str], *, prefix: str) -> set[str]:
-    """The parameters of an optimizer, from the names of its settings in a flat state."""
+@contextlib.contextmanager
+def unchanged_if_refused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around what asks a fresh optimizer for its states: an error leaves it fresh.
+
+    PyTorch makes the states by a step with gradients of zero and a learning rate of zero.
+    """
+    inner = inner_optimizer(optimizer)
+    was_fresh = not inner.state
+    settings = [dict(group) for group in inner.param_groups]
+    gradients = [
+        (parameter, parameter.grad)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    try:
+        yield
+    except Exception:
+        if was_fresh:
+            inner.state.clear()
+        for group, before in zip(inner.param_groups, settings, strict=True):
+            group.update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        raise
+
+
+def optimized_names(names: Iterable[str], *, prefix: str, known: Set[str]) -> set[str]:
+    """The parameters of an optimizer, from the names of its settings in a flat state.
+
+    Args:
+        known: the names of all parameters. PyTorch writes a setting that is a dictionary,
+            info={"x": 1}, as weight.info.x, but weight.info is no parameter.
+    """
     settings = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    return {name.rpartition(".")[0] for name in settings}
+    return {name.rpartition(".")[0] for name in settings} & known
 
 
 def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.student import (
     block_influence,
     channel_importance,
@@ -177,6 +178,17 @@ def test_a_student_is_like_its_teacher():
     assert torch.equal(logits_of(student), logits_of(teacher))
     tied = student.get_output_embeddings().weight is student.get_input_embeddings().weight
     assert tied
+
+
+def test_a_teacher_with_another_attention_or_without_values():
+    """The mistake: the student was tried out with the teacher's attention, which was not yet on it,
+    and with weights that have no values."""
+    teacher = apply_sliding_window(teacher_of("Llama"), window=4)
+    student = apply_sliding_window(make_student(teacher, blocks=KEPT), window=4)
+    torch.testing.assert_close(logits_of(student), logits_without(teacher, KEPT))
+    outline = make_student(teacher_of("Llama").to("meta"), blocks=KEPT)
+    assert outline.num_parameters() == student.num_parameters()
+    assert outline.device.type == "meta"
 
 
 # --- what is measured -----------------------------------------------------------------------------

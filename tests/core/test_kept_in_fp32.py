@@ -1,5 +1,6 @@
 """What stays in fp32 beside 16 bits, against what `from_pretrained` loads."""
 
+import peft
 import pytest
 import torch
 
@@ -22,6 +23,21 @@ def test_as_transformers_loads_it(family, dtype, tmp_path):
     made = {name for name, b in loaded.named_buffers() if b.dtype is dtype}
     assert buffers_made_in(model, dtype) == made
     assert bool(made) == (family == "openai-gpt")
+
+
+@pytest.mark.parametrize("wrapper", ["peft", "compile"])
+def test_inside_of_a_wrapper(wrapper):
+    """The mistake: a wrapper passes on the model's functions, and its class does not."""
+    with quiet():
+        model = tiny_model("openai-gpt")
+        expected = buffers_made_in(model, torch.bfloat16)
+    if wrapper == "peft":
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"]))
+    else:
+        wrapped = torch.compile(model)
+    found = buffers_made_in(wrapped, torch.bfloat16)
+    assert len(found) == len(expected) > 0
+    assert found <= {name for name, _ in wrapped.named_buffers()}
 
 
 def test_no_model_of_transformers():

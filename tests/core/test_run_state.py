@@ -1,12 +1,15 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from recipes_lib.core.run_state import (
+    check_facts,
     check_loadable,
     check_same_run,
     random_states,
+    read_state,
     set_random_states,
 )
 
@@ -24,6 +27,18 @@ def test_any_difference_of_facts_is_told():
         check_same_run("c.pt", saved={"lr": 1}, given={"lr": 2})
     with pytest.raises(ValueError, match="data: None there, 'a' here"):
         check_same_run("c.pt", saved={}, given={"data": "a"})
+
+
+def test_facts_are_what_comes_back(tmp_path):
+    """Bytes were refused with a false sentence, and numbers of NumPy with no way out."""
+    facts = {"key": b"x", "phase": 1j, "sizes": {"rows": [1, None]}}
+    check_facts(facts)
+    torch.save(facts, tmp_path / "facts.pt")
+    assert read_state(tmp_path / "facts.pt") == facts
+    with pytest.raises(ValueError, match=r"the fact rows .* NumPy, .* give int\(...\) or float"):
+        check_facts({"rows": [np.int64(3)]})
+    with pytest.raises(ValueError, match=r"the fact limit .* is nan, which is not equal to itself"):
+        check_facts({"limit": float("nan")})
 
 
 def test_only_what_can_be_loaded_stays(tmp_path):

@@ -6,10 +6,13 @@ import os
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from recipes_lib.core.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
@@ -23,6 +26,7 @@ from recipes_lib.fine_tuning.adapter_files import (
 )
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
+from tests.families.configs import quiet, tiny_model
 
 IDS = torch.arange(1, 20)[None]
 
@@ -149,7 +153,7 @@ def test_a_damaged_adapter_is_named(name, content, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"peft_type": None}, "has the peft_type None, and here LoRA's adapters are loaded"),
+        ({"peft_type": None}, "has the peft_type None, which the installed peft does not know"),
         ({"peft_type": "MAGIC"}, "has the peft_type 'MAGIC'"),
         ({"r": None}, "adapter_config.json is damaged"),
         ({"r": 3}, "has rank 4, and adapter_config.json says r=3"),
@@ -177,8 +181,11 @@ def test_a_file_with_some_of_the_weights_is_refused(tmp_path):
     save_file({name: weight for name, weight in weights.items() if name != lost}, file)
     model = base()
     before = logits(model)
+    model.train()
     with pytest.raises(ValueError, match=f"different adapters, 1 of them, such as {lost}"):
         load_adapter(model, tmp_path / "a")
+    assert all(parameter.requires_grad for parameter in model.parameters()), "peft froze it"
+    assert all(module.training for module in model.modules())
     assert torch.equal(logits(model), before)
     save_file(weights, file)
     load_adapter(model, tmp_path / "a")  # nothing is left of the attempt
@@ -194,6 +201,51 @@ def test_an_adapter_without_a_fingerprint_is_compared_by_its_shapes(tmp_path):
             load_adapter(wrong, tmp_path / "a")
         assert not hasattr(wrong, "peft_config")
     load_adapter(base(seed=1), tmp_path / "a")
+
+
+MIXTURE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 2,
+}
+
+
+def mixture():
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTURE))
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (base, peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)),  # bias [out]
+        # One pair holds those of all experts.
+        (mixture, peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"])),
+        # Adapters on layers that the base has not yet.
+        (base, peft.LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 2], [1, 2]])),
+        (base, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
+        (base, peft.PromptTuningConfig(num_virtual_tokens=2)),
+    ],
+    ids=["bias", "experts", "replication", "ia3", "prompt"],
+)
+def test_every_kind_that_is_saved_is_loaded(make, config, tmp_path):
+    """The mistake: checks of LoRA's plain pairs, which refused what save_adapter had written."""
+    config.task_type = "CAUSAL_LM"
+    fingerprint = base_fingerprint(make())
+    model = peft.get_peft_model(make(), config)
+    torch.manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    save_adapter(model, tmp_path / "a", base=fingerprint)
+    loaded = load_adapter(make(), tmp_path / "a")
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ValueError, match="trained on another base"):
+        load_adapter(base(seed=1), tmp_path / "a")
 
 
 # --- the folder ---------------------------------------------------------------------------------
@@ -256,6 +308,19 @@ def test_merged_into_16_bits_and_loaded_in_a_fresh_process(merged_lora):
     again = load_model(str(folder), device="cpu", dtype=torch.bfloat16)
     assert torch.equal(logits(cast), logits(again)), "the rotary frequencies keep fp32"
     assert (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_family_keeps_in_fp32_is_saved_so(dtype, tmp_path):
+    """The mistake: a model that was cast as a whole left its routers in bf16 in the file."""
+    with quiet():
+        model = tiny_model("hy_v4").to(torch.bfloat16)
+        save_merged(model, tmp_path / "m", tokenizer=load_tokenizer(), dtype=dtype)
+    saved = load_file(tmp_path / "m" / "model.safetensors")
+    # A few are renamed in the file.
+    in_fp32 = [name for name in kept_in_fp32(model, dtype) if name in saved]
+    assert in_fp32
+    assert all(saved[name].dtype is torch.float32 for name in in_fp32)
 
 
 def fresh_process_that(monkeypatch, tmp_path, body):

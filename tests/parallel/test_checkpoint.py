@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -27,6 +28,7 @@ from recipes_lib.parallel.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
+from recipes_lib.parallel.checkpoint_base import frozen_values
 from recipes_lib.parallel.checkpoint_export import export_safetensors
 from recipes_lib.parallel.checkpoint_latest import set_latest
 from tests.parallel import parity
@@ -158,6 +160,21 @@ def half_frozen(kind="plain", *, seed):
     training.optimizer = torch.optim.AdamW(head, lr=1e-2)
     training.schedule = torch.optim.lr_scheduler.ConstantLR(training.optimizer)
     return training
+
+
+def reads_of_single_numbers():
+    """How many frozen weights there are, and how often one number was asked for."""
+    model = half_frozen("sharded", seed=0).model
+    read = []
+    item = torch.Tensor.item
+
+    def counted(tensor):
+        read.append(item(tensor))
+        return read[-1]
+
+    with mock.patch.object(torch.Tensor, "item", counted):
+        values = frozen_values(model)
+    return len(values), len(read)
 
 
 def refusals(folder):
@@ -340,6 +357,13 @@ def test_mistakes_raise_on_every_rank(two_ranks, tmp_path):
     assert load_checkpoint(tmp_path / "a" / "frozen", **half_frozen(seed=0).state) == 1
 
 
+def test_the_base_is_read_in_one_copy(two_ranks):
+    """Each of 16 numbers per frozen weight was copied by itself, and each copy waits for a GPU."""
+    weights, reads = two_ranks.run(reads_of_single_numbers, timeout=60)
+    assert weights > 10
+    assert reads < 10  # those of the collective that puts the values of the ranks together
+
+
 def test_stages_of_a_pipeline_save_a_whole_model(two_ranks, tmp_path):
     two_ranks.run(save_two_stages, timeout=60, folder=str(tmp_path))
     whole = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
@@ -467,6 +491,75 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         save_checkpoint(tmp_path, step=1, **a_net(seed=0) | change)
     assert latest_checkpoint(tmp_path) is None
+
+
+def test_numbers_of_numpy_come_back(tmp_path):
+    """A rate from numpy.cos was saved without a word, and refused as damaged when it was loaded."""
+    given = a_net(seed=0)
+    rate = 1e-3 * np.cos(0.3)
+    given["optimizer"].param_groups[0].update(lr=rate, betas=(np.float64(0.8), np.float64(0.9)))
+    given["parts"]["schedule"].base_lrs = [rate]
+    save_checkpoint(tmp_path, step=1, **given)
+    again = a_net(seed=0)
+    load_checkpoint(tmp_path, **again)
+    [group] = again["optimizer"].param_groups
+    assert group["lr"] == rate
+    assert group["betas"] == (0.8, 0.9)
+    assert again["parts"]["schedule"].base_lrs == [rate]
+
+
+def test_a_setting_that_could_not_be_loaded_is_not_saved(tmp_path):
+    """It was saved, and refused as damaged when it was loaded."""
+    given = a_net(seed=0)
+    given["optimizer"].param_groups[0]["log"] = Path("a")
+    with pytest.raises(ValueError, match=r"the setting log=PosixPath\('a'\), .* str\(path"):
+        save_checkpoint(tmp_path, step=1, **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_another_class_is_not_called_damaged(tmp_path):
+    """As earlier versions have saved it. Who trusts it can still load it, as the message says."""
+    given = a_net(seed=0)
+    given["optimizer"].param_groups[0]["log"] = Path("a")
+    with mock.patch("recipes_lib.parallel.checkpoint.check_settings"):
+        save_checkpoint(tmp_path, step=1, **given)
+    message = r"as it was written, but optimizer.param_groups.1.\w+.log in it .*add_safe_globals"
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, **given)
+    with torch.serialization.safe_globals([type(tmp_path)]):
+        assert load_checkpoint(tmp_path, **given) == 1
+
+
+def test_a_setting_may_be_a_dictionary(tmp_path):
+    """PyTorch takes it apart, and its name was taken for that of a parameter."""
+    given = a_net(seed=0)
+    given["optimizer"].param_groups[0]["info"] = {"x": 1}
+    save_checkpoint(tmp_path, step=1, **given)
+    again = a_net(seed=0)
+    again["optimizer"].param_groups[0]["info"] = {"x": 2}
+    load_checkpoint(tmp_path, **again)
+    assert again["optimizer"].param_groups[0]["info"] == {"x": 1}
+
+
+def test_a_refused_optimizer_stays_fresh(tmp_path):
+    """It began with states of a step that nobody took, if the program caught the refusal."""
+    save_checkpoint(tmp_path, step=1, **a_net(seed=0))
+    again = a_net(seed=0)
+    weight = again["model"][1].weight
+    again["optimizer"] = torch.optim.AdamW([weight])
+    gradient = weight.grad
+    with pytest.raises(ValueError, match="an optimizer of 2 parameters"):
+        load_checkpoint(tmp_path, **again)
+    assert not again["optimizer"].state
+    assert weight.grad is gradient
+
+
+def test_a_base_with_nan_is_the_same_base(tmp_path):
+    """NaN is not equal to itself, and the model was refused as trained on another base."""
+    given = a_net(seed=0)
+    torch.nn.init.constant_(given["model"][0].weight, float("nan"))
+    save_checkpoint(tmp_path, step=1, **given)
+    assert load_checkpoint(tmp_path, **given) == 1
 
 
 def test_a_failed_save_in_the_background_is_told(tmp_path):
