@@ -139,6 +139,7 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer -> [B, Q, H, E], and no attention weights."""
+    _require_window(module)
     _refuse_what_sdpa_ignores(attention_mask, dropout, options)
     _refuse_packed_rows(module, options)
     queries = query.shape[2]
@@ -153,6 +154,15 @@ def _attention(
             query, key, value, reads, scale=scaling, enable_gqa=True
         )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _require_window(module: nn.Module) -> None:
+    """Raise ValueError in a model whose configuration alone was copied from one with windows."""
+    if not hasattr(module, "reach"):
+        raise ValueError(
+            "this model has the attention of a sliding window and no window: call "
+            "apply_sliding_window(model, window=...), or model.set_attn_implementation('sdpa')"
+        )
 
 
 def _refuse_what_sdpa_ignores(mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:

@@ -184,7 +184,10 @@ def test_a_teacher_with_another_attention_or_without_values():
     """The mistake: the student was tried out with the teacher's attention, which was not yet on it,
     and with weights that have no values."""
     teacher = apply_sliding_window(teacher_of("Llama"), window=4)
-    student = apply_sliding_window(make_student(teacher, blocks=KEPT), window=4)
+    student = make_student(teacher, blocks=KEPT)
+    with pytest.raises(ValueError, match="and no window: call apply_sliding_window"):
+        logits_of(student)
+    apply_sliding_window(student, window=4)
     torch.testing.assert_close(logits_of(student), logits_without(teacher, KEPT))
     outline = make_student(teacher_of("Llama").to("meta"), blocks=KEPT)
     assert outline.num_parameters() == student.num_parameters()
