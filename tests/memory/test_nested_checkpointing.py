@@ -486,7 +486,7 @@ def test_peak_of_a_public_shape_as_estimated(layers, group, tile_size):
 @pytest.mark.parametrize("nested", [False, True])
 def test_peak_where_each_gradient_goes_at_once(nested):
     """The peak in a block has no gradients of later blocks, which are there in a plain step."""
-    shape = Shape(batch=1, seq=16_384)
+    shape = Shape(batch=1, seq=4096)
     with dry_run():
         model = model_of_shape("llama-3.1-8b", layers=4, device="cpu")
         plan = estimate_chunked_cross_entropy(budget_of(model, shape), model, shape)
