@@ -793,7 +793,7 @@ for way, fewer in ({"full": 1} | fewer_pairs).items():
         speedup[way] = statistics.median(ratios)
 
 # %% [markdown]
-# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of what is computed. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, this one also computes 6.6 times fewer than full attention, at the sizes of a CPU. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
+# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of what is computed. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, it computes about as many as the window. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
 #
 # All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training? Here is the loss on one text of 2,048 tokens, with a window of 512 (sizes of a CPU).
 

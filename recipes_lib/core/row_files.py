@@ -331,13 +331,21 @@ def _of_folder(path: Path, split: str) -> Iterable[PlacedRow]:
     return _numbered(path, found)
 
 
+def _names_its_files(card: Path) -> bool:
+    """Whether the head of a README, between two lines of dashes, says which files to read."""
+    if not card.is_file():
+        return False
+    before, _, rest = card.read_text(errors="replace").partition("---\n")
+    head = rest.partition("\n---")[0]
+    return before == "" and "data_files:" in head
+
+
 def _refuse_several_formats(path: Path) -> None:
     """Raise ValueError for files of which `load_dataset` would read those of one format alone.
 
     Where a README names the files of the data set, `load_dataset` reads those.
     """
-    card = path / "README.md"
-    if card.is_file() and "data_files" in card.read_text(errors="replace"):
+    if _names_its_files(path / "README.md"):
         return
     found = {}
     for file in sorted(path.rglob("*")):

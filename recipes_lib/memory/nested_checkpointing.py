@@ -280,17 +280,18 @@ def estimate_nested_checkpointing(
     if budget.dry is not None:
         return _nested_one_by_one(budget, group=group, one_input=one_input)
 
-    activations = max(_activations_in_blocks(budget, blocks, group=group, one_input=one_input))
-    with_gradients = max(_inside_blocks(budget, blocks, group=group, one_input=one_input))
+    activations = _activations_in_blocks(budget, len(blocks), group=group, one_input=one_input)
+    gradients = _gradients_in_blocks(budget, blocks)
+    with_gradients = max(map(sum, zip(activations, gradients, strict=True)))
     # Where each gradient goes at once, one waits: that of a tied embedding, for its second half.
-    without_gradients = activations + embedding_copies(model) // 2
+    without_gradients = max(activations) + embedding_copies(model) // 2
     if _block_saves_its_input(model):
         # `one_block` counts it as well.
         with_gradients -= one_input
         without_gradients -= one_input
     return budget.with_moment_in_a_block(
         as_backward_begins=inputs_of_groups + saved_outside_the_blocks(budget, model),
-        in_a_block=with_gradients - budget.carried,  # which `_inside_blocks` has counted
+        in_a_block=with_gradients - budget.carried,  # which `_gradients_in_blocks` has counted
         if_gradients_go=without_gradients,
     )
 
@@ -308,24 +309,19 @@ def _nested_one_by_one(budget: Budget, *, group: int, one_input: int) -> Budget:
     return budget.change(activations=budget.activations - budget.dry.saved + dry.saved, dry=dry)
 
 
-def _inside_blocks(
-    budget: Budget, blocks: torch.nn.ModuleList, *, group: int, one_input: int
-) -> Iterator[int]:
-    """For each block: bytes of inputs, activations and gradients while backward is in it."""
-    activations = _activations_in_blocks(budget, blocks, group=group, one_input=one_input)
-    still_to_come = budget.last_gradients  # gradients of the first block, and of the embedding
-    for index, (block, inside) in enumerate(zip(blocks, activations, strict=True)):
-        if index > 0:
-            still_to_come += trainable_bytes(block)
-        yield inside + max(budget.carried, budget.gradients - still_to_come)
-
-
-def _activations_in_blocks(
-    budget: Budget, blocks: torch.nn.ModuleList, *, group: int, one_input: int
-) -> list[int]:
+def _activations_in_blocks(budget: Budget, count: int, *, group: int, one_input: int) -> list[int]:
     """For each block: bytes of inputs, and of all inside it, while backward is in it."""
     inside = budget.one_block + budget.block_gradients
-    return [_inputs_alive(index, group) * one_input + inside for index in range(len(blocks))]
+    return [_inputs_alive(index, group) * one_input + inside for index in range(count)]
+
+
+def _gradients_in_blocks(budget: Budget, blocks: torch.nn.ModuleList) -> Iterator[int]:
+    """For each block: bytes of the weights' gradients that are there while backward is in it."""
+    still_to_come = budget.last_gradients  # those of the first block, and of the embedding
+    for index, block in enumerate(blocks):
+        if index > 0:
+            still_to_come += trainable_bytes(block)
+        yield max(budget.carried, budget.gradients - still_to_come)
 
 
 def _block_saves_its_input(model: Any) -> bool:

@@ -48,14 +48,15 @@ def export_safetensors(
     if distributed.is_initialized():
         agree(folder=str(folder), dtype=dtype, file_bytes=file_bytes, there=_models_in(folder))
     check_whole(file_bytes=file_bytes)
-    config = getattr(getattr(model, "module", model), "config", None)
+    inside = getattr(model, "module", model)  # of DDP
+    config = getattr(inside, "config", None)
     if not hasattr(config, "save_pretrained"):
         raise ValueError(f"{type(model).__name__} has no configuration: give a Hugging Face model")
     require_new_folder(folder)
 
-    weights = _each_once(get_model_state_dict(model), model)
+    weights = _each_once(get_model_state_dict(model), inside)
     if dtype is not None:
-        weights = _in_dtype(weights, getattr(model, "module", model), dtype)
+        weights = _in_dtype(weights, inside, dtype)
     writer = dcp.HuggingFaceStorageWriter(
         str(folder),
         fqn_to_index_mapping=_file_numbers(weights, file_bytes),
@@ -88,9 +89,8 @@ def _write_configuration(folder: Path, config: Any, dtype: torch.dtype) -> None:
 
 def _each_once(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
     """A tied weight under its first name only: `from_pretrained` ties the other one again."""
-    module = getattr(model, "module", model)
-    every = dict(module.named_parameters(remove_duplicate=False))
-    tied = every.keys() - dict(module.named_parameters()).keys()
+    every = dict(model.named_parameters(remove_duplicate=False))
+    tied = every.keys() - dict(model.named_parameters()).keys()
     return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 
@@ -101,9 +101,12 @@ def _in_dtype(
     in_fp32 = kept_in_fp32(model, dtype)
     cast = {}
     for name, tensor in weights.items():
-        if tensor.is_floating_point():
-            tensor = tensor.to(torch.float32 if name in in_fp32 else dtype)
-        cast[name] = tensor
+        if name in in_fp32:
+            cast[name] = tensor.to(torch.float32)
+        elif tensor.is_floating_point():
+            cast[name] = tensor.to(dtype)
+        else:
+            cast[name] = tensor
     return cast
 
 

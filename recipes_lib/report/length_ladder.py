@@ -95,10 +95,12 @@ class LengthLadder(Rows):
 
         Raises ValueError if the first row is missing, or a row has another number of rounds.
         """
-        first = self.rows[0].name
-        if first not in seconds:
-            raise ValueError(f"seconds are of {sorted(seconds)}: give those of {first!r} as well")
-        of_baseline = seconds[first]
+        baseline = self.rows[0].name
+        if baseline not in seconds:
+            raise ValueError(
+                f"seconds are of {sorted(seconds)}: give those of {baseline!r} as well"
+            )
+        of_baseline = seconds[baseline]
         for name, turns in seconds.items():
             if len(turns) != len(of_baseline):
                 raise ValueError(

@@ -443,7 +443,7 @@ def test_the_budget_of_repeated_heads_on_gpu():
     """In fp32 no kernel takes grouped heads: what is saved for backward grows by K and V."""
     model = apply_flash_attention(model_of_shape("tiny-llama", layers=8, device="cuda"))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    # So large that the workspaces of cuBLAS, up to 80 MiB, are little.
+    # So large that the workspaces of cuBLAS are little.
     shape = Shape(batch=512, seq=256)
     ids = torch.randint(0, 128, (shape.batch, shape.seq), device="cuda")
     measured = peak_of(model, optimizer, ids)

@@ -141,6 +141,9 @@ def test_files_that_are_no_rows_are_not_of_another_format(tmp_path):
     (tmp_path / ".ipynb_checkpoints" / "old.csv").write_text(CSV)
     assert len(list(read_rows(tmp_path))) == len(ROWS)
     (tmp_path / "statistics.csv").write_text(CSV)
+    (tmp_path / "README.md").write_text("# Rows\n\n`data_files:` are not named here.\n")
+    with pytest.raises(ValueError, match="several formats"):
+        list(read_rows(tmp_path))
     named = "configs:\n- config_name: default\n  data_files: rows.jsonl\n"
     (tmp_path / "README.md").write_text(f"---\n{named}---\n")
     assert len(list(read_rows(tmp_path))) == len(ROWS)

@@ -51,6 +51,7 @@ def test_text_and_html_show_every_row(ladder):
 
 
 def test_without_rows_the_header_is_left(tmp_path):
+    """The mistake: where no row has an entry, every column was taken for an empty one."""
     assert Ladder("none", folder=tmp_path).table() == [HEADER]
     assert "<table" in Ladder("none", folder=tmp_path)._repr_html_()
 

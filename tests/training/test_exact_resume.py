@@ -2,6 +2,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -342,6 +343,17 @@ def test_another_schedule_or_scaling_changes_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="state dict is empty"):
         load_checkpoint(path, **state, parts={"schedule": cosine, "scaler": on})
     assert torch.equal(net.first.weight, before)
+
+
+def test_a_learning_rate_of_numpy_comes_back(tmp_path):
+    """`torch.load` takes no number of NumPy from a file, and a formula with numpy.cos gives one."""
+    net, optimizer = a_net()
+    optimizer.param_groups[0]["lr"] = numpy.float64(0.25)
+    state = {"model": net, "optimizer": optimizer, "run": {}}
+    save_checkpoint(tmp_path / "c.pt", step=1, **state)
+    optimizer.param_groups[0]["lr"] = 0.0
+    load_checkpoint(tmp_path / "c.pt", **state)
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_weights_outside_of_the_model_are_saved_or_refused(tmp_path):
