@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import parts_to_keep, write_whole
-from recipes_lib.core.machine import machine, provenance, runs_dir
+from recipes_lib.core.measure.machine import machine, provenance, runs_dir
 from recipes_lib.workflows.bench.clock import now
 from recipes_lib.workflows.bench.norms import compare_norms
 from recipes_lib.workflows.bench.small_models import compare_architectures, pool_and_heal

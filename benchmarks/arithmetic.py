@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 
 SHAPE = "llama-3.1-8b"
 BATCH = 4

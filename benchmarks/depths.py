@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.record import write_whole
-from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.core.measure.machine import provenance, runs_dir
 from recipes_lib.workflows.bench.depths import compare_depths
 
 FILE = "depths.json"

@@ -38,14 +38,20 @@ from recipes_lib.compression.student import (
     make_student,
     pairs_of_blocks,
 )
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.chat import Row
 from recipes_lib.core.data import collate, load_text
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.evaluation import GREEDY, row_losses, text_windows
-from recipes_lib.core.machine import machine, provenance, runs_dir, seed_everything, synchronize
+from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
+from recipes_lib.core.measure.machine import (
+    machine,
+    provenance,
+    runs_dir,
+    seed_everything,
+    synchronize,
+)
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.default_model import model_source
+from recipes_lib.core.model.sizes import weight_bytes
 
 WAYS = ("labels", "teacher", "teacher + hidden")
 FILE = "distillation.json"

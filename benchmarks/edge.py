@@ -35,14 +35,14 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_whole
-from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.data import load_text
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.evaluation import GREEDY, row_losses, text_windows
-from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
+from recipes_lib.core.measure.machine import provenance, runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.core.sizes import weight_bytes
-from recipes_lib.edge.export_process import in_background
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.default_model import model_source
+from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.edge._export_process import in_background
 from recipes_lib.edge.language_model import (
     export_language_model,
     load_language_model,

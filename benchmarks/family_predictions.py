@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_whole
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.machine import provenance, runs_dir
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.measure.machine import provenance, runs_dir
+from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.data import Batch, load_instructions
-from recipes_lib.core.machine import machine, release_memory, require, seed_everything
+from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.measure.machine import machine, release_memory, require, seed_everything
 from recipes_lib.core.model import SHAPES, load_tokenizer, model_of_shape
-from recipes_lib.core.sizes import state_bytes
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.sizes import state_bytes
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.mixed_precision import NAMES
 from recipes_lib.training.sequence_packing import (

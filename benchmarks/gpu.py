@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.parts import PARTS, out_dir
-from recipes_lib.core.machine import TIERS, machine, provenance
+from recipes_lib.core.measure.machine import TIERS, machine, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import parts_to_keep, write_whole
-from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.core.measure.machine import provenance, runs_dir
 
 # (parts, settings, folder of files) -> the name of each part, and what it found up to now
 Measured = Callable[[list[str], Any, Path], Iterator[tuple[str, Any]]]

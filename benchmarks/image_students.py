@@ -32,10 +32,15 @@ from benchmarks.image_command import run_parts
 from recipes_lib.architecture.efficient_net import efficient_net
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.compression.distillation import plain_distillation_loss
-from recipes_lib.core.classify import Loss, image_logits, multiply_adds, train_classifier
-from recipes_lib.core.images import Images, handwritten_digits
+from recipes_lib.core.data.images import Images, handwritten_digits
 from recipes_lib.edge.export import export_to_executorch
 from recipes_lib.edge.runtime import load_pte
+from recipes_lib.workflows.on_device.classify import (
+    Loss,
+    image_logits,
+    multiply_adds,
+    train_classifier,
+)
 
 PARTS = ("seeds", "times")
 ALONE = "labels"

@@ -41,10 +41,10 @@ from benchmarks.peer_programs import (
 )
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import load_text
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.machine import provenance, runs_dir
 from recipes_lib.core.measure import there_and_back, timed
+from recipes_lib.core.measure.machine import provenance, runs_dir
 from recipes_lib.core.model import load_tokenizer
+from recipes_lib.core.model.default_model import model_source
 
 FILE = "inference_peers.json"
 QUESTION = "Explain to a child why the sky is blue."  # as in notebook 03

@@ -35,14 +35,14 @@ from torch.nn import functional as F
 from benchmarks import turns
 from benchmarks.image_command import run_parts
 from recipes_lib.architecture.mobile_net import mobile_net
-from recipes_lib.core.classify import accuracy, train_classifier
-from recipes_lib.core.images import Images, handwritten_digits
+from recipes_lib.core.data.images import Images, handwritten_digits
 from recipes_lib.edge.onnx_export import (
     export_to_onnx,
     load_onnx,
     operators_that_run,
     quantize_onnx,
 )
+from recipes_lib.workflows.on_device.classify import accuracy, train_classifier
 
 PARTS = ("accuracy", "layers", "times")
 PIXELS = 96  # of a side, in the network that is trained

@@ -20,13 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.dry_step import without_data
-from recipes_lib.core.machine import GIB
 from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.dry_step import without_data
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
@@ -158,7 +158,8 @@ With "fetched ahead", the input of the next block comes while backward is in the
 END = """
 Groups are one KV head with the query heads that read it:
 [head_groups.py](../recipes_lib/attention/head_groups.py). Not to fetch ahead is `in_flight=0` of
-[offload_activations](../recipes_lib/memory/activation_offload.py); backward then waits for each.
+[offload_activations](../recipes_lib/memory/activation_offload/__init__.py); backward then waits
+for each.
 """
 
 WAYS = {

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.record import write_whole
-from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.data import load_instructions
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.evaluation import generate_answers
-from recipes_lib.core.machine import machine, provenance, runs_dir, seed_everything
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.evaluation import generate_answers
+from recipes_lib.core.measure.machine import machine, provenance, runs_dir, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
 from recipes_lib.precision.mixed_precision import NAMES
 from recipes_lib.workflows.finetune import loop

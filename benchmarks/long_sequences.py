@@ -15,7 +15,7 @@ import torch
 from recipes_lib.architecture.rope import KINDS, apply_rope_scaling, position_losses
 from recipes_lib.attention.flash import apply_flash_attention, best_kernel
 from recipes_lib.core.data import load_text
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.workflows.bench import losses
 from recipes_lib.workflows.bench.attention import measure_attention

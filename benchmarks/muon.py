@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_whole
-from recipes_lib.core.chat import Row
 from recipes_lib.core.data import collate, load_instructions
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.machine import provenance, runs_dir, seed_everything
+from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.measure.machine import provenance, runs_dir, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.core.row_order import rows_of_step
-from recipes_lib.core.sizes import state_bytes
+from recipes_lib.core.model.default_model import model_source
+from recipes_lib.core.model.sizes import state_bytes
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
 from recipes_lib.training.gradient_accumulation import accumulate_gradients

@@ -17,11 +17,11 @@ from unittest import mock
 
 import torch
 
-from recipes_lib.core import plain_step
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.machine import GIB, Sizes
+from recipes_lib.core.measure.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict import plain_step
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 

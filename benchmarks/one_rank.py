@@ -23,10 +23,10 @@ from recipes_lib.architecture.mixture_of_experts import (
     remove_grouped_experts,
     small_mixture,
 )
-from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import in_turns
-from recipes_lib.core.rank_pool import RankPool
-from recipes_lib.core.rank_run import RankRun
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.ranks.rank_pool import RankPool
+from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.workflows.on_ranks import demonstrations, libraries
 from recipes_lib.workflows.on_ranks.plans import plan_of
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES

@@ -19,9 +19,9 @@ from benchmarks.finetune import Sizes, compare_updates, compare_ways
 from benchmarks.record import LADDERS, RESULTS, keep, keep_ladder
 from benchmarks.sizes import size_of
 from benchmarks.versus import compare, pairs
-from recipes_lib.core.machine import GIB, fast, machine, release_memory, runs_dir
 from recipes_lib.core.measure import PeakMemory, measure
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.measure.machine import GIB, fast, machine, release_memory, runs_dir
+from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw

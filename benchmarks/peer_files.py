@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from benchmarks.peer_programs import Loaded, Peer, Stopwatch
-from recipes_lib.core.default_model import (
+from recipes_lib.core.measure.machine import require, runs_dir
+from recipes_lib.core.model import load_model
+from recipes_lib.core.model.default_model import (
     GGUF_FILE,
     WHEEL,
     WHEEL_FILE,
@@ -29,9 +31,7 @@ from recipes_lib.core.default_model import (
     model_source,
     quiet,
 )
-from recipes_lib.core.linears import linear_layers, replace_linears
-from recipes_lib.core.machine import require, runs_dir
-from recipes_lib.core.model import load_model
+from recipes_lib.core.model.linears import linear_layers, replace_linears
 
 MOST_TOKENS = 2048  # in a cache of llama.cpp
 LLAMA_FORMATS = {"F16": 16, "Q8_0": 8, "Q4_0": 4}

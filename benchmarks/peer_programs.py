@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes_lib.core.decoding import greedy
-from recipes_lib.core.linears import bytes_per_token, linear_layers, replace_linears
-from recipes_lib.core.machine import require
+from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model import load_model
-from recipes_lib.core.sizes import plain_tensors
+from recipes_lib.core.model.decoding import greedy
+from recipes_lib.core.model.linears import bytes_per_token, linear_layers, replace_linears
+from recipes_lib.core.model.sizes import plain_tensors
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import published_peaks
 from benchmarks.family_predictions import FILE, SHAPE, error
-from recipes_lib.core.machine import runs_dir
+from recipes_lib.core.measure.machine import runs_dir
 
 PAGE = Path(__file__).parents[1] / "docs" / "predictions.md"
 

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from recipes_lib.core.budget import Budget, Shape
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import (
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Shape
+from recipes_lib.core.predict.plain_step import (
     budget_of,
     head_of,
     head_trains,
     saved_outside_the_blocks,
 )
-from recipes_lib.core.sizes import tensor_bytes
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing

@@ -42,12 +42,18 @@ import torch
 from benchmarks.distillation import held_out_loss, step
 from benchmarks.record import write_whole
 from recipes_lib.compression.distillation import apply_distillation, remove_distillation
-from recipes_lib.core.chat import Row
 from recipes_lib.core.data import collate, load_text
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.evaluation import text_windows
-from recipes_lib.core.machine import machine, provenance, runs_dir, seed_everything, synchronize
+from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.evaluation import text_windows
+from recipes_lib.core.measure.machine import (
+    machine,
+    provenance,
+    runs_dir,
+    seed_everything,
+    synchronize,
+)
 from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.model.default_model import model_source
 from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,
     apply_rounding,

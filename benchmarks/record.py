@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.complete import LACKING
-from recipes_lib.core.machine import provenance
+from recipes_lib.core.measure.machine import provenance
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes_lib.core.machine import GIB, fast, machine
+from recipes_lib.core.measure.machine import GIB, fast, machine
 
 GB = 10**9  # what is printed on a card
 MIB = 2**20

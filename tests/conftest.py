@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from recipes_lib.attention import sliding_window_banded
-from recipes_lib.core.machine import release_memory
+from recipes_lib.attention.sliding_window import banded as sliding_window_banded
+from recipes_lib.core.measure.machine import release_memory
 from recipes_lib.core.model import model_of_shape
 from tests.copied_ranks import copied_ranks
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from recipes_lib.core import launch_rank, rank_process
-from recipes_lib.core.rank_pool import RankPool
+from recipes_lib.core.ranks import launch_rank, rank_process
+from recipes_lib.core.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
@@ -65,7 +65,7 @@ class Copy:
 
     def __init__(self, command, *, env, **options):
         _, option, module, folder, rank = command
-        assert (option, module) == ("-m", "recipes_lib.core.launch_rank")
+        assert (option, module) == ("-m", "recipes_lib.core.ranks.launch_rank")
         assert options["start_new_session"]
         own_input, self.stdin = pipe(reading=False)
         output, self.stdout = pipe(reading=True)

@@ -12,8 +12,8 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks import finetune, gpu, parts, record, render
 from benchmarks.finetune import Sizes, Way, our_loop
-from recipes_lib.core.chat import IGNORED
-from recipes_lib.core.machine import provenance
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.measure.machine import provenance
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.bench.run import Bench
 from recipes_lib.workflows.finetune.loop import adapt, micro_batches

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import long_sequences, long_steps, record, render
 from benchmarks.sizes import FAST
-from recipes_lib.core.machine import provenance
+from recipes_lib.core.measure.machine import provenance
 from recipes_lib.core.model import model_of_shape
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import one_rank, parts
-from recipes_lib.core.machine import Machine
+from recipes_lib.core.measure.machine import Machine
 from tests.copied_ranks import copied_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.sizes import TIER_SIZES
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.on_ranks.train import small_llama
 

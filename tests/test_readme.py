@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from recipes_lib.cli.app import main
-from recipes_lib.core.default_model import resolve
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.default_model import resolve
 from recipes_lib.fine_tuning.qlora import quantized_layers
 from tools import file_map
 

@@ -37,12 +37,12 @@
 # |---|---|---|---|
 # | 1 | gradient accumulation | activations, loss | [gradient_accumulation.py](../recipes_lib/training/gradient_accumulation.py) |
 # | 2 | activation checkpointing | activations | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
-# | 3 | activation offloading | activations | [activation_offload.py](../recipes_lib/memory/activation_offload.py) |
+# | 3 | activation offloading | activations | [activation_offload.py](../recipes_lib/memory/activation_offload/__init__.py) |
 # | 4 | mixed precision | time | [mixed_precision.py](../recipes_lib/precision/mixed_precision.py) |
 # | 5 | compiled blocks | time, activations | [compiled_blocks.py](../recipes_lib/training/compiled_blocks.py) |
 # | 6 | optimizer step in backward | gradients | [optimizer_in_backward.py](../recipes_lib/memory/optimizer_in_backward.py) |
 # | 7 | optimizer states in 16 or 8 bits | states | [sixteen_bit_adam.py](../recipes_lib/precision/sixteen_bit_adam.py), [eight_bit_adam.py](../recipes_lib/precision/eight_bit_adam.py) |
-# | 8 | optimizer states in host memory | states, gradients | [optimizer_offload.py](../recipes_lib/memory/optimizer_offload.py) |
+# | 8 | optimizer states in host memory | states, gradients | [optimizer_offload.py](../recipes_lib/memory/optimizer_offload/__init__.py) |
 # | 9 | LoRA | gradients, states | [lora.py](../recipes_lib/fine_tuning/lora.py) |
 # | 10 | QLoRA | weights too | [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
 # | 11 | dynamic batch size | the guesswork | [dynamic_batch.py](../recipes_lib/training/dynamic_batch.py) |
@@ -73,9 +73,9 @@ if importlib.util.find_spec("recipes_lib") is None:
 # %%
 import torch
 
-from recipes_lib.core.freed_memory import keep_freed_memory
-from recipes_lib.core.machine import choose_sizes, machine
-from recipes_lib.core.matrix_rate import measure_matrix_rates
+from recipes_lib.core.measure.freed_memory import keep_freed_memory
+from recipes_lib.core.measure.machine import choose_sizes, machine
+from recipes_lib.core.measure.matrix_rate import measure_matrix_rates
 
 # On Linux, a step on a CPU is slowed by the system, which takes freed memory away
 # and fills it with zeros before it gives it back. This asks to keep it.
@@ -117,10 +117,10 @@ sizes
 # The text is Python's own standard library: the question is a function, the answer is its docstring. Only the answer is trained on. In the print below, the part between ⟦ and ⟧ carries no loss.
 
 # %%
-from recipes_lib.core.chat import decode_with_mask
+from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.data import batches, load_instructions
-from recipes_lib.core.default_model import model_source, source_note
-from recipes_lib.core.machine import seed_everything
+from recipes_lib.core.model.default_model import model_source, source_note
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 tokenizer = load_tokenizer()
@@ -168,9 +168,9 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 # The library computes all terms from the shape of the model. `skeleton` is a model of shapes without numbers. It takes no memory, and shapes are all that the arithmetic needs.
 
 # %%
-from recipes_lib.core.budget import Shape
+from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.measure import dry_run
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.plain_step import budget_of
 
 with dry_run():  # inside, tensors have shapes and no data
     skeleton = model_of_shape(sizes.shape, layers=sizes.layers)
@@ -830,7 +830,7 @@ ladder.climb(
 # **Guess first.** The averages are rounded after every step. The second one, of the squared gradient, is multiplied by 0.999 in a step. bf16 has two to three digits. What happens to an average that should fall?
 
 # %%
-from recipes_lib.core.rounding import random_bits, stochastic_round
+from recipes_lib.precision._rounding import random_bits, stochastic_round
 
 nearest = torch.ones(10_000, dtype=torch.bfloat16)
 stochastic = torch.ones(10_000, dtype=torch.bfloat16)
@@ -1312,7 +1312,7 @@ if native:
 # Memory is worth nothing if the model does not get better. Full fine-tuning, LoRA in fp32 and the combination train on the same batches, from the same pretrained weights. What counts is the loss on functions from modules that none of them has seen.
 
 # %%
-from recipes_lib.core.evaluation import evaluate
+from recipes_lib.core.data.evaluation import evaluate
 from recipes_lib.report.loss_charts import loss_chart
 
 
@@ -1489,7 +1489,7 @@ diagnose(
 # %%
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.core.default_model import resolve
+from recipes_lib.core.model.default_model import resolve
 
 # Any causal LM of the hub, or a folder.
 name = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -35,17 +35,17 @@
 #
 # | | recipe | what is split | file |
 # |---|---|---|---|
-# | 1 | launch and bandwidth test | nothing: who is there, and how fast do they talk | [launch.py](../recipes_lib/core/launch.py), [bandwidth.py](../recipes_lib/parallel/bandwidth.py) |
-# | 2 | data parallel (DDP) | rows | [data_parallel.py](../recipes_lib/parallel/data_parallel.py) |
-# | 3 | ZeRO 1, 2, 3 | states, gradients, weights | [zero.py](../recipes_lib/parallel/zero.py) |
-# | 4 | FSDP2, HSDP, mixed precision | all three, block by block | [fully_sharded.py](../recipes_lib/parallel/fully_sharded.py) |
-# | 5 | FSDP with QLoRA | a base in four bits | [quantized_shards.py](../recipes_lib/parallel/quantized_shards.py) |
-# | 6 | tensor parallel | every matrix | [tensor_parallel.py](../recipes_lib/parallel/tensor_parallel.py) |
-# | 7 | pipeline parallel | the stack of blocks | [pipeline_parallel.py](../recipes_lib/parallel/pipeline_parallel.py) |
-# | 8 | context parallel | the sequence | [context_parallel.py](../recipes_lib/parallel/context_parallel.py) |
-# | 9 | mixture of experts | experts | [mixture_of_experts.py](../recipes_lib/architecture/mixture_of_experts.py) |
-# | 10 | data loading | rows, which are read while the step before runs | [data_loading.py](../recipes_lib/training/data_loading.py) |
-# | 11 | checkpoints and restarts | what is saved: each rank writes its part | [checkpoint.py](../recipes_lib/parallel/checkpoint.py) |
+# | 1 | launch and bandwidth test | nothing: who is there, and how fast do they talk | [launch.py](../recipes_lib/core/ranks/launch.py), [bandwidth.py](../recipes_lib/parallel/bandwidth.py) |
+# | 2 | data parallel (DDP) | rows | [data_parallel.py](../recipes_lib/parallel/data_parallel/__init__.py) |
+# | 3 | ZeRO 1, 2, 3 | states, gradients, weights | [zero.py](../recipes_lib/parallel/zero/__init__.py) |
+# | 4 | FSDP2, HSDP, mixed precision | all three, block by block | [fully_sharded.py](../recipes_lib/parallel/fully_sharded/__init__.py) |
+# | 5 | FSDP with QLoRA | a base in four bits | [quantized_shards.py](../recipes_lib/parallel/quantized_shards/__init__.py) |
+# | 6 | tensor parallel | every matrix | [tensor_parallel.py](../recipes_lib/parallel/tensor_parallel/__init__.py) |
+# | 7 | pipeline parallel | the stack of blocks | [pipeline_parallel.py](../recipes_lib/parallel/pipeline_parallel/__init__.py) |
+# | 8 | context parallel | the sequence | [context_parallel.py](../recipes_lib/parallel/context_parallel/__init__.py) |
+# | 9 | mixture of experts | experts | [mixture_of_experts.py](../recipes_lib/architecture/mixture_of_experts/__init__.py) |
+# | 10 | data loading | rows, which are read while the step before runs | [data_loading.py](../recipes_lib/training/data_loading/__init__.py) |
+# | 11 | checkpoints and restarts | what is saved: each rank writes its part | [checkpoint.py](../recipes_lib/parallel/checkpoint/__init__.py) |
 #
 # The first lines of each file explain its recipe. At the end there are files to start the same training with `torchrun`, accelerate, DeepSpeed, SLURM, Axolotl and Megatron.
 #
@@ -77,7 +77,7 @@ from functools import partial
 
 import torch
 
-from recipes_lib.core.machine import choose_sizes, machine
+from recipes_lib.core.measure.machine import choose_sizes, machine
 
 print(machine())
 # Each rank has one thread of its own: more threads than cores wait for each other.
@@ -157,7 +157,7 @@ sizes
 # **Guess first.** Rank r holds the number r + 1. After an all-reduce of two ranks, what does each of them hold?
 
 # %%
-from recipes_lib.core.rank_pool import RankPool
+from recipes_lib.core.ranks.rank_pool import RankPool
 from recipes_lib.workflows.on_ranks.demonstrations import who_is_there
 
 # The processes of a pool start at its first call, and stay for the next ones.
@@ -172,7 +172,7 @@ for rank, process, total in answers:
 # %% [markdown]
 # Both ranks hold 1 + 2 = 3: an all-reduce gives the sum to every rank.
 #
-# **How do I use it?** In a notebook as above, or once with `recipes_lib.core.launch.launch(function, ranks=4)`. A script is started with `torchrun --standalone --nproc-per-node 4 train.py`.
+# **How do I use it?** In a notebook as above, or once with `recipes_lib.core.ranks.launch.launch(function, ranks=4)`. A script is started with `torchrun --standalone --nproc-per-node 4 train.py`.
 #
 # **What does it cost?** Each process imports PyTorch and takes memory of its own. That is why the first call takes seconds, and the second does not. The functions have to be in a module, and a process reads a module once. After a change of the file, `pools[2].close()` lets the next call start new processes, which read it again.
 #
@@ -353,7 +353,7 @@ lanes_chart(panels, title="Buckets are sent while backward goes on")
 # Rows have unequal numbers of tokens with a loss. DDP takes the mean over the ranks. If each rank divides by the number of its own tokens, a token on a rank with short rows weighs more than others, and no error says so. Here both means are computed from the same batch, without any ranks:
 
 # %%
-from recipes_lib.core.rank_step import sum_of_losses
+from recipes_lib.core.ranks.rank_step import sum_of_losses
 from recipes_lib.workflows.on_ranks.batches import byte_batches
 
 (whole,) = byte_batches(steps=1, **batch)
@@ -376,7 +376,7 @@ print(f"mean of the ranks' means {mean_of_means:.5f}, mean {true_mean:.5f}")
 
 # %%
 from recipes_lib.core.measure import in_turns
-from recipes_lib.parallel.data_parallel_threads import make_replicas, threaded_step
+from recipes_lib.parallel.data_parallel.threads import make_replicas, threaded_step
 
 seconds = {}
 for count in (1, 2):
@@ -593,7 +593,7 @@ print(f"the losses differ by {quantized_difference:.0e}")
 # The claim about 70 billion weights can be checked without any card. PyTorch can pretend that other ranks exist, and that tensors have shapes and no data. So this machine takes a step of rank 0 of 2 on the shape of Llama 3.1 70B, one row of 1,024 tokens, every block checkpointed, and counts every byte:
 
 # %%
-from recipes_lib.parallel.quantized_shards_dry_run import dry_quantized_rank
+from recipes_lib.parallel.quantized_shards.dry_run import dry_quantized_rank
 
 dry = dry_quantized_rank(
     "llama-3.1-70b", ranks=2, rows=1, seq=1024, layers=sizes.dry_layers
@@ -646,7 +646,7 @@ print(f"four parts and the whole layer differ by {difference:.0e}")
 # PyTorch can also run four *simulated* ranks inside of this process, so that the part of each rank can be printed between two lines of a program. The MLP here has whole numbers only, so that the sums are exact and can be checked by hand:
 
 # %%
-from recipes_lib.parallel.tensor_parallel_simulated import simulated_mlp
+from recipes_lib.parallel.tensor_parallel.simulated import simulated_mlp
 
 print(simulated_mlp(ranks=4))
 
@@ -679,7 +679,7 @@ climb("FSDP × TP", 4, "work is split")
 # **The idea.** A schedule is an order of actions for each rank. In *GPipe* a rank does all forwards, then all backwards. In *1F1B*, one forward and one backward, it changes between them as soon as it can. The two differ only in how many forwards come before the first backward.
 
 # %%
-from recipes_lib.core.pipeline_grid import bubble_of
+from recipes_lib.core.ranks.pipeline_grid import bubble_of
 from recipes_lib.parallel.pipeline_parallel import (
     order_of_rank,
     predicted_bubble,

@@ -35,15 +35,15 @@
 #
 # | | recipe | makes smaller | file |
 # |---|---|---|---|
-# | 1 | decode loop | operator calls per token | [decode_loop.py](../recipes_lib/inference/decode_loop.py) |
+# | 1 | decode loop | operator calls per token | [decode_loop.py](../recipes_lib/inference/decode_loop/__init__.py) |
 # | 2 | compiled decoding | operator calls per token, on a GPU | [compiled_decode.py](../recipes_lib/inference/compiled_decode.py) |
 # | 3 | weights in 16 bits | bytes per weight | [sixteen_bit_weights.py](../recipes_lib/precision/sixteen_bit_weights.py) |
-# | 4 | INT8 quantization | bytes per weight | [int8.py](../recipes_lib/precision/int8.py), [int8_sensitivity.py](../recipes_lib/precision/int8_sensitivity.py) |
-# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4.py) |
-# | 6 | activation-aware scaling | the error of INT4 | [awq.py](../recipes_lib/precision/awq.py) |
-# | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student.py), [distillation.py](../recipes_lib/compression/distillation.py) |
-# | 8 | flash attention | time and memory of a prompt | [flash.py](../recipes_lib/attention/flash.py) |
-# | 9 | grouped-query attention, KV cache in 8 bits | the cache of keys and values | [grouped_query_attention.py](../recipes_lib/architecture/grouped_query_attention.py), [kv_cache.py](../recipes_lib/inference/kv_cache.py) |
+# | 4 | INT8 quantization | bytes per weight | [int8.py](../recipes_lib/precision/int8/__init__.py), [int8_sensitivity.py](../recipes_lib/precision/int8/sensitivity.py) |
+# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4/__init__.py) |
+# | 6 | activation-aware scaling | the error of INT4 | [awq.py](../recipes_lib/precision/awq/__init__.py) |
+# | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student/__init__.py), [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
+# | 8 | flash attention | time and memory of a prompt | [flash.py](../recipes_lib/attention/flash/__init__.py) |
+# | 9 | grouped-query attention, KV cache in 8 bits | the cache of keys and values | [grouped_query_attention.py](../recipes_lib/architecture/grouped_query_attention.py), [kv_cache.py](../recipes_lib/inference/kv_cache/__init__.py) |
 # | 10 | RMSNorm, SwiGLU, tied embeddings | passes over the data; weights | [rms_norm.py](../recipes_lib/architecture/rms_norm.py), [swiglu.py](../recipes_lib/architecture/swiglu.py), [tied_embeddings.py](../recipes_lib/architecture/tied_embeddings.py) |
 # | 11 | speculative decoding | model calls per token | [speculative.py](../recipes_lib/inference/speculative.py) |
 # | 12 | batching | weights read per token | [batching.py](../recipes_lib/inference/batching.py) |
@@ -77,10 +77,10 @@ from functools import partial
 
 import torch
 
-from recipes_lib.core.freed_memory import keep_freed_memory
-from recipes_lib.core.machine import choose_sizes, machine, seed_everything
-from recipes_lib.core.matrix_rate import measure_matrix_rates
-from recipes_lib.core.read_bandwidth import measure_read_bandwidth
+from recipes_lib.core.measure.freed_memory import keep_freed_memory
+from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
+from recipes_lib.core.measure.matrix_rate import measure_matrix_rates
+from recipes_lib.core.measure.read_bandwidth import measure_read_bandwidth
 
 # One core for everything that writes text; the two short trainings take all cores.
 every_core = torch.get_num_threads()
@@ -144,7 +144,7 @@ sizes
 
 # %%
 from recipes_lib.core.data import load_text
-from recipes_lib.core.default_model import model_source
+from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 tokenizer = load_tokenizer()
@@ -209,7 +209,7 @@ else:
 # **Guess first.** SmolLM2 has 134,515,008 weights of 4 bytes. How many tokens per second does the bandwidth above allow?
 
 # %%
-from recipes_lib.core.linears import bytes_per_token
+from recipes_lib.core.model.linears import bytes_per_token
 
 model = fresh()
 weights = model.num_parameters()
@@ -308,7 +308,7 @@ roofline_chart(
 # **The idea.** The code takes one token through one block. A *norm* scales the numbers of a token to a common size. `rotate` turns queries and keys by angles that grow with their position, so attention sees how far apart two tokens are. Comments give shapes: Hq heads of queries, Hkv heads of keys, E numbers per head, T tokens in the cache.
 
 # %%
-from recipes_lib.core.decoding import greedy
+from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference.decode_loop import apply_decode_loop, step_by_hand
 from recipes_lib.report.show import show
 
@@ -547,7 +547,7 @@ for kind in ("weight_only", "dynamic"):
 # **The rows.** All linear layers, the output layer among them: it is a fifth of the bytes.
 
 # %%
-from recipes_lib.core.linears import linear_layers
+from recipes_lib.core.model.linears import linear_layers
 
 
 def in_int8(model, *, kind):
@@ -568,7 +568,7 @@ add_row("int8 dynamic", dynamic)
 # Most formats round a token in the same way in every call, so a whole piece of text can go through the model at once. Dynamic int8 is the exception: all tokens of a call share one scale. It reads one token per call, as when it writes.
 
 # %%
-from recipes_lib.core.quality import decode_quality
+from recipes_lib.core.data.quality import decode_quality
 
 exact = decode_quality(fresh(), documents)
 print(f"fp32          perplexity {exact.perplexity:.3f}, {exact.tokens} tokens")
@@ -603,7 +603,7 @@ print(f"weight-only: {at_once:.3f} at once, {one_by_one:.3f} token by token")
 # A *hybrid* rounds the activations of most layers to 8 bits, and leaves those of the layers that suffer most in 16 bits. Its weights all have 8 bits.
 
 # %%
-from recipes_lib.precision.int8_sensitivity import (
+from recipes_lib.precision.int8.sensitivity import (
     groups_by_place,
     sensitive_layers,
     sensitivity,
@@ -641,8 +641,8 @@ add_row("int8 hybrid", hybrid)
 # **Why not more?** Dynamic int8 reads a quarter of the bytes, and a token takes more than a quarter of the time that the same loop takes in fp32. Let us put the time of a token beside the bytes that it reads, for both loops and four formats. The formats have different kernels, so the points need not lie on one line. Each line is the one that lies nearest to its points, and the overhead that we read from it is an estimate.
 
 # %%
-from recipes_lib.core.linears import output_layer_name
-from recipes_lib.core.overhead_fit import fit_overhead
+from recipes_lib.core.model.linears import output_layer_name
+from recipes_lib.report.overhead_fit import fit_overhead
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.report.speed_charts import overhead_chart
 
@@ -762,7 +762,7 @@ for name, grid in grids.items():
 # **The idea.** Try some `alpha`, and keep the best one.
 
 # %%
-from recipes_lib.core.four_bit_grid import in_four_bits
+from recipes_lib.precision._four_bit_grid import in_four_bits
 from recipes_lib.precision.awq import apply_awq, plain_awq_scales
 
 show(plain_awq_scales)
@@ -1033,7 +1033,7 @@ for dtype, rate in rates.items():
 # Without a cache, a token would need all tokens before it to be computed again:
 
 # %%
-from recipes_lib.inference.kv_cache_positions import time_by_position
+from recipes_lib.inference.kv_cache.positions import time_by_position
 from recipes_lib.report.speed_charts import position_time_chart
 
 longest = sizes.length - 1
@@ -1510,8 +1510,8 @@ ladder
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.core.default_model import resolve
-from recipes_lib.core.linears import linear_layers
+from recipes_lib.core.model.default_model import resolve
+from recipes_lib.core.model.linears import linear_layers
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import prompt_lookup_generate
 from recipes_lib.precision.int8 import apply_int8

@@ -35,12 +35,12 @@
 #
 # | | recipe | makes smaller | file |
 # |---|---|---|---|
-# | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash.py) |
-# | 2 | chunked cross-entropy | loss: tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy.py) |
+# | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash/__init__.py) |
+# | 2 | chunked cross-entropy | loss: tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy/__init__.py) |
 # | 3 | activation checkpointing | activations: tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
-# | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp.py) |
+# | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp/__init__.py) |
 # | 5 | nested checkpoints | inputs of the blocks | [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py) |
-# | 6 | sliding window, block-sparse | time of attention | [sliding_window.py](../recipes_lib/attention/sliding_window.py), [block_sparse.py](../recipes_lib/attention/block_sparse.py) |
+# | 6 | sliding window, block-sparse | time of attention | [sliding_window.py](../recipes_lib/attention/sliding_window/__init__.py), [block_sparse.py](../recipes_lib/attention/block_sparse/__init__.py) |
 # | 7 | curriculum | time of early steps | [curriculum.py](../recipes_lib/training/curriculum.py) |
 # | 8 | RoPE scaling | the loss beyond the trained length | [rope.py](../recipes_lib/architecture/rope.py) |
 #
@@ -73,9 +73,9 @@ from functools import partial
 import torch
 
 from recipes_lib.core.data import load_text
-from recipes_lib.core.default_model import model_source
-from recipes_lib.core.machine import GIB, choose_sizes, machine, seed_everything
-from recipes_lib.core.matrix_rate import measure_matrix_rates
+from recipes_lib.core.model.default_model import model_source
+from recipes_lib.core.measure.machine import GIB, choose_sizes, machine, seed_everything
+from recipes_lib.core.measure.matrix_rate import measure_matrix_rates
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 here = machine()
@@ -166,8 +166,8 @@ sizes
 # **Guess first.** Within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
 
 # %%
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.workflows.longest import predicted_longest
 
 build = partial(model_of_shape, sizes.shape, layers=sizes.layers, dtype=dtype)
@@ -200,7 +200,7 @@ print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 
 # %%
 from recipes_lib.core.measure import PeakMemory, dry
-from recipes_lib.core.operations import step_operations
+from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.report.length_ladder import LengthLadder
 from recipes_lib.workflows.longest import search
 
@@ -338,7 +338,7 @@ climb("flash attention", flash_plan, apply_flash_attention)
 import contextlib
 
 from recipes_lib.core.measure import dry_run
-from recipes_lib.core.timeline import record_timeline
+from recipes_lib.core.measure.timeline import record_timeline
 from recipes_lib.report.timeline_chart import timeline_chart
 
 # As in the search: dry steps on a CPU, real ones on a GPU.

@@ -45,7 +45,7 @@
 # | 8 | save, merge, deploy | which model is deployed? | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
 # | 9 | pairs of your own, by one command; killed and resumed | does it work on other pairs, and after a crash? | [command.py](../recipes_lib/workflows/finetune/command.py), [exact_resume.py](../recipes_lib/training/exact_resume.py) |
 # | 10 | the same run in production libraries | is it the same in libraries? | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
-# | 11 | other families: templates, context, experts, images | does it work for other models? | [chat.py](../recipes_lib/core/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
+# | 11 | other families: templates, context, experts, images | does it work for other models? | [chat.py](../recipes_lib/core/data/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
 #
 # Recipes 1 and 2 are **Part A**: what is learned, and whether it is better. Recipes 3 to 6 are **Part B**: other ways to train. Recipes 7 to 11 are **Part C**: from the run to production.
 #
@@ -75,8 +75,8 @@ if importlib.util.find_spec("recipes_lib") is None:
 # %%
 import torch
 
-from recipes_lib.core.default_model import model_source, source_note
-from recipes_lib.core.machine import choose_sizes, machine, runs_dir, seed_everything
+from recipes_lib.core.model.default_model import model_source, source_note
+from recipes_lib.core.measure.machine import choose_sizes, machine, runs_dir, seed_everything
 
 here = machine()
 print(here)
@@ -139,8 +139,8 @@ sizes
 import os
 import shutil
 
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.chat import IGNORED, decode_with_mask
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.data.chat import IGNORED, decode_with_mask
 from recipes_lib.core.data import collate, load_instructions, load_text
 from recipes_lib.core.model import load_model, load_tokenizer
 
@@ -253,7 +253,7 @@ for wrong in (shifted, unmasked, without_end):
 # %%
 from functools import partial
 
-from recipes_lib.core.evaluation import generate_answers, perplexity
+from recipes_lib.core.data.evaluation import generate_answers, perplexity
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
@@ -358,7 +358,7 @@ del model
 
 # %%
 from recipes_lib.core.measure import bytes_alive
-from recipes_lib.core.timeline import record_timeline
+from recipes_lib.core.measure.timeline import record_timeline
 from recipes_lib.report.timeline_chart import timeline_chart
 
 
@@ -445,7 +445,7 @@ print(f"Python source {text_before:.1f}, in four bits {text_in_four_bits:.1f}")
 # **Guess first.** A state of 32 bits becomes one of 8. Will the losses of three steps still agree?
 
 # %%
-from recipes_lib.core.sizes import state_bytes as bytes_of_states
+from recipes_lib.core.model.sizes import state_bytes as bytes_of_states
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 
 if not sizes.compile:  # only in the brief form for continuous integration
@@ -576,8 +576,8 @@ print("by hand and by PyTorch: the same step")
 # To the guess: the largest direction is now less than twice the smallest. Muon trains only the linear layers in the blocks. Embedding, output layer and norms keep AdamW. `muon_adamw` splits a model in this way, and is one optimizer for both.
 
 # %%
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 
 model = fresh()
 rows, length = batch["input_ids"].shape
@@ -1022,7 +1022,7 @@ print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", se
 # **Its template drops the thinking of earlier answers.** Before an answer, Qwen3 can write its thinking, between `<think>` and `</think>`. The template keeps only that of the last answer. So a conversation becomes one row per answer, each after the history that the model will really see. Where the hub is reachable, the next cell takes Qwen3's own template, else one with its rule about thinking.
 
 # %%
-from recipes_lib.core.chat import tokenize_chat
+from recipes_lib.core.data.chat import tokenize_chat
 
 RULE_OF_QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -1139,7 +1139,7 @@ in_vision = any(
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.core.data import collate
-from recipes_lib.core.default_model import resolve
+from recipes_lib.core.model.default_model import resolve
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses

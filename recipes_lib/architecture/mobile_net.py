@@ -42,8 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.convolutions import (
+from recipes_lib.architecture._convolutions import (
     Work,
     convolution_work,
     initialise_convolutions_,
@@ -51,6 +50,7 @@ from recipes_lib.core.convolutions import (
     noise_for,
     rounded_channels,
 )
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 
 # Channels and strides of the blocks after the first, at width 1 (table 2 of the paper).
 CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)

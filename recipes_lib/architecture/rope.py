@@ -39,14 +39,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes_lib.core.causal_lm import (
+from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.measure import dry
+from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.evaluation import evaluating
-from recipes_lib.core.measure import dry
-from recipes_lib.core.output_layer import (
+from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     output_layer_of,
     require_shifted_loss,

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_flag, check_share, check_whole
-from recipes_lib.core.plain_step import features, is_linear
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.predict.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

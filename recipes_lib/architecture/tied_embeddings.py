@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.sizes import tensor_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -40,25 +40,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate, require_adapters
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.machine import require
-from recipes_lib.core.marks import ONLY_LOOKS, marked
 from recipes_lib.core.measure import dry
-from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.plain_step import dry_budget, with_activations_of
-from recipes_lib.core.recompute import (
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.marks import ONLY_LOOKS, marked
+from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.model.recompute import (
     caches_among,
     nothing_to_recompute,
     require_empty,
     without_caches,
 )
-from recipes_lib.core.recomputed_parts import (
+from recipes_lib.core.model.recomputed_parts import (
     needs_backward,
     refuse_selective_checkpointing,
     run_recomputed_parts,
 )
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate, require_adapters
+from recipes_lib.core.predict.plain_step import dry_budget, with_activations_of
 
 INPUTS = ("q_proj", "k_proj", "v_proj")  # their rows are heads
 OUTPUT = "o_proj"  # its columns are heads

@@ -32,7 +32,7 @@ def bench(
     timeline: Picture = None,
 ) -> None:
     """Measure one technique beside the plain step, and print both rows."""
-    from recipes_lib.core.machine import fast, machine
+    from recipes_lib.core.measure.machine import fast, machine
     from recipes_lib.workflows.bench.run import Bench
 
     print(machine())

@@ -40,7 +40,7 @@ def doctor(
     if shapes:
         print(table_of_shapes())
         return
-    from recipes_lib.core.machine import GIB
+    from recipes_lib.core.measure.machine import GIB
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
     memory_bytes = None

@@ -121,7 +121,7 @@ def finetune(
     report_to: ReportTo = "tensorboard",
 ) -> None:
     """Adapt a pretrained model to pairs of your own."""
-    from recipes_lib.core.machine import machine
+    from recipes_lib.core.measure.machine import machine
     from recipes_lib.workflows.finetune import command
 
     run = _settings(context.params)
@@ -179,7 +179,7 @@ def _fastest_precision() -> str:
     """The name of the type in which this machine multiplies fastest."""
     import torch
 
-    from recipes_lib.core.machine import machine
+    from recipes_lib.core.measure.machine import machine
 
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     return names[machine().compute_dtype]

@@ -20,15 +20,15 @@ OTHER_FLOORS = ("cli", "core", "report", "workflows")
 def list_techniques() -> None:
     """Every technique: a line with its file, and below it what it is."""
     for path, text in techniques():
-        print(path.relative_to(LIBRARY).as_posix())
+        print(path.relative_to(LIBRARY).as_posix().removesuffix("/__init__.py"))
         first_line = text.splitlines()[0]
         print(textwrap.fill(first_line, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
 
 
 def techniques() -> Iterator[tuple[Path, str]]:
     """The file of every technique, in alphabetical order, with its docstring."""
-    for path in sorted(LIBRARY.glob("*/*.py")):
-        if path.parent.name in OTHER_FLOORS:
+    for path in sorted(LIBRARY.rglob("*.py")):
+        if path.relative_to(LIBRARY).parts[0] in OTHER_FLOORS:
             continue
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         # A table of contents, and a file that is a part of a technique, state no problem.

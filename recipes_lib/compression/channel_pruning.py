@@ -237,7 +237,7 @@ def _require_mobile_net(model: Any) -> None:
     if kind != "mobilenet_v2" or not isinstance(classifier, nn.Linear):
         raise ValueError(
             f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "
-            f"networks take torch-pruning, and for language models compression/student.py"
+            f"networks take torch-pruning, and for language models compression/student"
         )
 
 

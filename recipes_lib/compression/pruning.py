@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from recipes_lib.core.checks import check_choice, check_number, check_several
-from recipes_lib.core.linears import refuse_quantized, require_module
+from recipes_lib.core.model.linears import refuse_quantized, require_module
 
 SCOPES = ("model", "layer")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)

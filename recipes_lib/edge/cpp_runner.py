@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_existing_file, check_file, check_whole
-from recipes_lib.core.machine import require
+from recipes_lib.core.measure.machine import require
 
 SOURCES = Path(__file__).parent / "cpp"
 OLDEST_CMAKE = (3, 28)  # older ones find the package, and none of its targets

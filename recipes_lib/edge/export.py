@@ -35,12 +35,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from recipes_lib.core.checks import check_file, check_flag
-from recipes_lib.core.exported_file import ExportedFile, read_delegation, require_delegated
-from recipes_lib.core.graph_capture import capture_graph, check_example, explained
-from recipes_lib.core.linears import require_module
-from recipes_lib.core.machine import require
-from recipes_lib.core.noise import noise_to
-from recipes_lib.core.sizes import storage_bytes
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.linears import require_module
+from recipes_lib.core.model.sizes import storage_bytes
+from recipes_lib.edge._exported_file import ExportedFile, read_delegation, require_delegated
+from recipes_lib.edge._graph_capture import capture_graph, check_example, explained
+from recipes_lib.edge._noise import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

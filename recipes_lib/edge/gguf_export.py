@@ -14,7 +14,7 @@ Saves      q8_0 stores 8.5 bits per weight, f16 stores 16. The embedding is stor
 Costs      q8_0 rounds each weight by up to 1/254 of the largest of its 32. f16 has no weights above
            65,504.
 Use when   The model is to run in llama.cpp, Ollama or LM Studio, on a CPU, a Mac or a small GPU.
-Not when   An app calls the model: `edge/language_model.py` makes a file with a plan of its memory.
+Not when   An app calls the model: `edge/language_model` makes a file with a plan of its memory.
            Less than 8 bits: llama.cpp's `llama-quantize` makes "q4_k_m" from the f16 file.
 In production   llama.cpp: `convert_hf_to_gguf.py FOLDER --outtype q8_0`, and then `llama-quantize
            model.gguf q4_k_m`. transformers reads such a file with `gguf_file=`.
@@ -39,16 +39,16 @@ import numpy
 import torch
 from torch import Tensor
 
-from recipes_lib.core.causal_lm import (
+from recipes_lib.core.checks import check_choice, check_existing_file, check_file
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     require_full_attention,
     without_adapters,
 )
-from recipes_lib.core.checks import check_choice, check_existing_file, check_file
-from recipes_lib.core.exported_file import ExportedFile
-from recipes_lib.core.linears import quantized_layers
-from recipes_lib.core.machine import require
-from recipes_lib.core.noise import noise_to
+from recipes_lib.core.model.linears import quantized_layers
+from recipes_lib.edge._exported_file import ExportedFile
+from recipes_lib.edge._noise import noise_to
 
 KINDS = ("q8_0", "f16", "f32")
 BLOCK = 32  # weights of q8_0 that share a scale

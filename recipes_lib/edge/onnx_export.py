@@ -44,16 +44,16 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_existing_file, check_file, check_flag, check_whole
-from recipes_lib.core.exported_file import ExportedFile
-from recipes_lib.core.graph_capture import (
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.linears import require_module
+from recipes_lib.edge._exported_file import ExportedFile
+from recipes_lib.edge._graph_capture import (
     capture_graph,
     check_calibration,
     check_example,
     explained,
 )
-from recipes_lib.core.linears import require_module
-from recipes_lib.core.machine import require
-from recipes_lib.core.noise import noise_to
+from recipes_lib.edge._noise import noise_to
 
 # What a quantized file must not do in fp32.
 LAYERS = ("Conv", "Gemm", "MatMul")

@@ -45,10 +45,10 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_flag, check_whole
-from recipes_lib.core.graph_capture import capture_graph, check_calibration
-from recipes_lib.core.linears import require_module
-from recipes_lib.core.machine import require
-from recipes_lib.core.noise import noise_to
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.linears import require_module
+from recipes_lib.edge._graph_capture import capture_graph, check_calibration
+from recipes_lib.edge._noise import noise_to
 
 LAYERS = ("aten.conv", "aten.linear")  # of a graph, with weights
 

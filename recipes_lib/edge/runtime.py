@@ -40,11 +40,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.checks import check_existing_file, check_whole
-from recipes_lib.core.executorch_threads import use_threads
-from recipes_lib.core.graph_capture import check_example, explained, in_eval_mode
-from recipes_lib.core.linears import require_module
-from recipes_lib.core.machine import require
-from recipes_lib.core.noise import noise_to
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.linears import require_module
+from recipes_lib.edge._executorch_threads import use_threads
+from recipes_lib.edge._graph_capture import check_example, explained, in_eval_mode
+from recipes_lib.edge._noise import noise_to
 
 # ExecuTorch's numbers for dtypes; others are left to its own check.
 SCALAR_TYPES = {0: torch.uint8, 3: torch.int32, 4: torch.int64, 6: torch.float32, 11: torch.bool}

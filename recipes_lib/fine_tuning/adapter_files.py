@@ -39,11 +39,11 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_flag
-from recipes_lib.core.evaluation import evaluating
-from recipes_lib.core.fingerprint import fingerprint
-from recipes_lib.core.kept_in_fp32 import kept_in_fp32
-from recipes_lib.core.machine import require
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.fingerprint import fingerprint
+from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
+from recipes_lib.core.model.sizes import tensor_bytes
 
 BASE_FILE = "base_model.json"
 CONFIG_FILE = "adapter_config.json"

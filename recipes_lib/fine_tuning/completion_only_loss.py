@@ -38,13 +38,13 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import without_adapters
-from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import Batch
-from recipes_lib.core.output_layer import require_shifted_loss
-from recipes_lib.core.plain_step import head_trains, loss_bytes
+from recipes_lib.core.data.chat import IGNORED, Row
+from recipes_lib.core.model.causal_lm import without_adapters
+from recipes_lib.core.model.output_layer import require_shifted_loss
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import head_trains, loss_bytes
 
 # End marks of an answer. A base model's text may end with another mark than its answers.
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")

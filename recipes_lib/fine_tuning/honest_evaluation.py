@@ -35,9 +35,9 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.chat import Row
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.evaluation import row_losses
+from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.evaluation import row_losses
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -70,7 +70,7 @@ def held_out_losses(
 ) -> RowLosses:
     """The loss of each row of `data` (`input_ids` and unshifted `labels`), in its order.
 
-    Every module keeps its mode. Raises ValueError as `recipes_lib.core.evaluation.row_losses`
+    Every module keeps its mode. Raises ValueError as `recipes_lib.core.data.evaluation.row_losses`
     does.
     """
     losses, targets = row_losses(model, data, pad_token_id=pad_token_id, batch_size=batch_size)
@@ -103,7 +103,7 @@ class RowLosses:
 
     @property
     def mean(self) -> float:
-        """Nats per target token, the number that `recipes_lib.core.evaluation.evaluate` gives."""
+        """Nats per target token, as `core.data.evaluation.evaluate` gives them."""
         return (self.losses.sum() / self.targets.sum()).item()
 
     def interval(

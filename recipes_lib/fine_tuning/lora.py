@@ -36,16 +36,16 @@ from unittest import mock
 
 import torch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import (
+from recipes_lib.core.checks import check_number, check_several, check_whole
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.causal_lm import (
     ROUTERS,
     decoder_blocks,
     projection_widths,
     require_causal_lm,
 )
-from recipes_lib.core.checks import check_number, check_several, check_whole
-from recipes_lib.core.machine import require
-from recipes_lib.core.plain_step import (
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import (
     all_frozen,
     budget_of,
     dry_budget,

@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_flag, check_whole
-from recipes_lib.core.machine import machine, require
-from recipes_lib.core.marks import ONLY_LOOKS, mark
-from recipes_lib.core.sizes import parts_needed, tensor_bytes
+from recipes_lib.core.measure.machine import machine, require
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.marks import ONLY_LOOKS, mark
+from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
 
 BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row

@@ -3,9 +3,6 @@
 batching            several prompts at once, padded on the left; the weights are read once for all
 compiled_decode     the step of one token as one CUDA graph: torch.compile and a static cache
 decode_loop         a decoder with a static KV cache and fused projections, equal to `generate`
-decode_loop_hf      its Hugging Face glue: reading the weights, and refusing what is not reproduced
-decode_loop_norms   its norms, with few operators
 kv_cache            int8 keys and values, with a scale per token and head
-kv_cache_positions  what a cache is for: the time of a token against its position
 speculative         a cheap draft of a few tokens, checked in one call of the model
 """

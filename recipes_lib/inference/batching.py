@@ -43,9 +43,9 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_number, check_several, check_whole
-from recipes_lib.core.decoding import CausalDecoder, require_decoder
+from recipes_lib.core.data.token_ids import stop_ids, token_row, token_rows
 from recipes_lib.core.measure import in_turns
-from recipes_lib.core.token_ids import stop_ids, token_row, token_rows
+from recipes_lib.core.model.decoding import CausalDecoder, require_decoder
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

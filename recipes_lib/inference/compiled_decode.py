@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.decoding import CausalDecoder, KeyValueCache, is_decoder
+from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, is_decoder
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -37,21 +37,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, projection_widths, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
-from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.plain_step import (
-    embedding_copies,
-    features,
-    head_of,
-    head_trains,
-    is_linear,
-    require_adapters,
-    saved_outside_the_blocks,
-)
-from recipes_lib.core.recompute import (
+from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths, require_causal_lm
+from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, mark, unmark
+from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.model.recompute import (
     argument_names,
     caches_among,
     nothing_to_recompute,
@@ -60,7 +50,17 @@ from recipes_lib.core.recompute import (
     require_no_other_state,
     without_caches,
 )
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import (
+    embedding_copies,
+    features,
+    head_of,
+    head_trains,
+    is_linear,
+    require_adapters,
+    saved_outside_the_blocks,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -40,18 +40,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, is_layer_norm, norms_of, require_causal_lm
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.marks import CHECKPOINTED_INDEX, mark, unmark
-from recipes_lib.core.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.plain_step import (
-    embedding_copies,
-    require_adapters,
-    saved_outside_the_blocks,
-    trainable_bytes,
+from recipes_lib.core.model.causal_lm import (
+    decoder_blocks,
+    is_layer_norm,
+    norms_of,
+    require_causal_lm,
 )
-from recipes_lib.core.recompute import (
+from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, mark, unmark
+from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.model.recompute import (
     argument_names,
     caches_among,
     nothing_to_recompute,
@@ -60,7 +58,14 @@ from recipes_lib.core.recompute import (
     require_no_other_state,
     without_caches,
 )
-from recipes_lib.core.sizes import parts_needed
+from recipes_lib.core.model.sizes import parts_needed
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import (
+    embedding_copies,
+    require_adapters,
+    saved_outside_the_blocks,
+    trainable_bytes,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -33,8 +33,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.marks import (
+from recipes_lib.core.model.marks import (
     GRADIENT_TAKER,
     STEPS_IN_BACKWARD,
     TAKES_GRADIENTS_IN_BACKWARD,
@@ -42,8 +41,9 @@ from recipes_lib.core.marks import (
     mark,
     unmark,
 )
-from recipes_lib.core.plain_step import free_gradients
-from recipes_lib.core.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import free_gradients
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

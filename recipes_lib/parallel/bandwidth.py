@@ -42,13 +42,13 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes_lib.core.agreement import agree
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.collectives import all_gather, reduce_scatter
-from recipes_lib.core.machine import synchronize
-from recipes_lib.core.meshes import default_mesh
+from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.ranks import require_group
-from recipes_lib.core.traffic import Traffic, ring_bytes
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
+from recipes_lib.core.ranks.meshes import default_mesh
+from recipes_lib.core.ranks.traffic import Traffic, ring_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 MOST_CALLS = 200  # in a round, of a tensor that is small

@@ -35,12 +35,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_choice, check_flag
-from recipes_lib.core.machine import require
-from recipes_lib.core.plain_step import require_adapters
-from recipes_lib.core.sizes import parts_needed
-from recipes_lib.core.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.sizes import parts_needed
+from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import require_adapters
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states

@@ -40,18 +40,18 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import (
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     is_layer_norm,
     leaf_names,
     norms_of,
     projection_widths,
 )
-from recipes_lib.core.checks import check_choice
-from recipes_lib.core.machine import machine
-from recipes_lib.core.marks import TAKES_GRADIENTS_IN_BACKWARD, marked
-from recipes_lib.core.plain_step import (
+from recipes_lib.core.model.marks import TAKES_GRADIENTS_IN_BACKWARD, marked
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import (
     block_bytes,
     dry_budget,
     features,

@@ -14,7 +14,7 @@ Idea       Store all four in bf16 and compute each step in fp32. The difficulty 
 
            The same happens to the averages: with beta2 = 0.999 a bf16 `exp_avg_sq` can rise but
            never fall, because 0.1% of it is under half a spacing. "stochastic" rounds weights and
-           averages alike; how, is in core/rounding.py.
+           averages alike; how, is in precision/_rounding.py.
 Saves      Bytes per parameter: 16 in fp32 -> 8 ("stochastic", "nearest"); "master" stays at 16. The
            activations are those of a bf16 model in all three.
 Costs      On a CPU a stochastic step takes several times as long as fused AdamW's. Each rounding
@@ -41,12 +41,12 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.plain_step import require_adapters
-from recipes_lib.core.rounding import random_bits, stochastic_round_
-from recipes_lib.core.saved_states import load_as_saved
-from recipes_lib.core.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import require_adapters
+from recipes_lib.precision._rounding import random_bits, stochastic_round_
+from recipes_lib.precision._saved_states import load_as_saved
 
 # Of each rounding: bytes of the states per parameter, and of the step per element of its chunk.
 STATE_BYTES = {"stochastic": 4, "nearest": 4, "master": 12}

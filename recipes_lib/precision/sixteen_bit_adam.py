@@ -40,12 +40,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.plain_step import require_adapters
-from recipes_lib.core.rounding import random_bits, stochastic_round, stochastic_round_
-from recipes_lib.core.saved_states import load_as_saved
-from recipes_lib.core.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import require_adapters
+from recipes_lib.precision._rounding import random_bits, stochastic_round, stochastic_round_
+from recipes_lib.precision._saved_states import load_as_saved
 
 # Up to this beta, a step changes an average by 10% of what is new in it. That is 25 times half a
 # spacing of bf16, and rounding to nearest loses little.

@@ -16,7 +16,7 @@ Costs      bf16 has 8 significant bits, fp16 has 11. fp16 ends at 65,504: hidden
            models are larger and overflow. For a prompt fp16 weights are converted, block by block.
 Use when   Always, for inference: it is the first step, and the dtype that most models come in.
 Not when   A CPU without fast 16-bit products, which the function warns of. On CPUs whose attention
-           has no fast 16-bit code keep attention in fp32, as `inference/decode_loop.py` does.
+           has no fast 16-bit code keep attention in fp32, as `inference/decode_loop` does.
 In production   `from_pretrained(…, dtype=torch.bfloat16)` or `dtype="auto"`; vLLM `--dtype auto`;
            llama.cpp F16 and BF16 files.
 Source     Kalamkar et al., "A Study of BFLOAT16", arXiv 1905.12322; oneDNN, "Primitive attributes:
@@ -39,12 +39,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes_lib.core.causal_lm import require_causal_lm
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.converted_weights import converted_product, native_bf16_on_cpu
-from recipes_lib.core.kept_in_fp32 import buffers_made_in, kept_in_fp32
-from recipes_lib.core.linears import linear_layers, replace_linears
-from recipes_lib.core.sizes import storage_bytes
+from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.kept_in_fp32 import buffers_made_in, kept_in_fp32
+from recipes_lib.core.model.linears import linear_layers, replace_linears
+from recipes_lib.core.model.sizes import storage_bytes
+from recipes_lib.precision._converted_weights import converted_product, native_bf16_on_cpu
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Up to this many rows, the CPU's product for one row is faster, repeated, than a matrix product.

@@ -42,4 +42,5 @@ labels          text that fits, and keeps apart
 point_labels    names beside points, of which none covers another
 show            print code as it is in the package
 records         results that another machine measured, from benchmarks/results
+overhead_fit  a token's time as a fixed part, and bytes over bandwidth
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.predict.budget import Budget
 from recipes_lib.report.bars import (
     BAR,
     LABEL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 from recipes_lib.report.curves import draw_curves, name_ends
 from recipes_lib.report.figure import WIDTH, blank_figure, ink, muted, page
 

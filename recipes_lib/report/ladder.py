@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
 from recipes_lib.core.checks import check_several, check_whole
-from recipes_lib.core.machine import machine, release_memory
 from recipes_lib.core.measure import Measurement, bytes_alive, measure
-from recipes_lib.core.operations import step_operations
-from recipes_lib.core.operator_profile import profile_operators
-from recipes_lib.core.timeline import Timeline, record_timeline
+from recipes_lib.core.measure.machine import machine, release_memory
+from recipes_lib.core.measure.operator_profile import profile_operators
+from recipes_lib.core.measure.timeline import Timeline, record_timeline
+from recipes_lib.core.predict.budget import Budget
+from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.report import charts
 from recipes_lib.report.ladder_text import (
     HEADER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from recipes_lib.core.budget import Budget, in_words
+from recipes_lib.core.predict.budget import Budget, in_words
 from recipes_lib.report.style import mib, percent
 
 WIDTH = 88  # of a line, as in the code cells of a notebook

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.colors import to_rgb
 
-from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD, Action, bubble_of, span
+from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action, bubble_of, span
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, faint, ink, page
 from recipes_lib.report.labels import POINTS, readable_on, text_width
 from recipes_lib.report.lanes_chart import COLORS

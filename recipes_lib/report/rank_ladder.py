@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.budget import Budget
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import there_and_back
-from recipes_lib.core.rank_run import RankRun
+from recipes_lib.core.predict.budget import Budget
+from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.report.ladder_text import wrapped
 from recipes_lib.report.rank_bytes_chart import RankBar, rank_bytes_chart
 from recipes_lib.report.rank_ladder_text import HEADER, cells, what_came, what_is_expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.predict.budget import Budget
 from recipes_lib.report.ladder_text import ratio_with_range
 from recipes_lib.report.style import MIB, mib
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.machine import provenance, runs_dir
+from recipes_lib.core.measure.machine import provenance, runs_dir
 
 
 class Rows:

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.machine import release_memory
 from recipes_lib.core.measure import timed
+from recipes_lib.core.measure.machine import release_memory
 from recipes_lib.report.ladder_text import wrapped
 from recipes_lib.report.rows import Rows
 from recipes_lib.report.speed_chart import speed_chart

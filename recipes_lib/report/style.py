@@ -14,7 +14,7 @@ import datetime
 import re
 from typing import Any
 
-from recipes_lib.core.machine import GIB, machine
+from recipes_lib.core.measure.machine import GIB, machine
 
 MIB = 2**20
 MILLISECONDS = 1000.0  # of a second

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from recipes_lib.core.timeline import KINDS, Timeline
+from recipes_lib.core.measure.timeline import KINDS, Timeline
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, faint, ink, muted, page
 from recipes_lib.report.labels import POINTS, text_width
 from recipes_lib.report.style import KIND_COLORS, Unit

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes_lib.core.overhead_fit import OverheadFit
 from recipes_lib.report.curves import draw_curves, line_color, name_ends
 from recipes_lib.report.figure import WIDTH, Key, blank_figure, page
+from recipes_lib.report.overhead_fit import OverheadFit
 from recipes_lib.report.style import MILLISECONDS
 
 MEGABYTES = 1e6  # decimal, as bandwidths are given

@@ -14,9 +14,9 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.machine import free_memory_bytes
 from recipes_lib.core.measure import there_and_back, timed
+from recipes_lib.core.measure.machine import free_memory_bytes
+from recipes_lib.core.predict.budget import Budget
 from recipes_lib.report.ladder_text import WIDTH
 
 Build = Callable[[], tuple[Any, Any, Callable[[Any, Any], float]]]

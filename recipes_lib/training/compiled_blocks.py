@@ -45,20 +45,20 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_number
-from recipes_lib.core.live_bytes import LiveBytes
-from recipes_lib.core.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
-from recipes_lib.core.mixing import (
+from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
+from recipes_lib.core.model.mixing import (
     mix_in,
     require_forward_of_class,
     unmix,
     unmixed_class,
 )
-from recipes_lib.core.plain_step import require_adapters, saved_outside_the_blocks
-from recipes_lib.core.recompute import caches_among
-from recipes_lib.core.sizes import quantization_tensors, storage_bytes
+from recipes_lib.core.model.recompute import caches_among
+from recipes_lib.core.model.sizes import quantization_tensors, storage_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import require_adapters, saved_outside_the_blocks
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
 
@@ -260,7 +260,9 @@ def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _require_whole(model: Any) -> None:
-    from recipes_lib.core.shard_groups import is_sharded  # imports much that nobody else here needs
+    from recipes_lib.core.ranks.shard_groups import (
+        is_sharded,  # imports much that nobody else here needs
+    )
 
     if is_sharded(model):
         raise ValueError(

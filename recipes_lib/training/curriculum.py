@@ -47,8 +47,8 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.checks import check_number, check_several, check_whole
+from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
 
 Batch = dict[str, torch.Tensor]
 Stages = Sequence[tuple[int, float]]  # (length, share of the steps)

@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.checks import check_flag, check_number, check_whole
-from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
+from recipes_lib.core.predict.budget import Budget, Shape
 
 # What torch says when memory ends in a library or driver call instead of its own allocator. A
 # failure of NCCL is not listed: it breaks the communicator, so a repeated step cannot succeed.

@@ -8,8 +8,8 @@ Idea       Save everything that the next step reads, in one file, at once:
                trainable weights · buffers · optimizer states · schedule · loss scale ·
                random states · step · facts of the run
 
-           The data position is the step: `rows_of_step` in core/row_order.py computes the rows of
-           any step from the seed. The facts (settings, data) and the frozen weights must be equal
+           The data position is the step: `rows_of_step` in core/data/row_order.py computes the rows
+           of any step from the seed. Settings, data and the frozen weights must be equal
            when the file is read: another run's checkpoint is refused. The file is written beside
            the old one and put in its place by one rename, so a kill at any moment leaves a whole
            checkpoint.
@@ -40,9 +40,9 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.fingerprint import fingerprint
-from recipes_lib.core.marks import MASTER_OF
-from recipes_lib.core.run_state import (
+from recipes_lib.core.model.fingerprint import fingerprint
+from recipes_lib.core.model.marks import MASTER_OF
+from recipes_lib.core.model.run_state import (
     check_facts,
     check_in_model,
     check_loadable,
@@ -54,7 +54,7 @@ from recipes_lib.core.run_state import (
     read_state,
     set_random_states,
 )
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.model.sizes import tensor_bytes
 
 # What a checkpoint holds, and of which type each part is.
 CONTENTS = {

@@ -30,19 +30,19 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.marks import STEPS_IN_BACKWARD, any_marked
-from recipes_lib.core.output_layer import at_least_fp32, require_shifted_loss
-from recipes_lib.core.plain_step import (
+from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, any_marked
+from recipes_lib.core.model.output_layer import at_least_fp32, require_shifted_loss
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import (
     budget_of,
     embedding_copies,
     head_trains,
     loss_bytes,
     with_activations_of,
 )
-from recipes_lib.core.sizes import tensor_bytes
 
 Batch = dict[str, torch.Tensor]
 

@@ -43,11 +43,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.checks import check_choice, check_flag, check_number, check_whole
-from recipes_lib.core.plain_step import require_adapters
-from recipes_lib.core.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.plain_step import require_adapters
 
 MATRICES = "matrices"  # the kind of a group that Muon trains
 REST = "rest"  # and of one that AdamW trains

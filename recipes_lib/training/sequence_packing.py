@@ -42,13 +42,13 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
-from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import check_rows
-from recipes_lib.core.dry_step import dry_step
-from recipes_lib.core.output_layer import require_shifted_loss
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
+from recipes_lib.core.model.output_layer import require_shifted_loss
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.predict.dry_step import dry_step
 
 Row = dict[str, list[int]]
 

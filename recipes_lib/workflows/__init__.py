@@ -2,8 +2,6 @@
 
 longest                        the longest sequence that fits in memory: predicted, then searched
 out_of_memory_doctor           what to try against an out-of-memory error, in which order
-out_of_memory_doctor_message   its reading of the error: which number means what
-out_of_memory_doctor_remedies  its arithmetic: the recipes, one on top of the other
 which_strategy                 the simplest way to share a model among GPUs that fits
 on_ranks                       one training under many strategies, on several ranks
 on_device                      links of the chain to a device, beside libraries that do the same

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.predict.budget import Budget
 
 LONGEST = 2**30  # tokens: beyond it indices of 32 bits end
 SHORT = 16  # tokens of the first step of a search

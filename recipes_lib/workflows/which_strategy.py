@@ -23,7 +23,7 @@ Playbook" (2025), on when to combine.
 from __future__ import annotations
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 
 BLOCKS = 32  # a model's largest unit is about this part of it
 TENSOR_RANKS = 8  # the GPUs of a node, which have the fast links that tensor parallelism needs

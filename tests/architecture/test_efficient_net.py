@@ -21,7 +21,7 @@ from recipes_lib.architecture.efficient_net import (
     predicted_parameters,
     replace_pooler,
 )
-from recipes_lib.core.classify import image_logits, multiply_adds
+from recipes_lib.workflows.on_device.classify import image_logits, multiply_adds
 
 SMALL = {"num_channels": 1, "num_labels": 10, "width_coefficient": 0.25, "depth_coefficient": 0.3}
 

@@ -24,26 +24,26 @@ from recipes_lib.architecture.mixture_of_experts import (
     small_mixture,
     switch_loss,
 )
-from recipes_lib.architecture.mixture_of_experts_budget import (
+from recipes_lib.architecture.mixture_of_experts.budget import (
     budget_of_mixture,
     estimate_expert_parallel,
     estimate_grouped_experts,
 )
-from recipes_lib.architecture.mixture_of_experts_parallel import (
+from recipes_lib.architecture.mixture_of_experts.parallel import (
     apply_expert_parallel,
     average_gradients,
     predicted_exchanged_bytes,
 )
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.collectives import sums_over_ranks
-from recipes_lib.core.gradient_norm import clip_gradients
-from recipes_lib.core.live_bytes import LiveBytes
-from recipes_lib.core.meshes import default_mesh, mesh_of
+from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks.traffic import count_traffic
 from tests.conftest import assert_near, run
 from tests.parallel.parity import (
     MAX_NORM,

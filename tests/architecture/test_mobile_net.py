@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 from transformers.models.mobilenet_v2.modeling_mobilenet_v2 import MobileNetV2InvertedResidual
 
+from recipes_lib.architecture._convolutions import rounded_channels
 from recipes_lib.architecture.mobile_net import (
     PlainInvertedResidual,
     initialise_,
@@ -15,8 +16,7 @@ from recipes_lib.architecture.mobile_net import (
     predicted_multiply_adds,
     predicted_parameters,
 )
-from recipes_lib.core.classify import image_logits, multiply_adds
-from recipes_lib.core.convolutions import rounded_channels
+from recipes_lib.workflows.on_device.classify import image_logits, multiply_adds
 
 
 def parameters_of(model):

@@ -10,7 +10,7 @@ from recipes_lib.architecture.tied_embeddings import (
     untie_embeddings,
 )
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.sizes import weight_bytes
 
 IDS = torch.arange(1, 25).view(2, 12)
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from recipes_lib.attention import _compiled_flex as compiled_flex
 from recipes_lib.attention import block_sparse
 from recipes_lib.attention.block_sparse import (
     Pattern,
@@ -18,10 +19,9 @@ from recipes_lib.attention.block_sparse import (
     plain_block_sparse_attention,
     predicted_share_of_pairs,
 )
-from recipes_lib.attention.block_sparse_cpu import kernel_calls
-from recipes_lib.core import compiled_flex
-from recipes_lib.core.machine import machine
+from recipes_lib.attention.block_sparse.cpu import kernel_calls
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from tests.conftest import assert_same_gradients, gradients, make_batch
 from tests.small_models import small_model

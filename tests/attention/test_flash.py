@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.attention import flash_hf
 from recipes_lib.attention.flash import (
     apply_flash_attention,
     best_kernel,
@@ -15,11 +14,12 @@ from recipes_lib.attention.flash import (
     plain_attention,
     running_softmax_attention,
 )
-from recipes_lib.core import plain_step
-from recipes_lib.core.budget import Applied, Order, Shape
+from recipes_lib.attention.flash import hf as flash_hf
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict import plain_step
+from recipes_lib.core.predict.budget import Applied, Order, Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 from tests.small_models import small_model

@@ -12,11 +12,11 @@ from recipes_lib.attention.head_groups import (
     estimate_head_groups,
     remove_head_groups,
 )
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (

@@ -5,16 +5,17 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.attention import sliding_window, sliding_window_banded
+from recipes_lib.attention import sliding_window
 from recipes_lib.attention.sliding_window import (
     apply_sliding_window,
     plain_sliding_window,
     predicted_speedup,
     sliding_window_attention,
 )
-from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.attention.sliding_window import banded as sliding_window_banded
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 

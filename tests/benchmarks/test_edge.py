@@ -3,8 +3,8 @@ import json
 import pytest
 
 from benchmarks import complete, edge, render_edge
-from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from tests.benchmarks.test_record import machine_facts
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from benchmarks import complete, image_students, render_image_students
-from recipes_lib.core.images import Images
+from recipes_lib.core.data.images import Images
 from tests.benchmarks.test_record import machine_facts
 
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import gpu, long_steps, on_your_card
 from benchmarks.on_your_card import CARDS, USABLE, needs
 from benchmarks.sizes import TIER_SIZES
-from recipes_lib.core.machine import GIB, Sizes
+from recipes_lib.core.measure.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.training.curriculum import flops_per_token
 

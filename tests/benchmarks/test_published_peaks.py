@@ -16,9 +16,9 @@ from benchmarks.published_peaks import (
     model_without_data,
     table,
 )
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.machine import GIB
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.measure.machine import GIB
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 
 ROWS = {row.name: row for row in PUBLISHED}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.finetune import command as workflow
 from recipes_lib.workflows.finetune.settings import CHOICES, PRECISIONS, Settings
 

@@ -17,7 +17,7 @@ from recipes_lib.compression.channel_pruning import (
     plain_removal,
     predicted_parameters,
 )
-from recipes_lib.core.classify import multiply_adds
+from recipes_lib.workflows.on_device.classify import multiply_adds
 from tests.small_models import as_if_trained, small_model
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from recipes_lib.compression import distillation_autograd
 from recipes_lib.compression.distillation import (
     apply_distillation,
     distillation_loss,
@@ -16,12 +15,12 @@ from recipes_lib.compression.distillation import (
     remove_distillation,
     require_same_tokens,
 )
-from recipes_lib.core import chunked_loss
-from recipes_lib.core.budget import Shape
+from recipes_lib.compression.distillation import autograd as distillation_autograd
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.output_layer import OutputLayer
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model import chunked_loss, model_of_shape
+from recipes_lib.core.model.output_layer import OutputLayer
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.precision.int4 import apply_int4

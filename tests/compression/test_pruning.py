@@ -17,7 +17,7 @@ from recipes_lib.compression.pruning import (
     remove_pruning,
     zero_share,
 )
-from recipes_lib.core.marks import QUANTIZED_BY, mark
+from recipes_lib.core.model.marks import QUANTIZED_BY, mark
 from tests.small_models import small_model
 
 

@@ -17,8 +17,8 @@ from recipes_lib.compression.student import (
     plain_student,
     predicted_parameters,
 )
-from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8

@@ -7,13 +7,13 @@ import torch
 import transformers
 
 from recipes_lib.compression.student import make_student, predicted_parameters
-from recipes_lib.compression.student_heads import (
+from recipes_lib.compression.student.heads import (
     attention_of,
     choose_heads,
     head_importance,
     plain_head_importance,
 )
-from recipes_lib.core.causal_lm import decoder_blocks
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from tests.families.configs import tiny_model
 from tests.small_models import IDS, as_if_trained, small_model
 

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from benchmarks.family_predictions import SIZES, small_model
 from recipes_lib.attention.flash import apply_flash_attention, estimate_flash_attention
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora
 from recipes_lib.memory.activation_checkpointing import (

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from recipes_lib.core.exported_file import ExportedFile
+from recipes_lib.edge._exported_file import ExportedFile
 
 
 def export_quickly(model, *, path, text="x"):

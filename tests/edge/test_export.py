@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.exported_file import require_delegated
+from recipes_lib.edge._exported_file import require_delegated
 from recipes_lib.edge.export import (
     PlainRecorder,
     export_to_executorch,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from recipes_lib.compression.pruning import apply_pruning
-from recipes_lib.core.exported_file import ExportedFile
-from recipes_lib.edge import export_process
-from recipes_lib.edge.export_process import in_background, key_of, sources_of
+from recipes_lib.edge import _export_process as export_process
+from recipes_lib.edge._export_process import in_background, key_of, sources_of
+from recipes_lib.edge._exported_file import ExportedFile
 from recipes_lib.edge.gguf_export import export_to_gguf
 from tests.edge.slow_exports import export_badly, export_forever, export_quickly
 from tests.edge.test_gguf_export import tokenizer_of
@@ -99,7 +99,7 @@ def test_a_cancelled_job_leaves_nothing(tmp_path):
 
 PARENT = """
 import sys, time
-from recipes_lib.edge.export_process import in_background
+from recipes_lib.edge._export_process import in_background
 from tests.edge.slow_exports import export_forever
 job = in_background(export_forever, path=sys.argv[1])
 time.sleep(600)
@@ -220,5 +220,9 @@ def test_the_key_sees_the_code(tmp_path, monkeypatch):
     source.write_text("def export(*, path):\n    path.write_text('new')\n")
     assert key != key_of(exporter.export, {})
     files = [path.relative_to(export_process.PACKAGE) for path in sources_of(export_to_gguf)]
-    for name in ("edge/gguf_export.py", "edge/language_model_lowering.py", "core/integer_grid.py"):
+    for name in (
+        "edge/gguf_export.py",
+        "edge/language_model/lowering.py",
+        "core/model/integer_grid.py",
+    ):
         assert files.count(Path(name)) == 1

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.core.evaluation import GREEDY
-from recipes_lib.core.integer_grid import on_grid, to_grid
+from recipes_lib.core.data.evaluation import GREEDY
+from recipes_lib.core.model.integer_grid import on_grid, to_grid
 from recipes_lib.edge import language_model
 from recipes_lib.edge.language_model import (
     export_language_model,
@@ -20,9 +20,9 @@ from recipes_lib.edge.language_model import (
     plain_pairs,
     predicted_bytes,
 )
-from recipes_lib.edge.language_model_lowering import MODEL_CLASS, llama_parameters
-from recipes_lib.edge.language_model_runtime import answer_in_cpp
-from recipes_lib.edge.language_model_weights import in_pairs, llama_weights, on_linear_grid
+from recipes_lib.edge.language_model.lowering import MODEL_CLASS, llama_parameters
+from recipes_lib.edge.language_model.runtime import answer_in_cpp
+from recipes_lib.edge.language_model.weights import in_pairs, llama_weights, on_linear_grid
 from recipes_lib.precision.int8 import apply_int8
 from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.classify import image_logits
 from recipes_lib.edge.export import export_to_executorch
 from recipes_lib.edge.pt2e import (
     plain_fake_quantize,
@@ -12,6 +11,7 @@ from recipes_lib.edge.pt2e import (
     quantize_pt2e,
 )
 from recipes_lib.edge.runtime import load_pte
+from recipes_lib.workflows.on_device.classify import image_logits
 
 STEPS = 60  # of training on the grid
 

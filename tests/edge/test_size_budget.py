@@ -2,7 +2,6 @@
 
 import pytest
 
-from recipes_lib.core.overhead_fit import fit_overhead
 from recipes_lib.edge.size_budget import (
     Chain,
     Speed,
@@ -12,6 +11,7 @@ from recipes_lib.edge.size_budget import (
     predicted_choices,
     predicted_file_bytes,
 )
+from recipes_lib.report.overhead_fit import fit_overhead
 
 SPEEDS = {"fp32": Speed(0.001, 4e9), "int8": Speed(0.001, 8e9)}
 CHAINS = [

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipes_lib.core.causal_lm import without_adapters
+from recipes_lib.core.model.causal_lm import without_adapters
 from tests.families.configs import VOCABULARY, quiet, tiny_model
 from tests.test_causal_lm_guard import assert_unchanged, snapshot
 

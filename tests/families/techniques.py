@@ -33,10 +33,10 @@ from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.compression.student import make_student
-from recipes_lib.compression.student_heads import attention_of
-from recipes_lib.compression.student_mlps import mlp_of
-from recipes_lib.core.causal_lm import decoder_blocks, without_adapters
-from recipes_lib.core.decoding import greedy
+from recipes_lib.compression.student.heads import attention_of
+from recipes_lib.compression.student.mlps import mlp_of
+from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
+from recipes_lib.core.model.decoding import greedy
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import (

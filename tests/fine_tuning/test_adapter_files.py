@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from recipes_lib.core.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
+from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
     check_merged,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.chat import IGNORED, tokenize_chat, tokenize_pair
 from recipes_lib.core.data import load_instructions
+from recipes_lib.core.data.chat import IGNORED, tokenize_chat, tokenize_pair
 from recipes_lib.core.measure import measure
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.completion_only_loss import (
     check_labels,
     completion_only_loss,

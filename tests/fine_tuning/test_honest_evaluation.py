@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from recipes_lib.core.chat import IGNORED
-from recipes_lib.core.evaluation import evaluate
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.evaluation import evaluate
 from recipes_lib.fine_tuning.honest_evaluation import (
     Comparison,
     RowLosses,

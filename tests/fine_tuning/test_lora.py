@@ -7,12 +7,12 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of, features
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of, features
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     estimate_lora,

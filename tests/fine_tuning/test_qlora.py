@@ -5,13 +5,13 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from recipes_lib.core.decoding import greedy
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference.batching import (
     generate_batch,
     left_padded,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from recipes_lib.core.decoding import greedy
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference import compiled_decode
 from recipes_lib.inference.batching import generate_batch
 from recipes_lib.inference.compiled_decode import (

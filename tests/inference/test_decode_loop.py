@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from recipes_lib.core.decoding import KeyValueCache, greedy
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.decoding import KeyValueCache, greedy
 from recipes_lib.inference.decode_loop import (
     apply_decode_loop,
     attend,
@@ -18,7 +18,7 @@ from recipes_lib.inference.decode_loop import (
     rotate,
     step_by_hand,
 )
-from recipes_lib.inference.decode_loop_norms import RootMeanSquareNorm
+from recipes_lib.inference.decode_loop.norms import RootMeanSquareNorm
 from recipes_lib.inference.speculative import prompt_lookup_generate
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from recipes_lib.core.decoding import greedy
 from recipes_lib.core.measure import PeakMemory, bytes_alive
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.inference import kv_cache_positions
+from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference.batching import generate_batch
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.kv_cache import (
@@ -17,6 +16,7 @@ from recipes_lib.inference.kv_cache import (
     relative_error,
     remove_int8_cache,
 )
+from recipes_lib.inference.kv_cache import positions as kv_cache_positions
 from recipes_lib.inference.speculative import prompt_lookup_generate, row_difference
 
 SIZES = {"layers": 2, "kv_heads": 3, "head_dim": 16}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.decoding import KeyValueCache, greedy
-from recipes_lib.core.linears import layers_with_one_scale, linear_layers
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.decoding import KeyValueCache, greedy
+from recipes_lib.core.model.linears import layers_with_one_scale, linear_layers
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import (
     PromptLookup,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks, trunk
-from recipes_lib.core.marks import CHECKPOINTED_INDEX, any_marked
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
+from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, any_marked
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,

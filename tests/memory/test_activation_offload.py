@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import block_bytes, budget_of
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import block_bytes, budget_of
 from recipes_lib.memory.activation_offload import (
     estimate_activation_offload,
     offload_activations,
     offloaded_by_hand,
 )
-from recipes_lib.memory.activation_offload_stores import DiskStore
+from recipes_lib.memory.activation_offload.stores import DiskStore
 from tests.conftest import FAMILIES, assert_equal, assert_near, gradients, make_batch
 
 # Not the system's temporary directory, which may be a RAM disk. The file has no name, and nothing

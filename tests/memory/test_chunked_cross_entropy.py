@@ -11,14 +11,12 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes_lib.core import chunked_loss
 from recipes_lib.core import model as core_model
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import ModelShape, model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model import ModelShape, chunked_loss, model_of_shape
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
-from recipes_lib.memory import chunked_cross_entropy_plan
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import (
     apply_chunked_cross_entropy,
@@ -27,6 +25,7 @@ from recipes_lib.memory.chunked_cross_entropy import (
     plain_chunked_loss,
     remove_chunked_cross_entropy,
 )
+from recipes_lib.memory.chunked_cross_entropy import plan as chunked_cross_entropy_plan
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision
 from recipes_lib.workflows.bench.losses import compare_losses
 from tests.conftest import assert_same_gradients, gradients, make_batch

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, marked
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, marked
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.optimizer_in_backward import (
     apply_optimizer_in_backward,
     estimate_optimizer_in_backward,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, marked
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import tensor_bytes
+from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, marked
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.optimizer_offload import (
     estimate_optimizer_offload,
     host_bytes,
@@ -245,7 +245,9 @@ def test_too_little_host_memory(monkeypatch, llama):
 
 def test_a_container_has_less_than_its_host(monkeypatch, llama):
     """The mistake: the host's free memory. The container is killed while the states are made."""
-    monkeypatch.setattr("recipes_lib.core.machine._free_in_container", lambda: host_bytes(llama))
+    monkeypatch.setattr(
+        "recipes_lib.core.measure.machine._free_in_container", lambda: host_bytes(llama)
+    )
     with pytest.raises(ValueError, match="bytes of host memory are needed"):
         offload_optimizer(llama, lr=1e-3, allow_cpu=True)
 

@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.mixing import mix_in
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of, loss_bytes
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of, loss_bytes
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,

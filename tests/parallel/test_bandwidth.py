@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import distributed
 
-from recipes_lib.core.agreement import agree
-from recipes_lib.core.collectives import all_gather, reduce_scatter
-from recipes_lib.core.meshes import default_mesh, mesh_of
-from recipes_lib.core.rank_pool import RankPool
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.traffic import Traffic, count_traffic
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.rank_pool import RankPool
+from recipes_lib.core.ranks.traffic import Traffic, count_traffic
 from recipes_lib.parallel.bandwidth import (
     KINDS,
     BusPoint,

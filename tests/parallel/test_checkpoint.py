@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.collectives import sums_over_ranks
-from recipes_lib.core.rank_rows import counted_tokens, rank_rows
 from recipes_lib.core.ranks import world_size
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.rank_rows import counted_tokens, rank_rows
 from recipes_lib.parallel.checkpoint import (
     latest_checkpoint,
     load_by_hand,
@@ -28,9 +28,9 @@ from recipes_lib.parallel.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
-from recipes_lib.parallel.checkpoint_base import frozen_values
-from recipes_lib.parallel.checkpoint_export import export_safetensors
-from recipes_lib.parallel.checkpoint_latest import set_latest
+from recipes_lib.parallel.checkpoint.base import frozen_values
+from recipes_lib.parallel.checkpoint.export import export_safetensors
+from recipes_lib.parallel.checkpoint.latest import set_latest
 from tests.parallel import parity
 
 RUN = {"lr": 1e-3, "rows": 8}

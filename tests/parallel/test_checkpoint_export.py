@@ -3,8 +3,8 @@
 import torch
 from safetensors.torch import load_file
 
-from recipes_lib.core.kept_in_fp32 import kept_in_fp32
-from recipes_lib.parallel.checkpoint_export import export_safetensors
+from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
+from recipes_lib.parallel.checkpoint.export import export_safetensors
 from tests.families.configs import quiet, tiny_model
 
 

@@ -9,16 +9,16 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.collectives import sums_over_ranks
-from recipes_lib.core.gradient_norm import clip_gradients
-from recipes_lib.core.launch import launch
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.meshes import default_mesh, mesh_of
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_rows import rank_rows
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.launch import launch
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.rank_rows import rank_rows
+from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.parallel.context_parallel import (
     apply_context_parallel,
     estimate_context_parallel,
@@ -29,13 +29,13 @@ from recipes_lib.parallel.context_parallel import (
     shard_sequence,
     sum_gradients,
 )
-from recipes_lib.parallel.context_parallel_kernels import AMPERE, attend, attend_backward
-from recipes_lib.parallel.context_parallel_ring import (
+from recipes_lib.parallel.context_parallel.kernels import AMPERE, attend, attend_backward
+from recipes_lib.parallel.context_parallel.ring import (
     _merge_into,
     ring_attention,
     tokens_of,
 )
-from recipes_lib.parallel.context_parallel_ulysses import ulysses_attention
+from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
 from tests.conftest import assert_near
 from tests.parallel.parity import (
     MAX_NORM,

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.meshes import default_mesh, mesh_of
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.data_parallel import (
     apply_data_parallel,
@@ -13,8 +13,8 @@ from recipes_lib.parallel.data_parallel import (
     estimate_data_parallel,
     predicted_sent_bytes,
 )
-from recipes_lib.parallel.data_parallel_lanes import WAITING, LaneRecorder
-from recipes_lib.parallel.data_parallel_threads import make_replicas, threaded_step
+from recipes_lib.parallel.data_parallel.lanes import WAITING, LaneRecorder
+from recipes_lib.parallel.data_parallel.threads import make_replicas, threaded_step
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,

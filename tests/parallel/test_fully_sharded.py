@@ -6,16 +6,16 @@ import transformers
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
-from recipes_lib.core.budget import Shape, compose
-from recipes_lib.core.dry_ranks import rank_peak
-from recipes_lib.core.meshes import mesh_of
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_step import rank_step
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Shape, compose
+from recipes_lib.core.predict.dry_ranks import rank_peak
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.sizes import tensor_bytes
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.ranks.meshes import mesh_of
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_step import rank_step
+from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
 from recipes_lib.parallel.fully_sharded import (
     apply_fully_sharded,
@@ -24,9 +24,9 @@ from recipes_lib.parallel.fully_sharded import (
     load_from_first_rank,
     predicted_sent_bytes,
 )
-from recipes_lib.parallel.fully_sharded_compile import ORDERS, seconds_by_order
-from recipes_lib.parallel.fully_sharded_precision import dtypes_of_step
-from recipes_lib.parallel.fully_sharded_strategies import STRATEGIES, measured_strategy
+from recipes_lib.parallel.fully_sharded.compile import ORDERS, seconds_by_order
+from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
+from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES, measured_strategy
 from recipes_lib.training.compiled_blocks import apply_compiled_blocks
 from tests.parallel.parity import (
     SIZES,

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import distributed
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.collectives import sums_over_ranks
-from recipes_lib.core.launch import launch
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.meshes import mesh_of
-from recipes_lib.core.pipeline_grid import (
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.launch import launch
+from recipes_lib.core.ranks.meshes import mesh_of
+from recipes_lib.core.ranks.pipeline_grid import (
     BACKWARD,
     FORWARD,
     bubble_of,
@@ -20,10 +21,9 @@ from recipes_lib.core.pipeline_grid import (
     most_in_flight,
     place,
 )
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_rows import rank_rows
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_rows import rank_rows
+from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,
@@ -32,7 +32,7 @@ from recipes_lib.parallel.pipeline_parallel import (
     predicted_bubble,
     predicted_sent_bytes,
 )
-from recipes_lib.parallel.pipeline_parallel_stage import FAMILIES, Stage
+from recipes_lib.parallel.pipeline_parallel.stage import FAMILIES, Stage
 from tests.parallel.parity import (
     MAX_NORM,
     ROWS,

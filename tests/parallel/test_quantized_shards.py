@@ -6,17 +6,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from recipes_lib.core.budget import Shape, compose
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.default_model import quiet
-from recipes_lib.core.gradient_norm import clip_gradients
-from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_rows import rank_rows
-from recipes_lib.core.rank_step import rank_step
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.default_model import quiet
+from recipes_lib.core.predict.budget import Shape, compose
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_rows import rank_rows
+from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora, quantized_layers
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
 from recipes_lib.parallel.quantized_shards import (
@@ -26,10 +26,10 @@ from recipes_lib.parallel.quantized_shards import (
     weight_of_shards,
     whole_adapters,
 )
-from recipes_lib.parallel.quantized_shards_dry_run import dry_quantized_rank, packed_model
-from recipes_lib.parallel.quantized_shards_ends import CutEmbedding
-from recipes_lib.parallel.quantized_shards_layer import PackedLinear, packed, packed_shape
-from recipes_lib.parallel.quantized_shards_libraries import (
+from recipes_lib.parallel.quantized_shards.dry_run import dry_quantized_rank, packed_model
+from recipes_lib.parallel.quantized_shards.ends import CutEmbedding
+from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed, packed_shape
+from recipes_lib.parallel.quantized_shards.libraries import (
     four_bit_layer,
     parts_by_library,
     torchao_group,
@@ -349,7 +349,7 @@ def test_packing_changes_nothing():
 
 
 def test_the_ends_of_a_model_that_trains_them_are_gathered():
-    from recipes_lib.parallel.quantized_shards_ends import ends_can_be_cut
+    from recipes_lib.parallel.quantized_shards.ends import ends_can_be_cut
 
     model = qlora_model()
     assert ends_can_be_cut(model)

@@ -7,23 +7,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.collectives import sums_over_ranks
-from recipes_lib.core.dry_ranks import rank_peak
-from recipes_lib.core.gradient_norm import clip_gradients
-from recipes_lib.core.meshes import default_mesh, mesh_of
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.dry_ranks import rank_peak
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     estimate_activation_checkpointing,
 )
-from recipes_lib.parallel import tensor_parallel_simulated
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -31,9 +30,10 @@ from recipes_lib.parallel.tensor_parallel import (
     estimate_tensor_parallel,
     tensor_parallel_plan,
 )
-from recipes_lib.parallel.tensor_parallel_arithmetic import predicted_sent_bytes
-from recipes_lib.parallel.tensor_parallel_loss import cut_causal_lm_loss
-from recipes_lib.parallel.tensor_parallel_simulated import simulated_mlp
+from recipes_lib.parallel.tensor_parallel import simulated as tensor_parallel_simulated
+from recipes_lib.parallel.tensor_parallel.arithmetic import predicted_sent_bytes
+from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
+from recipes_lib.parallel.tensor_parallel.simulated import simulated_mlp
 from tests.parallel.parity import (
     MAX_NORM,
     ROWS,

@@ -2,15 +2,15 @@ import pytest
 import torch
 from torch import distributed
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.dry_ranks import rank_peak
-from recipes_lib.core.meshes import mesh_of
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_step import rank_step, sum_of_losses
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.dry_ranks import rank_peak
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.shard_groups import shard_in_groups
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.ranks.meshes import mesh_of
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_step import rank_step, sum_of_losses
+from recipes_lib.core.ranks.shard_groups import shard_in_groups
+from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.zero import (
     apply_zero,

@@ -9,8 +9,8 @@ from torch import distributed
 
 from recipes_lib.core.measure import bytes_alive
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.traffic import count_traffic
-from recipes_lib.parallel.zero_deepspeed import (
+from recipes_lib.core.ranks.traffic import count_traffic
+from recipes_lib.parallel.zero.deepspeed import (
     apply_deepspeed,
     config_file,
     deepspeed_step,

@@ -6,10 +6,9 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.four_bit_grid import in_four_bits
-from recipes_lib.core.linears import linear_layers, output_layer_name
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.precision import awq_sites
+from recipes_lib.core.model.linears import linear_layers, output_layer_name
+from recipes_lib.precision._four_bit_grid import in_four_bits
 from recipes_lib.precision.awq import (
     apply_awq,
     plain_awq_scales,
@@ -17,6 +16,7 @@ from recipes_lib.precision.awq import (
     scales_of,
     search_scales,
 )
+from recipes_lib.precision.awq import sites as awq_sites
 from recipes_lib.precision.int4 import apply_int4
 from tests.conftest import assert_equal
 from tests.families.configs import tiny_model

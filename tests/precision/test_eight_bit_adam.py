@@ -3,11 +3,11 @@ import copy
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import state_bytes, tensor_bytes
+from recipes_lib.core.model.sizes import state_bytes, tensor_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.precision.eight_bit_adam import (
     BLOCK,
     code_table,

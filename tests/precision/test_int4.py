@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.four_bit_grid import in_four_bits
-from recipes_lib.core.linears import linear_layers, output_layer_name
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.linears import linear_layers, output_layer_name
+from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision import int4 as module
+from recipes_lib.precision._four_bit_grid import in_four_bits
 from recipes_lib.precision.int4 import (
     Int4Linear,
     apply_int4,
@@ -264,7 +264,7 @@ def test_shapes_and_weights_that_have_no_four_bits(llama):
 
 def test_a_machine_without_a_kernel(llama, monkeypatch):
     """An operator that is declared and fails, and one that computes one number at a time."""
-    from recipes_lib.precision import int4_kernel
+    from recipes_lib.precision.int4 import kernel as int4_kernel
 
     def missing(*_):
         raise NotImplementedError("not available for build")
@@ -285,7 +285,7 @@ def test_a_machine_without_a_kernel(llama, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_without_a_kernel(dtype, monkeypatch):
     """A T4 has no bf16, and a notebook that stops there is of no use: numbers are multiplied."""
-    from recipes_lib.precision import int4_kernel
+    from recipes_lib.precision.int4 import kernel as int4_kernel
 
     layer = linear(bias=True)
     expected = int4_linear(layer, group=32).dequantized()

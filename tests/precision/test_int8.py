@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.decoding import greedy
-from recipes_lib.core.linears import bytes_per_token, linear_layers, output_layer_name
+from recipes_lib.core.data.quality import decode_quality
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.quality import decode_quality
+from recipes_lib.core.model.decoding import greedy
+from recipes_lib.core.model.linears import bytes_per_token, linear_layers, output_layer_name
 from recipes_lib.inference.decode_loop import apply_decode_loop
-from recipes_lib.precision import int8_kernels, int8_packed
 from recipes_lib.precision.int8 import (
     KINDS,
     Int8Linear,
@@ -28,7 +27,9 @@ from recipes_lib.precision.int8 import (
     quantize_rows,
     stored_bytes,
 )
-from recipes_lib.precision.int8_sensitivity import (
+from recipes_lib.precision.int8 import kernels as int8_kernels
+from recipes_lib.precision.int8 import packed as int8_packed
+from recipes_lib.precision.int8.sensitivity import (
     Sensitivity,
     groups_by_block,
     groups_by_place,

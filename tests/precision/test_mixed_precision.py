@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recipes_lib.attention import flash_hf
 from recipes_lib.attention.flash import apply_flash_attention
-from recipes_lib.core import plain_step
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.machine import machine
+from recipes_lib.attention.flash import hf as flash_hf
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_model, model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict import plain_step
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,

@@ -16,11 +16,11 @@ from torchao.quantization.granularity import PerAxis, PerGroup
 from torchao.quantization.qat import QATConfig
 
 from recipes_lib.compression.distillation import apply_distillation
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.integer_grid import to_grid
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model.integer_grid import to_grid
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.precision.int8 import apply_int8
@@ -178,8 +178,8 @@ def test_the_layer_is_its_plain_formula(shape, activation_bits):
 
 def wrapped(linear, *, activation_bits):
     """A linear layer as `apply_quantization_aware` makes it of one in a block."""
-    from recipes_lib.core.mixing import mix_in
-    from recipes_lib.precision.quantization_aware_layers import AwareLinear
+    from recipes_lib.core.model.mixing import mix_in
+    from recipes_lib.precision.quantization_aware.layers import AwareLinear
 
     mix_in(linear, AwareLinear, weight_bits=4, group=GROUP, activation_bits=activation_bits)
     return linear

@@ -7,13 +7,13 @@ import pickle
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, measure
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rounding import stochastic_round_
-from recipes_lib.core.sizes import state_bytes
+from recipes_lib.core.model.sizes import state_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.precision import sixteen_bit_adam as module
+from recipes_lib.precision._rounding import stochastic_round_
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.precision.sixteen_bit_adam import (
     estimate_sixteen_bit_adam,

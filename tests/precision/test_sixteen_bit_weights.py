@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recipes_lib.core import converted_weights
-from recipes_lib.core.converted_weights import converted_product
-from recipes_lib.core.linears import bytes_per_token
+from recipes_lib.core.data.quality import decode_quality
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.quality import decode_quality
-from recipes_lib.core.sizes import weight_bytes
+from recipes_lib.core.model.linears import bytes_per_token
+from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.inference.decode_loop import apply_decode_loop
+from recipes_lib.precision import _converted_weights as converted_weights
+from recipes_lib.precision._converted_weights import converted_product
 from recipes_lib.precision.sixteen_bit_weights import (
     DTYPES,
     FEW_ROWS,
@@ -83,7 +83,7 @@ def test_the_product_is_picked_by_rows(dtype, monkeypatch):
 
     _, layer = layers(64, 40, dtype)
     monkeypatch.setattr(functional, "linear", recorded)
-    monkeypatch.setattr("recipes_lib.core.converted_weights.native_bf16_on_cpu", lambda: True)
+    monkeypatch.setattr("recipes_lib.precision._converted_weights.native_bf16_on_cpu", lambda: True)
     few = FEW_ROWS[dtype]
     layer(torch.randn(few, 64).to(dtype))
     layer(torch.randn(few + 1, 64).to(dtype))

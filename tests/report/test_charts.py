@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from recipes_lib.core.budget import Budget
+from recipes_lib.core.predict.budget import Budget
 from recipes_lib.report.charts import budget_chart, chart, length_chart, operator_chart, time_ratio
 from recipes_lib.report.style import GIB, MIB, RECIPE, REFERENCE, TERMS
 

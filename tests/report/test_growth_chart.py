@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 from recipes_lib.report.growth_chart import growth_chart, slope
 
 

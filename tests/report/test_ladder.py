@@ -7,11 +7,11 @@ import weakref
 import pytest
 import torch
 
-from recipes_lib.core.budget import TERMS, Budget, Shape
 from recipes_lib.core.measure import Measurement
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.operations import step_operations
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import TERMS, Budget, Shape
+from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD, Action
+from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
 from recipes_lib.report.figure import page
 from recipes_lib.report.lanes_chart import COLORS
 from recipes_lib.report.pipeline_chart import pipeline_chart

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from recipes_lib.core.budget import TERMS, Budget
-from recipes_lib.core.rank_run import RankRun
+from recipes_lib.core.predict.budget import TERMS, Budget
+from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.report.rank_ladder import RankLadder
 from recipes_lib.report.style import MIB
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes_lib.core.timeline import KINDS, Point, Timeline
+from recipes_lib.core.measure.timeline import KINDS, Point, Timeline
 from recipes_lib.report.style import KIND_COLORS, MIB
 from recipes_lib.report.timeline_chart import timeline_chart
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes_lib.core.overhead_fit import fit_overhead
+from recipes_lib.report.overhead_fit import fit_overhead
 from recipes_lib.report.token_time_charts import overhead_chart, position_time_chart
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes_lib.core.budget import TERMS, Budget
+from recipes_lib.core.predict.budget import TERMS, Budget
 from recipes_lib.report import turns
 from recipes_lib.report.style import MIB
 

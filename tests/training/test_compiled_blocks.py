@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from recipes_lib.core.allocator_peak import AllocatorPeak
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.live_bytes import LiveBytes
-from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure.allocator_peak import AllocatorPeak
+from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (

@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import distributed
 
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.row_order import rows_of_step
+from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.training.data_loading import (
     measure_stalls,
     predicted_stall_share,

@@ -3,12 +3,12 @@ import itertools
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.marks import STEPS_IN_BACKWARD, mark
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, mark
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.training.dynamic_batch import (
     Attempt,

@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
+from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.row_order import rows_of_step
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.training.exact_resume import (

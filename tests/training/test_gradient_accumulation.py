@@ -2,13 +2,13 @@ import pytest
 import torch
 from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM
 
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.data import IGNORED, collate
-from recipes_lib.core.marks import STEPS_IN_BACKWARD, mark
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_step import sum_of_losses
+from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, mark
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.ranks.rank_step import sum_of_losses
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,

@@ -6,11 +6,11 @@ import io
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, measure
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.sizes import state_bytes
+from recipes_lib.core.model.sizes import state_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.training.muon import (
     MuonAdamW,

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.training.sequence_packing import (
     best_fit,
     check_document_mask,

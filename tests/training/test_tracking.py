@@ -19,7 +19,7 @@ from recipes_lib.training.tracking import (
     read_lines,
     track,
 )
-from recipes_lib.training.tracking_backends import BACKENDS, WandB
+from recipes_lib.training.tracking.backends import BACKENDS, WandB
 
 pytest.importorskip("tensorboard")
 ROOT = Path(__file__).resolve().parents[2]

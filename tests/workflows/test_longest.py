@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from recipes_lib.core.budget import Shape
 from recipes_lib.core.measure import PeakMemory, dry, dry_run
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.workflows import longest

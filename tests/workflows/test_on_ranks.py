@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import distributed
 
-from recipes_lib.core.pipeline_grid import BACKWARD, FORWARD
-from recipes_lib.core.rank_pool import RankPool
+from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD
+from recipes_lib.core.ranks.rank_pool import RankPool
 from recipes_lib.workflows.on_ranks import (
     by_hand,
     demonstrations,

@@ -3,10 +3,10 @@ import re
 import pytest
 
 from benchmarks.family_predictions import small_model
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
-from recipes_lib.workflows.out_of_memory_doctor_remedies import RECIPES
+from recipes_lib.workflows.out_of_memory_doctor.remedies import RECIPES
 from tests.workflows.test_out_of_memory_doctor_message import (
     CPU,
     GRAPHS_AND_CAP,

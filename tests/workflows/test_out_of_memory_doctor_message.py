@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.workflows.out_of_memory_doctor_message import parse_error, was_killed
+from recipes_lib.workflows.out_of_memory_doctor.message import parse_error, was_killed
 
 MIB, GIB = 2**20, 2**30
 

@@ -4,11 +4,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from recipes_lib.core import chunked_loss
-from recipes_lib.core.budget import Shape, compose
-from recipes_lib.core.machine import machine
-from recipes_lib.core.model import SHAPES, model_of_shape
-from recipes_lib.core.plain_step import budget_of
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model import SHAPES, chunked_loss, model_of_shape
+from recipes_lib.core.predict.budget import Shape, compose
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import estimate_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora, nf4_bytes
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
@@ -16,7 +15,7 @@ from recipes_lib.memory.chunked_cross_entropy import estimate_chunked_cross_entr
 from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload
 from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
-from recipes_lib.workflows.out_of_memory_doctor_remedies import (
+from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     RECIPES,
     remedies_for,
     smallest_without_rows,
@@ -99,7 +98,7 @@ def test_a_recipe_that_changes_nothing_waits_for_the_one_that_needs_it():
     remedies = remedies_for(model, shape, memory_bytes=16 * GIB)
     assert names(remedies)[:3] == ["as it is", "8-bit AdamW", "checkpointing + optimizer offload"]
     both = by_name(remedies)["checkpointing + optimizer offload"]
-    assert both.where == "memory/activation_checkpointing.py, memory/optimizer_offload.py"
+    assert both.where == "memory/activation_checkpointing.py, memory/optimizer_offload/__init__.py"
     recipes = [
         (estimate_eight_bit_adam, {}),
         CHECKPOINTS,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes_lib.core.machine import GIB
+from recipes_lib.core.measure.machine import GIB
 from recipes_lib.workflows.which_strategy import (
     STRATEGIES,
     predicted_bytes_per_rank,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from recipes_lib.attention.flash import best_kernel, kernel_function, plain_attention
-from recipes_lib.core.causal_lm import projection_widths
 from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.measure import PeakMemory, in_turns
+from recipes_lib.core.model.causal_lm import projection_widths
 
 
 class AttentionCost(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.data import load_text
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.bench.clock import now
 
 BYTES = 256  # the vocabulary

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from recipes_lib.core.machine import machine, synchronize
+from recipes_lib.core.measure.machine import machine, synchronize
 
 
 def now() -> float:

@@ -18,7 +18,7 @@ import torch
 
 from recipes_lib.architecture.deep_thin import Proportions, choose_proportions, deep_thin_model
 from recipes_lib.core.checks import check_number, check_several, check_whole
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.bench.byte_models import (
     BYTES,
     HELD_OUT_ROWS,

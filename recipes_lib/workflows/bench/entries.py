@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from recipes_lib.core.budget import Budget
+    from recipes_lib.core.predict.budget import Budget
     from recipes_lib.workflows.bench.run import Bench
 
 LR = 2e-5
@@ -135,7 +135,7 @@ def mixed_precision(bench: Bench, model: Any) -> Arranged:
     """
     import torch
 
-    from recipes_lib.core.machine import machine
+    from recipes_lib.core.measure.machine import machine
     from recipes_lib.precision import mixed_precision as recipe
 
     dtype = machine().compute_dtype

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.machine import machine
 from recipes_lib.core.measure import PeakMemory, in_turns
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
 
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.machine import release_memory, seed_everything
 from recipes_lib.core.measure import Measurement, measure
+from recipes_lib.core.measure.machine import release_memory, seed_everything
+from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.timeline import Timeline, record_timeline
+from recipes_lib.core.predict.budget import Budget, Shape
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.report.ladder import Ladder
 from recipes_lib.workflows.bench.entries import (
     ENTRIES,

@@ -35,7 +35,7 @@ from recipes_lib.architecture.grouped_query_attention import (
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.swiglu import apply_swiglu
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.bench.byte_models import (
     BYTES,
     HELD_OUT_ROWS,

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget, Shape
-from recipes_lib.core.causal_lm import decoder_blocks, projection_widths
-from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.data import Batch
-from recipes_lib.core.plain_step import budget_of, dry_budget, with_activations_of
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
+from recipes_lib.core.predict.budget import Budget, Shape
+from recipes_lib.core.predict.plain_step import budget_of, dry_budget, with_activations_of
 from recipes_lib.fine_tuning.completion_only_loss import estimate_completion_only_loss
 from recipes_lib.fine_tuning.lora import estimate_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.chat import Row
 from recipes_lib.core.checks import check_folder
-from recipes_lib.core.machine import machine, seed_everything
+from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_config, load_model, load_tokenizer
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow

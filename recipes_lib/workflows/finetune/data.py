@@ -16,10 +16,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from recipes_lib.core.chat import Row, tokenize_pair
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import PlacedPair, load_pairs, placed_pairs, rows_of
-from recipes_lib.core.pair_columns import Pair
+from recipes_lib.core.data.chat import Row, tokenize_pair
+from recipes_lib.core.data.pair_columns import Pair
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 from recipes_lib.workflows.finetune.loop import check_run
 from recipes_lib.workflows.finetune.settings import Settings

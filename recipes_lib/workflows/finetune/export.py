@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.checks import check_choice, check_flag, check_whole
-from recipes_lib.core.default_model import SMOLLM2
-from recipes_lib.core.machine import machine
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.default_model import SMOLLM2
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
 
 DATA_FILE = "train.jsonl"

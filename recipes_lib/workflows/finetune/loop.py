@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.budget import Budget
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.chat import IGNORED, Row
 from recipes_lib.core.data import Batch, collate
-from recipes_lib.core.machine import machine, synchronize
-from recipes_lib.core.row_order import rows_of_step
+from recipes_lib.core.data.chat import IGNORED, Row
+from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.measure.machine import machine, synchronize
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.predict.budget import Budget
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora

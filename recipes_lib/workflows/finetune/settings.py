@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from recipes_lib.core.checks import check_choice, check_flag, check_number, check_text, check_whole
-from recipes_lib.core.trainable import check_adamw
+from recipes_lib.core.model.trainable import check_adamw
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = (

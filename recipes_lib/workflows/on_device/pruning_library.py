@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from recipes_lib.compression.channel_pruning import check_kept, inner_channels
-from recipes_lib.core.machine import require
+from recipes_lib.core.measure.machine import require
 
 # The library rounds down what is left of a layer: 8 channels computed as 7.999 would be 7.
 AGAINST_ROUNDING = 1e-6

@@ -11,7 +11,7 @@ import torch
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED, load_text
-from recipes_lib.core.rank_step import Batch
+from recipes_lib.core.ranks.rank_step import Batch
 
 VOCABULARY = 256
 

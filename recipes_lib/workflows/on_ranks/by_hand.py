@@ -14,8 +14,8 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from recipes_lib.core.rank_step import Batch, averaging, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.core.ranks import group_device, rank, world_size
+from recipes_lib.core.ranks.rank_step import Batch, averaging, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.parallel.bandwidth import ring_all_reduce
 from recipes_lib.parallel.data_parallel import apply_data_parallel, averaged_by_hand
 from recipes_lib.parallel.fully_sharded import linear_of_shards

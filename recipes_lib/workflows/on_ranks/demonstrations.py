@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import distributed
 
-from recipes_lib.core.pipeline_grid import Action
-from recipes_lib.core.rank_step import rank_step
 from recipes_lib.core.ranks import group_device, rank, world_size
+from recipes_lib.core.ranks.pipeline_grid import Action
+from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.parallel.checkpoint import (
     load_checkpoint,
     save_checkpoint,
     save_checkpoint_async,
 )
 from recipes_lib.parallel.data_parallel import apply_data_parallel, data_parallel_step
-from recipes_lib.parallel.data_parallel_lanes import LaneRecorder, Lanes
+from recipes_lib.parallel.data_parallel.lanes import LaneRecorder, Lanes
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
-from recipes_lib.parallel.fully_sharded_precision import dtypes_of_step
-from recipes_lib.parallel.fully_sharded_strategies import STRATEGIES as SHARDING
-from recipes_lib.parallel.fully_sharded_strategies import StrategyBytes, measured_strategy
+from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
+from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES as SHARDING
+from recipes_lib.parallel.fully_sharded.strategies import StrategyBytes, measured_strategy
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
 from recipes_lib.workflows.on_ranks.batches import byte_batches
 from recipes_lib.workflows.on_ranks.strategies import Options, adamw, own_rows

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from recipes_lib.architecture.mixture_of_experts import small_mixture
-from recipes_lib.architecture.mixture_of_experts_parallel import (
+from recipes_lib.architecture.mixture_of_experts.parallel import (
     apply_expert_parallel,
     average_gradients,
 )
-from recipes_lib.core.collectives import sums_over_ranks
-from recipes_lib.core.rank_bytes import rank_bytes
-from recipes_lib.core.rank_step import rank_step, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.core.ranks import group_device, world_size
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.rank_step import rank_step, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.parallel.data_parallel import apply_data_parallel
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
-from recipes_lib.parallel.zero_deepspeed import (
+from recipes_lib.parallel.zero.deepspeed import (
     apply_deepspeed,
     config_file,
     deepspeed_step,

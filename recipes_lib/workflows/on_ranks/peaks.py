@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes_lib.core.budget import Shape
-from recipes_lib.core.dry_ranks import pretended_ranks, rank_peak
-from recipes_lib.core.live_bytes import LiveBytes
+from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.plain_step import budget_of
-from recipes_lib.core.rank_bytes import rank_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.dry_ranks import pretended_ranks, rank_peak
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import group_device, world_size
 from recipes_lib.core.ranks import rank as own_rank
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded, estimate_fully_sharded
 from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from recipes_lib.core.budget import Budget, Shape
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.plain_step import budget_of, trainable_bytes
+from recipes_lib.core.predict.budget import Budget, Shape
+from recipes_lib.core.predict.plain_step import budget_of, trainable_bytes
 from recipes_lib.parallel import (
     context_parallel,
     data_parallel,
     fully_sharded,
     pipeline_parallel,
     tensor_parallel,
-    tensor_parallel_arithmetic,
     zero,
 )
+from recipes_lib.parallel.tensor_parallel import arithmetic as tensor_parallel_arithmetic
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP

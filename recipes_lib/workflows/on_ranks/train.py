@@ -18,11 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.dry_ranks import pretended_ranks
-from recipes_lib.core.rank_bytes import RankBytes, rank_bytes
-from recipes_lib.core.rank_run import RankRun
+from recipes_lib.core.predict.dry_ranks import pretended_ranks
 from recipes_lib.core.ranks import group_device, rank, require_group, world_size
-from recipes_lib.core.traffic import Traffic, count_traffic
+from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
+from recipes_lib.core.ranks.rank_run import RankRun
+from recipes_lib.core.ranks.traffic import Traffic, count_traffic
 from recipes_lib.workflows.on_ranks.batches import VOCABULARY, byte_batches
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options, Training
 

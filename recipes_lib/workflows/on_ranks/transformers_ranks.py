@@ -19,9 +19,9 @@ from unittest import mock
 
 from torch import distributed
 
-from recipes_lib.core.rank_bytes import rank_bytes
 from recipes_lib.core.ranks import group_device, rank, world_size
-from recipes_lib.core.traffic import count_traffic
+from recipes_lib.core.ranks.rank_bytes import rank_bytes
+from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel
 from recipes_lib.workflows.on_ranks.batches import byte_batches
 from recipes_lib.workflows.on_ranks.strategies import EPSILON, Options

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from recipes_lib.core.chat import IGNORED
-from recipes_lib.core.machine import seed_everything
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.finetune.loop import adapt
 from recipes_lib.workflows.finetune.settings import Settings

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from recipes_lib.core.default_model import SMOLLM2
+from recipes_lib.core.model.default_model import SMOLLM2
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses
 from recipes_lib.workflows.finetune.card import model_card
 from tests.workflows.finetune.shared import change

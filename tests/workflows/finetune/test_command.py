@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from recipes_lib.core.machine import seed_everything
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences

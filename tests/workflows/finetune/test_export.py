@@ -17,10 +17,10 @@ import torch
 import yaml
 from filelock import FileLock
 
-from recipes_lib.core.chat import tokenize_pair
 from recipes_lib.core.data import batches, collate, load_instructions
-from recipes_lib.core.default_model import cache_dir, resolve
+from recipes_lib.core.data.chat import tokenize_pair
 from recipes_lib.core.model import load_tokenizer
+from recipes_lib.core.model.default_model import cache_dir, resolve
 from recipes_lib.workflows.finetune.export import (
     accelerate_config,
     axolotl_config,

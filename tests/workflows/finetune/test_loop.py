@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from recipes_lib.core.causal_lm import decoder_blocks
-from recipes_lib.core.chat import IGNORED
 from recipes_lib.core.data import collate
-from recipes_lib.core.row_order import rows_of_step
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.loop import (

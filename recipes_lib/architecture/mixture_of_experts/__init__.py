@@ -1,0 +1,380 @@
+"""Mixture of experts: many feed-forward layers per block, of which each token goes through a few.
+
+Problem    A feed-forward layer of twice the weights takes twice the time for each token.
+Idea       A router picks k of E feed-forward layers for each token, and how much each counts:
+
+               token -> router [E, D] -> softmax -> the k largest
+               y = sum over the k of  weight * expert(x)
+
+           A loop over experts makes 3 E small products. Sorted by expert, the rows of one expert
+           lie next to each other, and one grouped product does the work of E:
+
+               rows of   e0 e0 e0 | e1 | e3 e3 e3 e3     end of each group: 3 4 4 8
+Saves      Time: a token costs what k experts cost, while all E have weights that learn.
+Costs      Memory: weights, gradients and states of all E experts. And a third loss: without one
+           that rewards balance the router soon picks the same few experts.
+Use when   Training is limited by operations, and memory is there, or ranks that share the experts:
+           apply_expert_parallel gives each rank E/N of them.
+Not when   The model has to fit one card, or a batch is a few tokens: then most experts are read
+           for one token each, and the reading takes the time.
+In production   transformers does the grouped product by itself (`experts_implementation=
+           "grouped_mm"`), and shares experts with `DistributedConfig(ep_size=N)`; Megatron-LM
+           `--num-experts 128 --expert-model-parallel-size 8 --moe-grouped-gemm`.
+Source     Shazeer et al., "Outrageously Large Neural Networks" (arXiv 1701.06538); Fedus et al.,
+           "Switch Transformers" (arXiv 2101.03961); "Qwen3 Technical Report" (arXiv 2505.09388).
+
+Experts that are shared by ranks are in parallel.py, and the memory of a step is
+in budget.py.
+
+Shapes: T tokens, D hidden, E experts, k experts per token, F width of an expert, N ranks.
+
+budget  the memory of a step with experts: in a loop, grouped, shared by ranks
+parallel  experts shared by ranks: tokens travel to them and back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.operations import step_operations
+
+SPECIAL = ("has_bias", "is_transposed", "has_post_expert_norm")  # what transformers calls it
+ALIGNMENT = 16  # bytes, of which the rows of a grouped product have to be a multiple
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def looped_experts(
+    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """x [T, D], chosen and shares [T, k], gate_up [E, 2F, D], down [E, D, F] -> [T, D]."""
+    y = torch.zeros_like(x)
+    for expert in range(len(gate_up)):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)  # who has chosen this expert
+        gate, up = (x[tokens] @ gate_up[expert].T).chunk(2, dim=-1)
+        out = (nn.functional.silu(gate) * up) @ down[expert].T
+        y = y.index_add(0, tokens, out * shares[tokens, places, None])
+    return y
+
+
+def switch_loss(router_logits: Tensor, *, active: int) -> Tensor:
+    """E x the sum over experts of (share of the tokens) x (mean probability); logits [T, E].
+
+    The first factor counts and has no gradient. It says how much the second one has to fall.
+    """
+    experts = router_logits.shape[-1]
+    probabilities = router_logits.softmax(dim=-1)
+    chosen = probabilities.topk(active, dim=-1).indices  # [T, k]
+    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    return experts * (counts / len(router_logits) * probabilities.mean(dim=0)).sum()
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_grouped_experts(model: Any) -> Any:
+    """Let all experts of a block compute in two grouped products, in place; returns `model`.
+
+    Under autocast they compute in its dtype, which transformers' own grouped product does not.
+    Where PyTorch has no grouped product for the device or the sizes, a loop over the sorted rows
+    takes its place.
+
+    Raises ValueError for a model without experts of this kind, and if this is applied already.
+    """
+    require_causal_lm(model)
+    modules = experts_of(model)
+    require_forward_of_class(modules)
+    require_plain_experts(modules)
+    for module in modules:
+        mix_in(module, _Grouped)
+    return model
+
+
+def remove_grouped_experts(model: Any) -> Any:
+    """Let the experts compute as transformers does. ValueError if there is nothing to remove."""
+    modules = [module for module in model.modules() if isinstance(module, _Grouped)]
+    if not modules:
+        raise ValueError("this model has no experts that apply_grouped_experts() has changed")
+    for module in modules:
+        unmix(module, _Grouped)
+    return model
+
+
+class _Grouped:
+    """What is mixed into the experts of a block."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, D], and the k experts of each token [T, k] with their shares [T, k] -> [T, D]."""
+        return grouped_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            gate=self._apply_gate,
+        )
+
+
+def grouped_experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What `looped_experts` computes, with two products for all experts together.
+
+    Args:
+        gate: [rows, 2F] -> [rows, F], such as silu(first half) * second half.
+    """
+    count = chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)  # rows of one expert next to each other
+    rows = torch.bincount(chosen.flatten(), minlength=len(gate_up))
+    ends = rows.cumsum(0).to(torch.int32)
+    middle = gate(grouped_product(x[order // count], gate_up, ends))  # [T k, F]
+    out = grouped_product(middle, down, ends) * shares.flatten()[order, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return out[back].unflatten(0, chosen.shape).sum(dim=1).to(x.dtype)
+
+
+def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x [R, I], weights [E, O, I] -> [R, O]: each group of rows with the weights of its expert.
+
+    Args:
+        ends: [E] in int32, where the rows of each expert end.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        # A linear layer is cast by autocast, a grouped product is not.
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        weights = weights.to(dtype)
+    if not _has_grouped_product(x, weights):
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        groups = zip(x.split(sizes), weights.unbind(), strict=True)
+        return torch.cat([group @ weight.T for group, weight in groups])
+    return nn.functional.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+
+
+def _has_grouped_product(x: Tensor, weights: Tensor) -> bool:
+    """Whether PyTorch has one here: since 2.10, on CPUs and Ampere or newer, for aligned rows."""
+    if not hasattr(nn.functional, "grouped_mm") or len(x) == 0:
+        return False
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    widths = weights.shape[1:]
+    return all(width * weights.element_size() % ALIGNMENT == 0 for width in widths)
+
+
+def load_balance_loss(
+    router_logits: Iterable[Tensor],
+    *,
+    active: int,
+    counted: Tensor | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Tensor:
+    """The loss that rewards balance, over all blocks: `active` where all experts get as much.
+
+    It is that of transformers, which adds it to the loss of the model only under
+    `output_router_logits=True`. The outputs of the model then have `router_logits`.
+
+    Args:
+        router_logits: of each block, [T, E].
+        active: k, how many experts a token goes through.
+        counted: [B, S] or [T], 1 for tokens and 0 for padding.
+        mesh: ranks with rows of their own. The loss is a product of two means, and the mean over
+            ranks of products is another number. With a mesh the counts are those of all ranks, and
+            the mean over ranks of what this returns is the loss of the whole batch.
+    Raises ValueError for an `active` that is not from 1 to E, and without logits.
+    """
+    blocks = list(router_logits)
+    if not blocks:
+        raise ValueError("no router logits: call the model with output_router_logits=True")
+    experts = blocks[0].shape[-1]
+    check_whole(active=active, most=experts)
+    probabilities = torch.stack([block.float() for block in blocks]).softmax(dim=-1)  # [L, T, E]
+    chosen = probabilities.topk(active, dim=-1).indices  # [L, T, k]
+    weight = probabilities.new_ones(probabilities.shape[1])
+    if counted is not None:
+        weight = counted.reshape(-1).to(weight)
+    counts = probabilities.new_zeros(experts)
+    of_choices = weight[:, None].expand(chosen.shape)  # [L, T, k]
+    counts.scatter_add_(0, chosen.flatten(), of_choices.flatten())
+    total = len(blocks) * weight.sum()
+    ranks = 1
+    if mesh is not None:
+        ranks = mesh.size()
+        both = torch.cat([counts, total[None]])
+        dist.all_reduce(both, group=mesh.get_group())
+        counts, total = both[:-1], both[-1]
+    sums = (probabilities * weight[:, None]).sum(dim=(0, 1))  # [E], of this rank's tokens
+    mean_probabilities = ranks * sums / total
+    return experts * (counts / total * mean_probabilities).sum()
+
+
+def small_mixture(
+    *,
+    hidden: int = 64,
+    expert_width: int = 32,
+    experts: int = 8,
+    active: int = 2,
+    layers: int = 2,
+    vocabulary: int = 128,
+    seed: int = 0,
+) -> Any:
+    """A model of Qwen3-MoE's shape with random weights, in fp32 on the CPU, in training mode.
+
+    Raises ValueError for numbers below 1, for `active` above `experts`, and for a `hidden` that is
+    no multiple of its four heads of even width.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    check_whole(expert_width=expert_width, experts=experts, layers=layers, vocabulary=vocabulary)
+    check_whole(active=active, most=experts)
+    check_whole(hidden=hidden)
+    check_whole(seed=seed, least=0)
+    heads = 4
+    if hidden % (2 * heads):
+        raise ValueError(f"hidden={hidden}: give a multiple of {2 * heads}")
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=expert_width * active,  # of blocks without experts; here are none
+        moe_intermediate_size=expert_width,
+        num_experts=experts,
+        num_experts_per_tok=active,
+        norm_topk_prob=True,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=hidden // heads,
+        tie_word_embeddings=False,
+        # The loss of the model stays that of the tokens when it is asked for router logits.
+        router_aux_loss_coef=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):  # the weights are drawn on the CPU
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config).train()
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def experts_of(model: Any) -> list[nn.Module]:
+    """The experts of each block that has some. Raises ValueError if there are none.
+
+    They keep their weights as gate_up_proj [E, 2F, D] and down_proj [E, D, F].
+    """
+    found = []
+    for block in decoder_blocks(model):
+        for module in block.modules():
+            weights = dict(module.named_parameters(recurse=False))
+            if {"gate_up_proj", "down_proj"} <= weights.keys():
+                found.append(module)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that transformers keeps as one tensor: give a "
+            f"mixture of experts, such as Qwen3-MoE, Mixtral or OLMoE"
+        )
+    return found
+
+
+def require_plain_experts(modules: list[nn.Module]) -> None:
+    """Raise ValueError for experts with biases, or whose weights are laid out otherwise."""
+    for module in modules:
+        special = [name for name in SPECIAL if getattr(module, name, False)]
+        if special or not hasattr(module, "_apply_gate"):
+            raise ValueError(
+                f"{type(module).__name__} is built otherwise ({', '.join(special)}): only experts "
+                f"without biases, with weights [E, 2F, D] and [E, D, F], are known here"
+            )
+
+
+def active_per_token(model: Any) -> int:
+    """k: how many experts a token goes through."""
+    return model.config.get_text_config().num_experts_per_tok
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MixtureParameters:
+    """How many weights there are: all of them take memory, the active ones time."""
+
+    total: int
+    active: int  # that one token meets
+    experts: int  # of the total, those in experts
+
+
+def predicted_parameters(model: Any) -> MixtureParameters:
+    """Weights of a mixture. A token meets k / E of those in experts, and all others.
+
+    The embedding counts as active, as it does in the names of models ("30B-A3B").
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(parameter.numel() for parameter in _expert_weights(model))
+    count = experts_of(model)[0].gate_up_proj.shape[0]
+    met = experts * active_per_token(model) // count
+    return MixtureParameters(total=total, active=total - experts + met, experts=experts)
+
+
+def predicted_bytes(model: Any, *, ranks: int = 1) -> dict[str, int]:
+    """Bytes of one rank's weights, gradients and AdamW states: of all experts, not of the active.
+
+    With several ranks each has 1/N of the experts and all other weights.
+    """
+    check_whole(ranks=ranks)
+    everything = sum(tensor_bytes(parameter) for parameter in model.parameters())
+    experts = sum(tensor_bytes(parameter) for parameter in _expert_weights(model))
+    weights = everything - experts + experts // ranks
+    return {"weights": weights, "gradients": weights, "states": 2 * weights}
+
+
+def predicted_expert_operations(model: Any, *, tokens: int) -> int:
+    """Operations of matrix products in all experts, forward and backward: those of k per token.
+
+    Three matrices [F, D], each in three products: 3 x 3 x 2 x k F D for each token and block.
+    """
+    check_whole(tokens=tokens)
+    operations = 0
+    for module in experts_of(model):
+        _, hidden, width = module.down_proj.shape
+        operations += 3 * 3 * 2 * active_per_token(model) * width * hidden
+    return tokens * operations
+
+
+def predicted_step_operations(model: Any, shape: Shape) -> int:
+    """Operations of matrix products in one training step on one rank, when all weights train.
+
+    What `core.operations` counts of the linear layers and of attention, the routers and the active
+    experts. PyTorch's FlopCounterMode counts nothing of a grouped product.
+    """
+    tokens = shape.tokens * shape.micro_batches
+    routers = 0
+    for module in experts_of(model):
+        experts, hidden, _ = module.down_proj.shape
+        routers += 3 * 2 * experts * hidden
+    experts = predicted_expert_operations(model, tokens=tokens)
+    return step_operations(model, shape) + tokens * routers + experts
+
+
+def _expert_weights(model: Any) -> list[Tensor]:
+    weights = []
+    for module in experts_of(model):
+        weights += [module.gate_up_proj, module.down_proj]
+    return weights

@@ -1,0 +1,201 @@
+"""Experts shared by ranks: each rank has E/N of them, and tokens travel to their experts and back.
+
+    rank 0   rows -> sorted by expert -> | to rank 0 | to rank 1 |      all-to-all
+    rank 1   rows -> sorted by expert -> | to rank 0 | to rank 1 |
+                                              v           v
+                                      experts 0 .. E/2   E/2 .. E       grouped products
+                                              v           v
+    each rank has the results of its own rows again                     all-to-all
+
+Each rank has rows of its own, as under data parallelism, and all other weights whole. The gradient
+of an expert is complete in backward: the rows of all ranks have gone through it. The gradients of
+the other weights have to be averaged over the ranks, by DistributedDataParallel, by FSDP, or by
+`average_gradients`. The gradients of experts are divided by N, so that all of them are those of the
+mean of the ranks' losses.
+
+Source: Lepikhin et al., "GShard" (arXiv 2006.16668).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from recipes_lib.architecture.mixture_of_experts import (
+    active_per_token,
+    experts_of,
+    grouped_experts,
+    require_plain_experts,
+)
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.mixing import mix_in, require_forward_of_class
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.ranks import world_size
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.meshes import default_mesh
+
+# DistributedDataParallel leaves the parameters alone that a model names under this attribute.
+LEFT_TO_THEMSELVES = "_ddp_params_and_buffers_to_ignore"
+
+
+def apply_expert_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
+    """Share the experts of `model` over the ranks of `mesh`, in place; returns `model`.
+
+    All ranks call this, and the weights of the first rank count. Each rank then gives the model its
+    own rows. The weights of experts are DTensors: `.full_tensor()` joins them. After backward, call
+    `average_gradients(model)`, or wrap the model in DistributedDataParallel before: it leaves the
+    experts alone.
+
+    Args:
+        mesh: all ranks in one dimension, which is the default.
+    Raises ValueError on every rank for a model without experts of this kind, if they are shared or
+    sharded already, on another device than the mesh, if the ranks do not divide the experts, and
+    for a mesh of some ranks only: copies of experts elsewhere would learn something else.
+    """
+    if mesh is None:
+        mesh = default_mesh()
+    agree(model=model)
+    require_causal_lm(model)
+    modules = experts_of(model)
+    require_forward_of_class(modules)
+    require_plain_experts(modules)
+    _require_fitting(model, modules, mesh)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
+    left = []
+    names = {module: name for name, module in model.named_modules()}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            mine = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+            mine = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, mine)
+            left.append(f"{names[module]}.{name}")
+        mix_in(module, _Shared)
+    setattr(model, LEFT_TO_THEMSELVES, left)
+    return model
+
+
+class _Shared:
+    """What is mixed into the experts of a block when ranks share them."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, D], and the k experts of each token [T, k] with their shares [T, k] -> [T, D]."""
+        mesh = self.gate_up_proj.device_mesh
+        gate_up = _averaged(self.gate_up_proj)  # [E/N, 2F, D]
+        down = _averaged(self.down_proj)  # [E/N, D, F]
+
+        count = top_k_index.shape[1]
+        order = top_k_index.flatten().argsort(stable=True)  # by expert, and so by rank
+        rows = hidden_states[order // count]  # [T k, D]
+        sent, received = _exchanged_counts(top_k_index, len(gate_up), mesh)
+        to_ranks = sent.sum(dim=1).tolist()
+        from_ranks = received.sum(dim=1).tolist()
+
+        rows = _exchange(rows, from_ranks, to_ranks, mesh)
+        # What came from one rank is sorted by expert. Each row goes through one expert, whole.
+        experts = torch.arange(len(gate_up), device=rows.device).repeat(mesh.size())
+        experts = experts.repeat_interleave(received.flatten())[:, None]
+        ones = rows.new_ones(experts.shape)
+        rows = grouped_experts(rows, experts, ones, gate_up, down, gate=self._apply_gate)
+        rows = _exchange(rows, to_ranks, from_ranks, mesh)
+
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        out = rows[back].unflatten(0, top_k_index.shape)  # [T, k, D]
+        return (out * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
+
+
+def average_gradients(model: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
+    """After backward: the mean over ranks of all gradients but those of DTensors, in place.
+
+    With several micro-batches call it once, after the last backward. Raises ValueError where a
+    parameter has a gradient on one rank and none on another: no rank may be without rows.
+    """
+    if mesh is None:
+        mesh = default_mesh()
+    plain = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    missing = [name for name, each in plain.items() if each.requires_grad and each.grad is None]
+    # Their names, not their number: two ranks can lack a gradient of different parameters.
+    agree(parameters_without_gradient=missing)
+    for parameter in plain.values():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+            parameter.grad.div_(mesh.size())
+
+
+def _averaged(weight: DTensor) -> Tensor:
+    """This rank's experts, whose gradient is divided by N in backward."""
+    ranks = weight.device_mesh.size()
+
+    def divide(gradient: Tensor) -> Tensor:
+        return gradient / ranks
+
+    mine = weight.to_local()
+    if mine.requires_grad:
+        mine.register_hook(divide)
+    return mine
+
+
+def _exchanged_counts(chosen: Tensor, per_rank: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """How many rows this rank sends to each expert, and how many come from each rank: [N, E/N]."""
+    ranks = mesh.size()
+    sent = torch.bincount(chosen.flatten(), minlength=ranks * per_rank).view(ranks, per_rank)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=mesh.get_group())
+    return sent, received
+
+
+def _exchange(rows: Tensor, receive: list[int], send: list[int], mesh: DeviceMesh) -> Tensor:
+    """Rows to all ranks and from all ranks; backward takes the way back."""
+    group = mesh.get_group()
+    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), receive, send, group))
+
+
+def _require_fitting(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1 or mesh.size() != world_size():
+        raise ValueError(
+            f"mesh has the shape {tuple(mesh.shape)} and there are {world_size()} ranks: experts "
+            f"are shared by all ranks, so give a mesh of all of them in one dimension, or none"
+        )
+    if mesh.device_type != model.device.type:
+        raise ValueError(
+            f"the model is on {model.device.type} and the mesh is of {mesh.device_type}: move the "
+            f"model there first"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "this model is shared, cut or sharded already: apply expert parallelism once and first"
+        )
+    for module in modules:
+        experts = module.gate_up_proj.shape[0]
+        if experts % mesh.size():
+            raise ValueError(
+                f"{mesh.size()} ranks do not divide {experts} experts: give a mesh whose size "
+                f"divides them"
+            )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_exchanged_bytes(model: Any, shape: Shape, *, ranks: int) -> int:
+    """Bytes that one rank sends for its experts in a micro-batch, when tokens go to all alike.
+
+    k rows per token travel there and back, in forward and in backward, of which 1/N stay here. The
+    counts of rows travel before, 8 bytes for each expert.
+    """
+    check_whole(ranks=ranks)
+    sent = 0
+    for module in experts_of(model):
+        experts, hidden, _ = module.down_proj.shape
+        row = hidden * module.down_proj.element_size()
+        sent += 4 * shape.tokens * active_per_token(model) * row
+        sent += 8 * experts
+    return sent * (ranks - 1) // ranks

@@ -1,0 +1,351 @@
+"""Flash attention: exact attention that never stores the matrix of scores.
+
+Problem    softmax(Q K^T) V keeps H scores for every pair of tokens: S^2 of them, written and read
+           again and again.
+Idea       A block of queries meets the keys block by block, with a running maximum m, a running
+           sum and a running output:
+
+               m'   = max(m, scores)
+               sum' = sum * exp(m - m') + sum of exp(scores - m')
+               out' = out * exp(m - m') + exp(scores - m') V
+
+           In the end out / sum is the result. Backward makes each block of scores again from
+           Q, K and the saved log of the sums.
+Saves      Per token and block, H * S scores and the repeated K and V; Q, K, V and the output stay.
+           And the traffic of the scores to memory and back.
+Costs      Sums come in another order: equal to rounding, not to the bit.
+Use when   Always: most models have it by default, and `best_kernel` tells where they do not.
+Not when   You want to look at the attention weights (`output_attentions`).
+In production   `from_pretrained(attn_implementation=…)`: "sdpa", "flash_attention_2" or
+           "flash_attention_3".
+Source     Dao et al., FlashAttention (arXiv 2205.14135); Dao, -2 (2307.08691); Shah et al., -3
+           (2407.08608).
+
+Traps, and what happens here:
+
+- Capped scores (Gemma 2): SDPA has no cap, and such a model is refused.
+- Grouped KV heads on CUDA, in fp32 or before Ampere: no fast kernel takes them, and the S^2 scores
+  would be back. So K and V are repeated.
+- A padding mask is [B, 1, S, S], for which CUDA has no flash kernel. Padding on the right gets no
+  mask, because no token reads what follows it.
+- Padding on the left, packed rows and a model's own window do get the mask. For them flash-attn is
+  the remedy on CUDA.
+
+What transformers calls is in hf.py.
+
+Shapes: B batch, H heads, KV key and value heads, S sequence, E head dimension, C keys of one block.
+
+hf  what transformers calls for it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes_lib.attention.flash.hf import register
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.model.causal_lm import (
+    decoder_blocks,
+    projection_widths,
+    require_causal_lm,
+    selects_keys,
+)
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate, require_adapters
+from recipes_lib.core.predict.closed_formula import why_no_formula
+from recipes_lib.core.predict.plain_step import (
+    block_bytes,
+    block_gradient_bytes,
+    budget_of,
+    with_activations_of,
+    without_grouped_heads,
+)
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax(Q K^T) V as eager models compute it, with all scores at once.
+
+    q [B, H, S, E], k and v [B, KV, S, E] -> [B, S, H, E], as the output projection reads it.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(groups, dim=1)  # [B, H, S, E]
+    v = v.repeat_interleave(groups, dim=1)  # [B, H, S, E]
+    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5  # [B, H, S, S]
+    scores = scores.masked_fill(future, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)  # [B, H, S, S]
+    return (weights @ v).transpose(1, 2)
+
+
+def running_softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, block_size: int) -> Tensor:
+    """The same result from blocks of scores [S, block_size], one after the other: as a kernel does.
+
+    Written like this it teaches and saves nothing: autograd keeps the scores of every block.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(groups, dim=1)  # [B, H, S, E]
+    v = v.repeat_interleave(groups, dim=1)  # [B, H, S, E]
+    positions = torch.arange(q.shape[2], device=q.device)
+    largest = q.new_full((*q.shape[:3], 1), float("-inf"))  # [B, H, S, 1], the running maximum
+    total = q.new_zeros(*q.shape[:3], 1)  # [B, H, S, 1], the running sum
+    out = torch.zeros_like(q)  # [B, H, S, E], the running output
+    for keys in positions.split(block_size):
+        scores = q @ k[:, :, keys].transpose(2, 3) / q.shape[3] ** 0.5  # [B, H, S, C]
+        scores = scores.masked_fill(keys > positions[:, None], float("-inf"))
+        new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        # What was summed so far was divided by exp(old maximum), and is now by exp(new maximum).
+        correction = (largest - new_largest).exp()
+        weights = (scores - new_largest).exp()  # [B, H, S, C]
+        total = total * correction + weights.sum(-1, keepdim=True)
+        out = out * correction + weights @ v[:, :, keys]
+        largest = new_largest
+    return (out / total).transpose(1, 2)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+class Ability(NamedTuple):
+    """What a kernel can compute."""
+
+    generations: range  # of CUDA devices: the first number of the compute capability; 0 is a CPU
+    largest_head: int  # E
+    extras: frozenset[str]  # "cap" on the scores, attention "dropout", "fp32"
+
+
+# Names in transformers, best first. Ours contain neither "sdpa" nor "flash", because transformers
+# takes such names for its own.
+KERNELS: dict[str, Ability] = {
+    "flash_attention_3": Ability(range(9, 10), 256, frozenset({"cap"})),
+    # cuDNN's kernel: on Hopper about twice as fast as flash-attn 2.
+    "fused_cudnn": Ability(range(9, 11), 128, frozenset({"dropout"})),
+    "flash_attention_2": Ability(range(8, 13), 256, frozenset({"cap", "dropout"})),
+    # SDPA, PyTorch's own choice of a kernel: it runs everywhere.
+    "fused": Ability(range(100), 10**6, frozenset({"dropout", "fp32"})),
+}
+# Attention that every model may have before. Another name is that of another technique.
+REPLACEABLE = ("eager", "sdpa", "flex_attention", *KERNELS)
+
+
+class Kernel(NamedTuple):
+    """The kernel that was chosen."""
+
+    implementation: str  # its name in transformers
+    why: str
+
+
+def apply_flash_attention(
+    model: Any, *, kernel: str = "auto", dtype: torch.dtype | None = None
+) -> Any:
+    """Put the best exact attention kernel for this machine under `model`, or the one you name.
+
+    Args:
+        kernel: "auto", or one of KERNELS.
+        dtype: what attention computes in, by default the model's. Give torch.bfloat16 for training
+            under autocast.
+    Raises ValueError for a kernel that cannot run here or cannot compute this model, and for a
+    model that has another technique's attention; in the forward for output_attentions and, on a
+    CPU, attention dropout.
+    """
+    require_causal_lm(model)
+    check_choice(["auto", *KERNELS], kernel=kernel)
+    if kernel != "auto":
+        obstacle = _obstacle(model, kernel, dtype)
+        if obstacle:
+            raise ValueError(f"{kernel} {obstacle}: kernel='auto' takes what can")
+    now = model.config._attn_implementation
+    if now not in REPLACEABLE:
+        raise ValueError(
+            f"the model's attention is {now!r}, which this would undo: apply flash attention first"
+        )
+    if kernel == "auto":
+        kernel = best_kernel(model, dtype=dtype).implementation
+    register()
+    model.set_attn_implementation(kernel)
+    return model
+
+
+def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
+    """The kernel that `apply_flash_attention` takes, and why.
+
+    Raises ValueError if none computes this model.
+    """
+    passed_over = []
+    for name in KERNELS:
+        obstacle = _obstacle(model, name, dtype)
+        if obstacle is None:
+            reasons = [_description(model, name, dtype), *passed_over]
+            return Kernel(name, "; ".join(reasons))
+        passed_over.append(f"{name} {obstacle}")
+    raise ValueError(
+        f"{'; '.join(passed_over)}. "
+        f"Take set_attn_implementation('eager') or, on CUDA, 'flex_attention'"
+    )
+
+
+def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
+    """What keeps `kernel` from computing this model here; None if nothing does."""
+    able = KERNELS[kernel]
+    config = model.config.get_text_config()
+    no_place = _why_no_place(model)
+    if no_place:
+        return no_place
+    cap = getattr(config, "attn_logit_softcapping", None)
+    drops = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)
+    computes_in = dtype
+    if dtype is None:
+        computes_in = model.dtype
+
+    if _cuda_generation(model.device) not in able.generations:
+        return f"needs CUDA capability {able.generations[0]}.x"
+    if _largest_head(model) > able.largest_head:
+        return f"takes heads of {able.largest_head} at most"
+    if computes_in.itemsize != 2 and "fp32" not in able.extras:
+        return "computes in 16 bits"
+    if cap is not None and "cap" not in able.extras:
+        return f"cannot cap scores (attn_logit_softcapping={cap})"
+    if drops and "dropout" not in able.extras:
+        return "has no attention dropout"
+    if not _is_installed(kernel):
+        return "is not installed"
+    if not _is_supported(model, kernel):
+        return "is not supported by this model"
+    return None
+
+
+def _why_no_place(model: Any) -> str | None:
+    """Why no kernel whatever could stand in this model; None if one could."""
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        return "finds no attention in this model"
+    if selects_keys(model):
+        return "would read all keys, not those that this model's indexer selects"
+    return None
+
+
+def _largest_head(model: Any) -> int:
+    """The width of the widest head, which may differ from layer to layer (Gemma 4)."""
+    config = model.config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):
+        modules = decoder_blocks(model).modules()
+        return max(module.head_dim for module in modules if hasattr(module, "head_dim"))
+    query_width, _, _ = projection_widths(config)
+    return query_width // config.num_attention_heads
+
+
+def _cuda_generation(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def _is_installed(kernel: str) -> bool:
+    from transformers.utils import is_flash_attn_3_available, is_flash_attn_greater_or_equal
+
+    if kernel == "flash_attention_3":
+        return is_flash_attn_3_available()
+    if kernel == "flash_attention_2":
+        return is_flash_attn_greater_or_equal("2.6")  # the first that caps scores
+    return True
+
+
+def _is_supported(model: Any, kernel: str) -> bool:
+    """Whether the model's code can use the kernel at all."""
+    if kernel.startswith("flash_attention"):
+        return model._supports_flash_attn
+    # Gemma 2 says that SDPA cannot compute it, and means its cap, which is judged apart.
+    knows_cap = hasattr(model.config.get_text_config(), "attn_logit_softcapping")
+    return model._supports_attention_backend and (model._supports_sdpa or knows_cap)
+
+
+def _description(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
+    """A kernel in words. For "fused" it is the one among SDPA's that PyTorch will choose."""
+    if kernel != "fused":
+        return kernel.replace("_", " ")
+    if model.device.type == "cpu":
+        return "SDPA's flash kernel for CPUs"
+    if not without_grouped_heads(model.device, dtype or model.dtype):
+        return "SDPA's flash kernel"
+    q, kv, _ = projection_widths(model.config.get_text_config())
+    if kv == q:
+        return "SDPA's memory-efficient kernel"
+    return "SDPA's memory-efficient kernel with K and V repeated, because it takes no grouped heads"
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def kernel_function(implementation: str) -> Callable[..., Any]:
+    """What transformers calls in every layer of a model with this kernel."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    register()
+    return ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.ATTENTION)
+def estimate_flash_attention(budget: Budget, model: Any, shape: Shape) -> Budget:
+    """The budget with the best kernel, from that with the attention `model` has now: eager, say.
+
+    Raises ValueError if no kernel computes this model, and for a budget of mixed precision if the
+    model's attention makes scores: autocast stores them in other dtypes than this formula knows.
+    """
+    with _as_if(model, best_kernel(model).implementation):
+        by_dry_step = why_no_formula(model, seq=shape.seq) is not None
+    if budget.dry is not None or by_dry_step:
+        return _estimate_by_dry_step(budget, model, shape)
+    saved_now = block_bytes(model, seq=shape.seq)
+    gradients_now = block_gradient_bytes(model, seq=shape.seq)
+    with _as_if(model, best_kernel(model).implementation):
+        saved_then = block_bytes(model, seq=shape.seq)
+        gradients_then = block_gradient_bytes(model, seq=shape.seq)
+
+    changes = (saved_then, gradients_then) != (saved_now, gradients_now)
+    precision = [done.name for done in budget.applied if done.order is Order.PRECISION]
+    if changes and precision:
+        raise ValueError(
+            f"{precision[0]} has counted the scores that {model.config._attn_implementation!r} "
+            f"attention makes: call apply_flash_attention(model) before these estimates"
+        )
+
+    saved = shape.tokens * (saved_then - saved_now)
+    gradients = shape.tokens * (gradients_then - gradients_now)
+    return budget.change(
+        activations=budget.activations + len(decoder_blocks(model)) * saved,
+        one_block=budget.one_block + saved,
+        block_gradients=budget.block_gradients + gradients,
+    )
+
+
+def _estimate_by_dry_step(budget: Budget, model: Any, shape: Shape) -> Budget:
+    """The same where no formula holds for the model: a dry step with the best kernel."""
+    require_adapters(budget, model)
+    done = [each.name for each in budget.applied if each.order in (Order.PRECISION, Order.LOSS)]
+    if done:
+        raise ValueError(
+            f"{done[0]} has counted the attention that the model has now: "
+            f"call apply_flash_attention(model) before these estimates"
+        )
+    register()
+    with _as_if(model, best_kernel(model).implementation):
+        plain = budget_of(model, shape.micro())
+    return with_activations_of(budget, plain)
+
+
+@contextlib.contextmanager
+def _as_if(model: Any, implementation: str) -> Iterator[None]:
+    """Inside, the configuration names this attention, as the formulas of a block read it."""
+    now = model.config._attn_implementation
+    model.config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = now

@@ -1,0 +1,180 @@
+"""The distillation loss of a chunk and its gradients, as one autograd function.
+
+Part of distillation. Forward goes through the chunks once, and makes the gradients too, as
+`core.chunked_loss` describes. Here a chunk has two tables of logits, the student's and the
+teacher's. The student's becomes the gradient.
+
+Shapes: T tokens, N of them with a target, D and E hidden of student and teacher, V vocabulary,
+C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recipes_lib.core.model.chunked_loss import (
+    ChunkPlan,
+    LayerProducts,
+    LossWithGradients,
+    device_type,
+    dtype_of_products,
+    rows_of_a_chunk,
+    zero_gradients,
+)
+from recipes_lib.core.model.output_layer import OutputLayer
+
+# The most logits of one table of a chunk. There are two tables.
+CHUNK_BYTES = 2**25  # 32 MiB
+CHUNK_BYTES_ON_GPU = 2**27
+
+# Between the products, a chunk is worked on in blocks of so many logits.
+LOGITS_OF_A_BLOCK = 2**20
+LOGITS_OF_A_BLOCK_ON_GPU = 2**23
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How the two losses are mixed."""
+
+    temperature: float
+    teacher_share: float
+
+
+@dataclass(frozen=True)
+class TwoTablesPlan(ChunkPlan):
+    """The plan of a chunk with a table of the teacher beside that of the student."""
+
+    teacher_products: torch.dtype  # of the teacher's logits
+
+
+def plan_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    chunk_size: int | None,
+) -> TwoTablesPlan:
+    """The plan for hidden [..., D] of a student, teacher_hidden [..., E] and both output layers."""
+    device = device_type(hidden)
+    chunk_bytes = CHUNK_BYTES
+    logits_of_a_block = LOGITS_OF_A_BLOCK
+    if device != "cpu":
+        chunk_bytes = CHUNK_BYTES_ON_GPU
+        logits_of_a_block = LOGITS_OF_A_BLOCK_ON_GPU
+
+    vocabulary = len(weight)
+    products = dtype_of_products(hidden, weight, device)
+    sums = torch.promote_types(products, torch.float32)
+    return TwoTablesPlan(
+        rows=rows_of_a_chunk(vocabulary, products, chunk_size=chunk_size, most_bytes=chunk_bytes),
+        block_rows=max(1, logits_of_a_block // vocabulary),
+        products=products,
+        sums=sums,
+        weight_sums=sums,
+        teacher_products=dtype_of_products(teacher_hidden, teacher_weight, device),
+    )
+
+
+class ChunkedDistillation(LossWithGradients):
+    """The loss of the student's hidden [T, D], weight [V, D] and bias [V], and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        softcap: float | None,
+        teacher_hidden: torch.Tensor,
+        teacher_layer: OutputLayer,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        divisor: torch.Tensor,
+        mixture: Mixture,
+        plan: TwoTablesPlan,
+        training: bool,
+    ) -> torch.Tensor:
+        gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
+        student = _Layer(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
+        teacher = _Layer(teacher_layer, plan.teacher_products, plan.sums)
+        most = min(plan.rows, len(rows))
+        room = student.room(most)  # [C, V]
+        teacher_room = teacher.room(most)  # [C, V]
+        total = hidden.new_zeros((), dtype=plan.sums)
+        # index [C], the rows of this chunk; target [C, 1]
+        for index, target in zip(rows.split(plan.rows), targets[:, None].split(plan.rows)):
+            inputs = hidden[index].to(plan.products)  # [C, D]
+            logits = student.logits(inputs, out=room[: len(index)])  # [C, V]
+            of_teacher = teacher.logits(
+                teacher_hidden[index].to(plan.teacher_products),  # [C, E]
+                out=teacher_room[: len(index)],
+            )
+            blocks = zip(*(each.split(plan.block_rows) for each in (logits, of_teacher, target)))
+            for block in blocks:
+                total += _loss_and_gradient_(*block, student, teacher, mixture)
+            d_logits = logits  # by now: the loss has written its gradient over them
+            gradients.add_chunk_(index, d_logits, inputs, student.factors)
+
+        ctx.divisor = divisor
+        ctx.gradients = gradients
+        return total / divisor
+
+
+class _Layer(LayerProducts):
+    """An output layer in the dtype of its products, with its soft cap."""
+
+    def __init__(self, layer: OutputLayer, products: torch.dtype, sums: torch.dtype) -> None:
+        super().__init__(layer.weight, layer.bias, products)
+        self.softcap = layer.softcap
+        self.sums = sums
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of a block as the model has them, in the dtype of the sums."""
+        logits = logits.to(self.sums)
+        if self.softcap:
+            return torch.tanh(logits / self.softcap).mul_(self.softcap)
+        return logits
+
+
+def _loss_and_gradient_(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    targets: torch.Tensor,
+    student: _Layer,
+    teacher: _Layer,
+    mixture: Mixture,
+) -> torch.Tensor:
+    """The sum of the losses of a block of rows; the logits [C, V] become its gradient.
+
+    Of one row, with w the teacher's share, t the temperature, p and q the softmax of the teacher's
+    and the student's logits over t, and r the softmax of the student's own logits:
+
+        loss      w t² sum(p (log p - log q))  -  (1 - w) log r[target]
+        gradient  w t (q - p)  +  (1 - w) (r - onehot)
+    """
+    share = mixture.teacher_share
+    temperature = mixture.temperature
+    capped = student.capped(logits)  # [C, V]
+    log_q = torch.log_softmax(capped / temperature, 1)  # [C, V]
+    log_p = torch.log_softmax(teacher.capped(teacher_logits) / temperature, 1)  # [C, V]
+    p = log_p.exp()  # [C, V]
+    divergence = log_p.sub_(log_q).mul_(p).sum()
+    loss = share * temperature**2 * divergence
+
+    gradient = log_q.exp_().sub_(p).mul_(share * temperature)  # [C, V]
+    if share < 1:
+        log_r = torch.log_softmax(capped, 1)  # [C, V]
+        of_target = log_r.gather(1, targets)  # [C, 1]
+        loss = loss - (1 - share) * of_target.sum()
+        r_minus_one_hot = log_r.exp_()
+        r_minus_one_hot.scatter_add_(1, targets, torch.full_like(of_target, -1))
+        gradient.add_(r_minus_one_hot, alpha=1 - share)
+    if student.softcap:
+        slope = capped.div_(student.softcap).square_().neg_().add_(1)  # of the cap: 1 - tanh²
+        gradient.mul_(slope)
+    logits.copy_(gradient)
+    return loss

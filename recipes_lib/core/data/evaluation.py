@@ -1,0 +1,251 @@
+"""What a model does on rows that it did not train on: losses, perplexity and answers.
+
+    evaluate          one number: the mean loss over all targets
+    row_losses        the loss of each row, from which an interval can be drawn
+    perplexity        exp of the mean loss of running text: what a fine-tune is not about
+    generate_answers  what the model says, greedily
+
+These are numbers without an interval. Whether the difference between two of them means anything
+is the subject of `recipes_lib.fine_tuning.honest_evaluation`.
+
+Shapes: B rows, S sequence, K kept positions, V vocabulary, N rows of the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data import Batch, check_rows, collate
+from recipes_lib.core.data.chat import IGNORED, Row, tokenize_pair
+from recipes_lib.core.model.output_layer import at_least_fp32
+
+# A model's own generation_config may sample, or penalize repetition, also that of the padding.
+GREEDY = {
+    "do_sample": False,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "use_cache": True,
+}
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -> float:
+    """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode.
+
+    Raises ValueError for no rows, for rows without any target, and for batch_size < 1.
+    """
+    check_whole(batch_size=batch_size)
+    check_whole(least=0, pad_token_id=pad_token_id)
+    if len(data) == 0:
+        raise ValueError("the data set is empty: give rows with input_ids and labels")
+    total = 0.0
+    targets = 0
+    for start in range(0, len(data), batch_size):
+        rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
+        batch = collate(rows, pad_token_id=pad_token_id, device=str(model.device))
+        count = int((batch["labels"][:, 1:] != IGNORED).sum())
+        if count == 0:
+            continue  # the mean over no targets is NaN
+        with evaluating(model):
+            mean = model(**batch, use_cache=False).loss.item()
+        # Batches differ in their number of targets: a mean of their means would be another loss.
+        total += mean * count
+        targets += count
+    if targets == 0:
+        raise ValueError(
+            f"none of the {len(data)} rows has a target: each label is {IGNORED}, or the first of "
+            f"its row; give rows with an answer"
+        )
+    return total / targets
+
+
+def row_losses(
+    model: Any, data: Iterable[Row], *, pad_token_id: int, batch_size: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row the sum of its losses in nats, and its number of targets.
+
+    Both are fp64 [N] on the CPU, in the order of `data`. Every module keeps its mode.
+
+    Args:
+        data: rows with `input_ids` and unshifted `labels`, IGNORED where there is no loss.
+    Raises ValueError for no rows, batch_size < 1, a row without a target, and a loss that is not
+    finite.
+    """
+    check_whole(batch_size=batch_size)
+    check_whole(least=0, pad_token_id=pad_token_id)
+    rows = list(data)
+    if not rows:
+        raise ValueError("the data set is empty: give rows with input_ids and labels")
+    check_rows(rows)
+    # Nothing predicts the first token: its label does not count.
+    counts = [_count_targets(row["labels"][1:]) for row in rows]
+    empty = [i for i, count in enumerate(counts) if count == 0]
+    if empty:
+        raise ValueError(f"rows {empty[:5]} have no target: leave them out")
+
+    losses = torch.zeros(len(rows), dtype=torch.float64)
+    for indices in _by_length([row["input_ids"] for row in rows], batch_size):
+        part = [rows[i] for i in indices]
+        batch = collate(part, pad_token_id=pad_token_id, device=str(model.device))
+        losses[indices] = _losses_of_batch(model, batch).double().cpu()
+    if not losses.isfinite().all():  # a comparison would call it "no difference"
+        raise ValueError(
+            f"the losses are not finite: the model diverged, or {model.dtype} overflows"
+        )
+    return losses, torch.tensor(counts, dtype=torch.float64)
+
+
+def _count_targets(labels: Sequence[int]) -> int:
+    return sum(label != IGNORED for label in labels)
+
+
+def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
+    """The sum of the losses of each row: [B]. Positions before the first target get no logits."""
+    # The target of position t is token t + 1.
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
+    columns_with_targets = (labels != IGNORED).any(0).nonzero()
+    keep = labels.shape[1] - int(columns_with_targets[0])
+    with evaluating(model):
+        output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=keep)
+
+    # A few models ignore `logits_to_keep` and return all logits.
+    logits = output.logits[:, -keep:]  # [B, K, V]
+    labels = labels[:, -keep:]  # [B, K]
+    sums = []
+    for row_logits, row_labels in zip(logits, labels):
+        learnt = row_labels != IGNORED
+        # Row by row, the copy in fp32 stays small.
+        targets = row_labels[learnt]
+        predictions = at_least_fp32(row_logits[learnt])
+        sums.append(torch.nn.functional.cross_entropy(predictions, targets, reduction="sum"))
+    return torch.stack(sums)
+
+
+# --- running text ---------------------------------------------------------------------------------
+
+
+def perplexity(
+    model: Any, tokenizer: Any, *, text: str, context: int = 256, windows: int = 8
+) -> float:
+    """exp of the mean loss over `text_windows`. Use text that the fine-tune is not about."""
+    rows = text_windows(tokenizer, text=text, context=context, windows=windows)
+    losses, targets = row_losses(model, rows, pad_token_id=0, batch_size=1)
+    return math.exp((losses.sum() / targets.sum()).item())
+
+
+def text_windows(tokenizer: Any, *, text: str, context: int = 256, windows: int = 8) -> list[Row]:
+    """Rows of `context` tokens from evenly spaced pieces of `text`. Every token is a target.
+
+    Raises ValueError if a piece is too short.
+    """
+    check_whole(windows=windows)
+    check_whole(context=context, least=2)
+    spacing = len(text) // windows
+    # No text has 32 characters per token: the rest of a long piece need not be tokenized.
+    size = min(spacing, 32 * context)
+    rows = []
+    for number in range(windows):
+        piece = text[number * spacing : number * spacing + size]
+        # The token that begins a text counts among them, where the tokenizer has one.
+        ids = tokenizer(piece, truncation=True, max_length=context)["input_ids"]
+        rows.append({"input_ids": ids, "labels": ids})
+    if min(len(row["input_ids"]) for row in rows) < context:
+        raise ValueError(
+            f"{len(text)} characters for windows={windows} of context={context} tokens: "
+            f"give more text"
+        )
+    return rows
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Iterable[str | Row],
+    *,
+    max_new_tokens: int = 32,
+    batch_size: int = 20,
+) -> list[str]:
+    """Answer greedily, in batches. Every module keeps its mode.
+
+    The answers are those of one prompt at a time, but for ties that rounding decides in 16 bits.
+
+    Args:
+        prompts: questions, which get the chat template if there is one, or rows, whose answers
+            are cut off.
+    Raises ValueError for no prompt, a row without a question, sizes below 1, and a tokenizer
+    without padding.
+    """
+    check_whole(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        raise ValueError("the tokenizer has no pad_token: set it, for instance to the eos_token")
+    if isinstance(prompts, str | dict):
+        prompts = [prompts]
+    questions = [_question_of(tokenizer, prompt) for prompt in prompts]
+    empty = [i for i, question in enumerate(questions) if not question]
+    if empty or not questions:
+        raise ValueError(f"{len(questions)} prompts, and {empty} are empty: give questions")
+
+    answers = [""] * len(questions)
+    for indices in _by_length(questions, batch_size):
+        batch = _left_padded([questions[i] for i in indices], pad, model.device)
+        with evaluating(model):
+            out = model.generate(**batch, **GREEDY, max_new_tokens=max_new_tokens, pad_token_id=pad)
+        width = batch["input_ids"].shape[1]
+        for i, tokens in zip(indices, out[:, width:]):
+            answers[i] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    return answers
+
+
+def _question_of(tokenizer: Any, prompt: str | Row) -> list[int]:
+    """The tokens of a prompt up to where its answer begins."""
+    row = prompt
+    if isinstance(prompt, str):
+        row = tokenize_pair(tokenizer, prompt, "?")  # some answer, to be cut off
+    learnt = (i for i, label in enumerate(row["labels"]) if label != IGNORED)
+    return row["input_ids"][: next(learnt, 0)]
+
+
+def _left_padded(questions: Sequence[list[int]], pad: int, device: torch.device) -> Batch:
+    """Padding stands on the left: an answer continues its own question."""
+    width = max(map(len, questions))
+    ids = [[pad] * (width - len(question)) + question for question in questions]
+    # `generate` takes the positions from the mask.
+    mask = [[0] * (width - len(question)) + [1] * len(question) for question in questions]
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+# --- shared ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation without gradients; afterwards every module has the mode it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _by_length(sequences: Sequence[list[int]], batch_size: int) -> list[list[int]]:
+    """Indices in batches of similar length, the longest first: what does not fit fails at once."""
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

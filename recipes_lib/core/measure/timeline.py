@@ -1,0 +1,298 @@
+"""Memory over time: the live bytes of a training step after each operator, by kind and phase.
+
+    timeline = record_timeline(step, model=model, optimizer=optimizer)
+    timeline.peak                 bytes at the highest point
+    timeline.at_peak()            what they consist of: {"weights": …, "states": …, …}
+    report.charts.timeline_chart({"baseline": timeline})
+
+A number for the peak says how much. The timeline says when, and of what:
+
+    weights      parameters and buffers of the model, scales of quantized ones included
+    states       what the optimizer keeps from step to step
+    gradients    what becomes a parameter's `.grad`, from the moment at which backward makes it
+    activations  what forward makes while autograd records, or a checkpoint makes again
+    other        everything else: inputs, gradients of activations, what a loss or an optimizer
+                 makes inside, and what was there before
+
+A storage has one kind for its whole life. Which one is known at the latest when the step is over: a
+tensor that ends as `.grad` was a gradient from the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.sizes import plain_tensors, quantization_tensors, state_tensors
+
+KINDS = ("weights", "states", "gradients", "activations", "other")
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Point:
+    """After operator number `operator`, in `phase`: the live bytes of each kind."""
+
+    operator: int
+    phase: str
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The points of a step, in their order; between two points nothing changes."""
+
+    points: list[Point]
+
+    @property
+    def peak(self) -> int:
+        """Live bytes at the highest point."""
+        return self.highest.total
+
+    @property
+    def highest(self) -> Point:
+        """The first of the highest points."""
+        return max(self.points, key=lambda point: point.total)
+
+    def at_peak(self) -> dict[str, int]:
+        """What the peak consists of, by kind."""
+        return dict(self.highest.bytes)
+
+    def without(self, others: int) -> Timeline:
+        """The same step without `others` bytes of the kind "other", alive all the time."""
+        points = []
+        for point in self.points:
+            other = point.bytes["other"] - others
+            points.append(replace(point, bytes={**point.bytes, "other": other}))
+        return Timeline(points)
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """The phases as (name, first operator, operator at which the next one begins).
+
+        Accumulation repeats forward and backward.
+        """
+        begins = []
+        for point in self.points:
+            if not begins or begins[-1][0] != point.phase:
+                begins.append((point.phase, point.operator))
+        ends = [operator for _, operator in begins[1:]] + [self.points[-1].operator]
+        return [(phase, begin, end) for (phase, begin), end in zip(begins, ends, strict=True)]
+
+
+def record_timeline(
+    step: Callable[[], Any],
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Timeline:
+    """Run `step` once and record its timeline.
+
+    AdamW makes its states in the first step: take one step before. It works alike on a CPU, on
+    a GPU and in a dry run (on a model that was made in it), because the account is of tensors, not
+    of what an allocator rounds up or keeps. It does not see what compiled code allocates inside.
+    Compiled blocks run as plain ones here.
+    """
+    gc.collect()  # a dead reference cycle would count as alive
+    recorder = TimelineRecorder(model, optimizer)
+    with recorder:
+        step()
+    return recorder.timeline()
+
+
+class _Sample(NamedTuple):
+    """What is noted after an operator. The kinds are added up at the end, when all are known."""
+
+    operator: int
+    phase: str
+    changes: int  # how many of the recorder's changes have happened by now
+
+
+class TimelineRecorder(contextlib.AbstractContextManager):
+    """Records while inside; `timeline()` afterwards, `peak` and `current` at any time."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        limit_bytes: int | None = None,
+    ) -> None:
+        if limit_bytes is not None:
+            check_whole(limit_bytes=limit_bytes)
+        self._model = weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)
+        self._kinds: dict[int, str] = {}  # of each storage, by its number in the account
+        self._changes: list[tuple[int, int]] = []  # (number of the storage, change of its bytes)
+        self._samples: list[_Sample] = []
+        self._operators = 0
+        self._phase = "forward"
+        self._stepping = False
+        self._recording = False
+        self._open = contextlib.ExitStack()  # what is switched on while it records
+
+    # --- what the account tells ---
+
+    def changed(self, number: int, change: int) -> None:
+        """Note the change of a storage. One that is new gets a kind for the time being."""
+        self._changes.append((number, change))
+        if number in self._kinds:
+            return
+        self._kinds[number] = "other"
+        if self._recording and torch.is_grad_enabled():
+            # Autograd records: this is forward, or a checkpoint that repeats it in backward.
+            self._kinds[number] = "activations"
+            if not _in_backward() and not self._stepping:
+                self._phase = "forward"
+
+    def operator_ended(self) -> None:
+        self._operators += 1
+        if _in_backward():
+            self._phase = "backward"
+        elif self._stepping:
+            self._phase = "step"
+        self._sample()
+
+    def _sample(self) -> None:
+        # The changes are all that is noted. The account's bytes might be those of another moment:
+        # the garbage collector, or another thread, can free a storage between any two lines.
+        sample = _Sample(self._operators, self._phase, len(self._changes))
+        if self._samples:
+            last = self._samples[-1]
+            if last.changes == sample.changes and last.phase == sample.phase:
+                return  # nothing has happened since
+        self._samples.append(sample)
+
+    # --- recording ---
+
+    def __enter__(self) -> TimelineRecorder:
+        with contextlib.ExitStack() as undo:  # an error in here leaves nothing switched on
+            undo.enter_context(self.account)
+            self._label_what_is_there()
+            undo.enter_context(self._watch_gradients())
+            undo.enter_context(self._watch_steps())
+            self._open = undo.pop_all()
+        self._recording = True
+        self._sample()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._recording = False
+        self._label_what_is_there()  # states that the step has made
+        self._sample()
+        self._open.close()
+
+    def _label_what_is_there(self) -> None:
+        # The block may have dropped them: then their tensors have the kinds that they had before.
+        model = self._model()
+        if model is not None:
+            self._label_model(model)
+        optimizer = None
+        if self._optimizer is not None:
+            optimizer = self._optimizer()
+        if optimizer is not None:
+            self._label(state_tensors(optimizer), "states")
+
+    def _label_model(self, model: torch.nn.Module) -> None:
+        self._label([*model.parameters(), *model.buffers()], "weights")
+        for parameter in model.parameters():
+            self._label(quantization_tensors(parameter), "weights")
+            if parameter.grad is not None:
+                self._label([parameter.grad], "gradients")
+
+    def _label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        for tensor in tensors:
+            for part in plain_tensors(tensor):
+                number = self.account.see(part)
+                if number is not None:
+                    self._kinds[number] = kind
+
+    @contextlib.contextmanager
+    def _watch_gradients(self) -> Iterator[None]:
+        """Label each gradient when it is complete, before anybody else uses and frees it."""
+
+        def label(parameter: torch.Tensor) -> None:
+            self._label([parameter.grad], "gradients")
+
+        # No name in here may hold a parameter: the block is free to drop the model.
+        trained = (p for p in self._model().parameters() if p.requires_grad)
+        handles = [_hook_before_others(parameter, label) for parameter in trained]
+        del trained
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def _watch_steps(self) -> Iterator[None]:
+        """Know when an optimizer is in its step, whichever it is."""
+
+        def begin(*_: Any) -> None:
+            self._stepping = True
+
+        def end(*_: Any) -> None:
+            self._stepping = False
+
+        before = register_optimizer_step_pre_hook(begin)
+        after = register_optimizer_step_post_hook(end)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    # --- the result ---
+
+    @property
+    def peak(self) -> int:
+        return self.account.peak
+
+    @property
+    def current(self) -> int:
+        return self.account.current
+
+    def timeline(self) -> Timeline:
+        """The points of the step: the changes added up, each under the kind of its storage."""
+        live = dict.fromkeys(KINDS, 0)
+        points = []
+        done = 0
+        for sample in self._samples:
+            for number, change in self._changes[done : sample.changes]:
+                live[self._kinds[number]] += change
+            done = sample.changes
+            points.append(Point(sample.operator, sample.phase, dict(live)))
+        return Timeline(points)
+
+
+def _hook_before_others(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """An optimizer that steps in backward frees the gradient in its hook: be there before it."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks = parameter._post_accumulate_grad_hooks
+    *earlier, last = hooks.items()
+    # Autograd reads the order of insertion, which `move_to_end` does not change.
+    hooks.clear()
+    hooks.update([last, *earlier])
+    return handle
+
+
+def _in_backward() -> bool:
+    """Whether backward runs in this thread: also in a hook, or in a checkpoint that recomputes."""
+    return torch._C._current_graph_task_id() != -1

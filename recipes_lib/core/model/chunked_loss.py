@@ -1,0 +1,284 @@
+"""What losses have in common whose logits exist for one chunk of tokens at a time.
+
+The logits [T, V] and their gradients are the largest tensors of a step. A loss is a scalar, so the
+gradient of the logits is known as soon as they are, up to a factor that backward brings. No table
+of all logits is needed:
+
+    forward    rows that have a target              `rows_with_a_target`
+               for each chunk of C of these rows    `ChunkPlan`
+                   logits [C, V]                    `LayerProducts`
+                   become their own gradient        each technique has its own loss
+                   which goes into three sums       `LayerGradients`
+    backward   gives the sums away, times the factor that came     `LossWithGradients`
+
+Between the products a chunk is worked on in fp32. That is done in blocks of a few rows, so that
+only a block has an fp32 copy.
+
+Shapes: T tokens, N of them with a target, D hidden, V vocabulary, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.measure import dry
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
+from recipes_lib.core.predict.budget import Budget, Shape
+from recipes_lib.core.predict.plain_step import final_norm_bytes, head_of, head_trains
+
+# Kernels count the elements of a tensor in 32 bits.
+MOST_ELEMENTS = 2**31 - 1
+
+# --- which tokens count ---------------------------------------------------------------------------
+
+
+def rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Which of the T tokens have a target: [N]. In a dry run, which has no labels, all of them."""
+    rows = torch.arange(labels.numel(), device=labels.device)  # [T]
+    if dry():
+        return rows
+    return rows[labels.flatten() != ignore_index]
+
+
+def check_labels(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError for a target [N] outside the vocabulary."""
+    if dry():
+        return
+    outside = (targets < 0) | (targets >= vocabulary)
+    if outside.any():
+        raise ValueError(
+            f"a label is neither in the vocabulary of {vocabulary} "
+            f"nor {ignore_index}, the ignored one"
+        )
+
+
+def divisor_of_mean(targets: int, num_items: int | torch.Tensor | None) -> torch.Tensor:
+    """What the sum of the losses is divided by, a scalar: `num_items`, or the number of targets.
+
+    A micro-batch is given the `num_items` of its whole batch: means over its own targets would give
+    each micro-batch the same weight, however many targets it has. Raises ValueError for a mean over
+    no target.
+    """
+    divisor = targets
+    if num_items is not None:
+        if not isinstance(num_items, torch.Tensor):
+            check_number(num_items=num_items)
+        divisor = num_items
+    divisor = torch.as_tensor(divisor).reshape(())
+    if not dry() and divisor <= 0:
+        raise ValueError(
+            f"a mean over {divisor} targets: "
+            f"give labels other than the ignored one, or num_items above 0"
+        )
+    return divisor
+
+
+# --- the plan of the chunks -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How many rows of logits exist at a time, and the dtypes to compute in."""
+
+    rows: int  # C
+    block_rows: int  # of a chunk that are worked on at a time between its products
+    products: torch.dtype  # of the logits and of all matrix products
+    sums: torch.dtype  # of the loss, and of everything between the products
+    weight_sums: torch.dtype  # of the gradient of the weight, while chunks are added to it
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """The type of the device that computes; what is on "meta" is planned for this machine."""
+    if tensor.is_meta:
+        return machine().device
+    return tensor.device.type
+
+
+def dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor, device: str) -> torch.dtype:
+    """The dtype that a plain linear layer would compute in, or fp32 where that is emulated."""
+    dtype = torch.result_type(hidden, weight)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(device)
+    if device == "cpu" and not _has_units_for(dtype):
+        return torch.float32  # emulated 16-bit products take tens of times as long
+    return dtype
+
+
+def _has_units_for(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies in `dtype` itself. No CPU here does in fp16, some do in bf16."""
+    if dtype == torch.bfloat16:
+        return machine().native_bf16
+    return dtype.itemsize >= 4
+
+
+def rows_of_a_chunk(
+    vocabulary: int, products: torch.dtype, *, chunk_size: int | None, most_bytes: int
+) -> int:
+    """C: `chunk_size`, or as many rows of logits as fit into `most_bytes`, in multiples of 64."""
+    rows = chunk_size
+    if rows is None:
+        fitting = most_bytes // (vocabulary * products.itemsize)
+        rows = max(64, fitting // 64 * 64)
+    return min(rows, MOST_ELEMENTS // vocabulary)
+
+
+# --- products and gradients -----------------------------------------------------------------------
+
+
+class LayerProducts:
+    """An output layer in the dtype of its products: `factors` [V, D] and `addend` [V] or None."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, products: torch.dtype
+    ) -> None:
+        self.factors = weight.to(products)
+        self.addend = None
+        if bias is not None:
+            self.addend = bias.to(products)
+
+    def room(self, rows: int) -> torch.Tensor:
+        """Memory for the logits of so many rows. All chunks are written to it, in turn."""
+        return self.factors.new_empty(rows, len(self.factors))
+
+    def logits(self, inputs: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """inputs [C, D] @ factors.T [D, V] + addend [V], written to `out` [C, V]."""
+        if self.addend is None:
+            return torch.mm(inputs, self.factors.t(), out=out)
+        return torch.addmm(self.addend, inputs, self.factors.t(), out=out)
+
+
+class LayerGradients(NamedTuple):
+    """Gradients of the sum of the losses, to which chunks are added; None for what does not train.
+
+    Those of the mean are smaller by the number of targets, and would vanish in fp16. So it is
+    backward that divides.
+    """
+
+    hidden: torch.Tensor | None  # [T, D]
+    weight: torch.Tensor | None  # [V, D]
+    bias: torch.Tensor | None  # [V]
+
+    def add_chunk_(
+        self,
+        index: torch.Tensor,
+        d_logits: torch.Tensor,
+        inputs: torch.Tensor,
+        factors: torch.Tensor,
+    ) -> None:
+        """Add what the rows `index` [C] contribute: d_logits [C, V], inputs [C, D].
+
+        `inputs` and `factors` [V, D] are what the logits were multiplied from.
+        """
+        if self.hidden is not None:
+            # [C, D]: without a name, for by that it would still be there in the product below.
+            self.hidden[index] = (d_logits @ factors).to(self.hidden.dtype)
+        if self.weight is not None:
+            if self.weight.dtype == inputs.dtype:
+                self.weight.addmm_(d_logits.t(), inputs)  # [V, D], without a tensor in between
+            else:
+                self.weight.add_(d_logits.t() @ inputs)  # added in fp32
+        if self.bias is not None:
+            self.bias.add_(d_logits.sum(0, dtype=self.bias.dtype))  # [V]
+
+
+class LossWithGradients(torch.autograd.Function):
+    """A loss of hidden [T, D], weight [V, D], bias [V] and more, whose forward makes the gradients.
+
+    After forward no logits are left from which backward could make them. A technique writes
+    `forward`, with these three inputs first, and keeps two things for backward:
+
+        ctx.gradients   LayerGradients of the sum of the losses, begun by `zero_gradients`
+        ctx.divisor     what makes the sum a mean
+    """
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the three, times the factor that came; None for the other inputs."""
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the first backward gave the gradients of this loss away: compute the loss again"
+            )
+        gradients = ctx.gradients
+        ctx.gradients = None
+        # One dimension, [1]: a GPU would round a scalar to 16 bits before it multiplies with it.
+        factor = (grad_output / ctx.divisor).reshape(1)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(factor)
+        others = [None] * (len(ctx.needs_input_grad) - len(gradients))
+        return *gradients, *others  # autograd casts them to the dtypes of the inputs
+
+
+def zero_gradients(
+    ctx: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: ChunkPlan,
+    *,
+    training: bool,
+) -> LayerGradients:
+    """The gradients before the first chunk, of those of the three that train.
+
+    `training` says whether gradients were on outside: inside of a Function they are always off.
+    """
+    # A row of hidden is in one chunk only: its gradient is no sum, and needs no wider dtype.
+    dtypes = (hidden.dtype, plan.weight_sums, plan.sums)
+    gradients = []
+    for tensor, dtype, trains in zip((hidden, weight, bias), dtypes, ctx.needs_input_grad):
+        gradient = None
+        if training and trains:
+            gradient = torch.zeros_like(tensor, dtype=dtype)
+        gradients.append(gradient)
+    return LayerGradients(*gradients)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def planned_targets(shape: Shape, targets: int | None) -> int:
+    """The targets of a micro-batch: those given, or all tokens but the first of each row.
+
+    Raises ValueError for less than one target, and for rows of one token.
+    """
+    if targets is None:
+        check_whole(least=2, seq=shape.seq)  # the first token is nobody's target
+        targets = shape.tokens - shape.rows
+    check_whole(targets=targets)
+    return targets
+
+
+def planned_autocast(
+    head: torch.Tensor, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager:
+    """The autocast of a step of this dtype, where `head` is; None leaves it as it is."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type(head), dtype, enabled=dtype is not torch.float32)
+
+
+def hidden_bytes(budget: Budget, model: Any, shape: Shape) -> int:
+    """The gradient of hidden [T, D]; and hidden, if the budget has it not among what is saved."""
+    head = head_of(model)
+    hidden = shape.tokens * head.shape[1] * head.dtype.itemsize
+    if head_trains(budget, model):
+        return hidden  # the output layer saves its input, for the gradient of its weight
+    return 2 * hidden
+
+
+def last_block_bytes(budget: Budget, model: Any, shape: Shape) -> int:
+    """What backward holds in the last block: a moment after the loss that may be the larger one.
+
+    The activations of the block are still there. Those of the final norm are free again.
+    """
+    if budget.dry is not None:
+        return 0  # the budget has a moment of its own for each block
+    final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
+    return budget.block_gradients - final_norm

@@ -1,0 +1,227 @@
+"""Decoding: what a decoder is here, the cache of keys and values, and the greedy loop.
+
+A language model generates in two phases:
+
+    prefill    all S tokens of the prompt in one call     many rows per weight: arithmetic limits it
+    decode     one token per call                         one row per weight: memory limits it
+
+Attention looks back at every token before. Their keys and values are the same in each step, so a
+cache keeps them, and a step computes those of its own tokens only:
+
+    keys[layer]  [B, Hkv, T, D]     | prompt … | answer … |   free   |
+                                                          ^ length
+
+The techniques of inference work on anything that follows `CausalDecoder`.
+
+Shapes: B batch, K new tokens, T capacity, Hkv heads of keys and values, D head dimension, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data.token_ids import stop_ids, token_row
+from recipes_lib.core.model.causal_lm import require_causal_lm
+
+
+class KeyValueCache:
+    """Keys and values of all layers, allocated once for `capacity` tokens.
+
+    A call of the decoder writes its K tokens layer by layer with `append`, and then moves the end
+    once with `advance`. So every layer of one call sees the same `length`.
+
+        keys, values   lists over the layers of [B, Hkv, T, D]
+        dtype          of the keys and values that `append` returns: attention computes in it
+        length         tokens that are in, the same number for all rows
+        starts         int64 [B], the first real position of each row, if the rows are padded on the
+                       left; None if all begin at 0. Set it before the first call.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_whole(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        check_whole(capacity=capacity, batch=batch)
+        self.batch = batch
+        self.dtype = dtype
+        self.capacity = capacity
+        self.length = 0
+        self.starts: Tensor | None = None
+        self._allocate(layers, (batch, kv_heads, capacity, head_dim), device)
+
+    def _allocate(
+        self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
+    ) -> None:
+        """Make the tensors of all layers; `shape` is [B, Hkv, T, D].
+
+        A cache that stores its numbers in another form makes others.
+        """
+        options = {"dtype": self.dtype, "device": device}
+        self.keys = [torch.zeros(shape, **options) for _ in range(layers)]
+        self.values = [torch.zeros(shape, **options) for _ in range(layers)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the keys and values are."""
+        return self.keys[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, free places included."""
+        return sum(tensor.nbytes for tensor in [*self.keys, *self.values])
+
+    def reserve(self, tokens: int) -> None:
+        """Raise ValueError unless `tokens` more have room; the decoder asks before it writes."""
+        if self.length + tokens > self.capacity:
+            raise ValueError(
+                f"{self.length} tokens are in the cache and {tokens} more come, but it was made "
+                f"for {self.capacity}: give new_cache(max_tokens={self.length + tokens}) or more"
+            )
+
+    def positions(self, tokens: int) -> Tensor:
+        """Where the next K `tokens` stand in their rows: int64 [K], or [B, K] with `starts`.
+
+        A row's first real token has position 0. So have the padding tokens before it.
+        """
+        slots = torch.arange(self.length, self.length + tokens, device=self.device)  # [K]
+        if self.starts is None:
+            return slots
+        return (slots - self.starts[:, None]).clamp(min=0)
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """What the next K `tokens` may look at, bool [B or 1, 1, K, length + K]; True is visible.
+
+        None where no mask is needed: one token looks at everything before it, and attention has a
+        faster way for the first tokens of all, each of which looks at those before.
+        """
+        if self.starts is None and (tokens == 1 or self.length == 0):
+            return None
+        slots = torch.arange(self.length + tokens, device=self.device)
+        own = slots[self.length :, None]  # [K, 1]: the slot of each new token
+        visible = slots <= own  # [K, length + K]
+        if self.starts is None:
+            return visible[None, None]
+        real = slots >= self.starts[:, None]  # [B, length + K]
+        # A padding token sees itself: a softmax over nothing would be NaN, and NaN times 0 is NaN.
+        return ((visible & real[:, None]) | (slots == own))[:, None]
+
+    def append(
+        self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Write K new tokens [B, Hkv, K, D] of one layer behind those that are in.
+
+        Returns the keys and values up to and with them, [B, Hkv, length + K, D] each. `length`
+        stays: `advance` moves it. With `at` they are written from that position on instead.
+        """
+        begin = self.length if at is None else at
+        tokens = keys.shape[2]
+        end = begin + tokens
+        all_keys = self.keys[layer]
+        all_values = self.values[layer]
+        # `narrow` is what `[:, :, begin:end]` does, at half the cost of the call.
+        all_keys.narrow(2, begin, tokens).copy_(keys)
+        all_values.narrow(2, begin, tokens).copy_(values)
+        return all_keys.narrow(2, 0, end), all_values.narrow(2, 0, end)
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` were appended to every layer."""
+        self.length += tokens
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens and forget the rest, as speculation does."""
+        check_whole(length=length, least=0, most=self.length)
+        self.length = length
+
+
+class CausalDecoder(Protocol):
+    """What the techniques of inference ask of a model."""
+
+    vocabulary: int
+
+    def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
+        """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache,
+        *,
+        last_only: bool = False,
+        row_by_row: bool = False,
+    ) -> Tensor:
+        """Append `tokens` [B, K] to the cache and return their logits [B, K, V].
+
+        Args:
+            last_only: logits of the last token only, [B, 1, V]. The prompt of a generation needs
+                no others.
+            row_by_row: compute the attention of the K tokens one after the other, without a mask.
+                Then each token gets the same operations as in a call of its own.
+        Raises ValueError for more tokens than the cache has room for.
+        """
+        ...
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether `model` follows `CausalDecoder`; a Hugging Face model does not."""
+    return hasattr(model, "new_cache") and hasattr(model, "vocabulary")
+
+
+def require_decoder(model: Any) -> None:
+    """Raise ValueError for a model without the cache that decoding here needs."""
+    if not is_decoder(model):
+        raise ValueError(
+            f"{type(model).__name__} is no decoder: give what apply_decode_loop(model) returns"
+        )
+
+
+def require_causal_lm_or_decoder(model: Any) -> None:
+    """Raise ValueError unless `model` is a Hugging Face causal LM or a decoder.
+
+    What changes linear layers works on both, and asks this first.
+    """
+    if not is_decoder(model):
+        require_causal_lm(model)
+
+
+def greedy(
+    decoder: CausalDecoder,
+    prompt: Sequence[int] | Tensor,
+    *,
+    new_tokens: int,
+    stop: Collection[int] = (),
+) -> list[int]:
+    """Generate up to `new_tokens` tokens, each the likeliest one. Returns them without the prompt.
+
+    Args:
+        prompt: token ids, as a list or as a tensor [1, S].
+        stop: ids that end the answer; the one that came is returned as the last token.
+    Raises ValueError for a prompt that is no row of token ids (a text, a dictionary, several rows,
+    none), ids outside the vocabulary, new_tokens < 1, `stop` that is no collection of ids, more
+    tokens than the decoder has room for, and for what is no decoder.
+    """
+    require_decoder(decoder)
+    check_whole(new_tokens=new_tokens)
+    stop = stop_ids(stop)
+    tokens = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
+    cache = decoder.new_cache(max_tokens=tokens.shape[1] + new_tokens)
+    answer: list[int] = []
+    while True:
+        logits = decoder(tokens, cache, last_only=True)  # [1, 1, V]
+        tokens = logits.argmax(-1)  # [1, 1]
+        answer.append(int(tokens))
+        if len(answer) == new_tokens or answer[-1] in stop:
+            return answer

@@ -1,0 +1,274 @@
+"""The linear layers of a model by name, and other modules in their places.
+
+Precision for inference changes linear layers only: they hold nearly all weights. A technique lists
+them, picks those that it changes, and puts a module of its own where each one was:
+
+    names = [name for name in linear_layers(model) if name != output_layer_name(model)]
+    replace_linears(model, make, names=names)        make(name, linear) -> the new module
+
+All take a Hugging Face causal LM and a decoder of `recipes_lib.inference` alike.
+
+A quantized layer is no `nn.Linear` any more. It says how many `bytes_per_weight` it has, and in
+marks (`core.marks`) by whom it was quantized, and whether it rounds all tokens of a call by one
+scale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from recipes_lib.core.checks import check_several
+from recipes_lib.core.model.causal_lm import without_adapters
+from recipes_lib.core.model.decoding import require_causal_lm_or_decoder
+from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, QUANTIZED_BY, marked
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every `nn.Linear` of `model` by its qualified name, the output layer among them.
+
+    An embedding is no linear layer, even where the output layer shares its weight. Raises
+    ValueError for what is no model.
+    """
+    require_module(model)
+    modules = model.named_modules()
+    return {name: module for name, module in modules if _is_plain(module)}
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is a linear layer and returns one product.
+
+    Some routers of transformers are subclasses of `nn.Linear` that return more (Llama 4, PhiMoE).
+    """
+    if not isinstance(module, nn.Linear):
+        return False
+    kind = type(module)
+    of_a_family = kind.__module__.startswith("transformers.models")
+    return not of_a_family or "forward" not in vars(kind)
+
+
+def read_by_the_model(model: nn.Module) -> set[str]:
+    """The linear layers whose weight the code of the model reads, and does not only call.
+
+    Such are layers of Mamba, and routers that ask for a dtype. Found in the source of the classes:
+    another kind of layer in their place would be left out, or has no weight to read.
+    """
+    names = set()
+    sources = {type(module): _source_of(type(module)) for module in model.modules()}
+    for name in linear_layers(model):
+        path, _, child = name.rpartition(".")
+        parent = path.rpartition(".")[2]
+        own = sources[type(model.get_submodule(path))]
+        # A slice, `weight[`, and a shape are of weights that were trained in parts (BLOOM).
+        by_its_module = re.search(rf"self\.{child}\.weight\b(?!\[|\.shape)", own)
+        from_outside = rf"\b{parent}\.{child}\.weight\b(?!\[|\.shape)"
+        by_another = any(re.search(from_outside, source) for source in sources.values())
+        if by_its_module or (parent and by_another):
+            names.add(name)
+    return names
+
+
+@functools.cache
+def _source_of(kind: type) -> str:
+    """The source of the methods of a class that run in a forward; empty if there is none."""
+    if not kind.__module__.startswith("transformers"):
+        return ""
+    methods = [method for name, method in vars(kind).items() if "init" not in name]
+    sources = []
+    for method in methods:
+        if inspect.isfunction(method):
+            with contextlib.suppress(OSError):
+                sources.append(inspect.getsource(inspect.unwrap(method)))
+    return "\n".join(sources)
+
+
+def require_module(model: Any) -> None:
+    """Raise ValueError for what is no module of PyTorch at all."""
+    if isinstance(model, type):
+        raise ValueError(f"{model.__name__} is a class: give a model, which {model.__name__}(…) is")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{type(model).__name__} is no model: give a module of PyTorch with its weights loaded"
+        )
+
+
+def output_layer_name(model: nn.Module) -> str | None:
+    """The qualified name of the layer that makes logits; None if `model` has none."""
+    output = _output_layer(model)
+    for name, module in model.named_modules():
+        if module is output:
+            return name
+    return None
+
+
+def _output_layer(model: nn.Module) -> Any:
+    causal = without_adapters(model)
+    if hasattr(causal, "get_output_embeddings"):
+        return causal.get_output_embeddings()
+    return getattr(causal, "head", None)
+
+
+def quantized_layers(model: Any) -> dict[str, str]:
+    """The layers that are quantized already, and the function that did it, as "apply_int4"."""
+    found = {}
+    for name, module in _named_modules(model):
+        if marked(module, QUANTIZED_BY):
+            found[name] = getattr(module, QUANTIZED_BY)
+    return found
+
+
+def layers_with_one_scale(model: Any) -> list[str]:
+    """The layers that round all tokens of a call by one scale, so that these are not independent.
+
+    A decoder that is no module has none.
+    """
+    modules = _named_modules(model)
+    return [name for name, module in modules if marked(module, ONE_SCALE_PER_CALL)]
+
+
+def _named_modules(model: Any) -> Iterable[tuple[str, nn.Module]]:
+    if not isinstance(model, nn.Module):
+        return []
+    return model.named_modules()
+
+
+def refuse_quantized(model: Any, names: Iterable[str] | None = None, *, way_out: str) -> None:
+    """Raise ValueError if one of these layers is quantized already; None means any layer.
+
+    The message says by what, and `way_out` says what to do.
+    """
+    done = quantized_layers(model)
+    if names is not None:
+        wanted = set(names)
+        done = {name: by for name, by in done.items() if name in wanted}
+    if done:
+        name, by = next(iter(done.items()))
+        raise ValueError(f"{name} is quantized already, with {by}: {way_out}")
+
+
+def require_quantizable(model: Any) -> None:
+    """Raise ValueError unless `model` is a causal LM or a decoder, and has no adapters."""
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters: call model.merge_and_unload() first")
+    require_causal_lm_or_decoder(model)
+
+
+def layers_to_quantize(
+    model: Any,
+    names: Iterable[str] | None,
+    *,
+    way_out: str = "give a model in full precision, or `names` of its other layers",
+) -> list[str]:
+    """The names of the layers to quantize, each once.
+
+    None means all but the output layer, and those whose weight the model reads by itself.
+    Raises ValueError for a text instead of a list, names that are no linear layers, no name, layers
+    that are quantized already (`way_out` says what to do then), and families that store their
+    weights in other modules.
+    """
+    require_quantizable(model)
+    if names is not None:
+        names = names_of_linears(model, names, way_out=way_out)
+        if not names:
+            raise ValueError("names is empty: give names from linear_layers(model), or None")
+        return names
+    refuse_quantized(model, way_out=way_out)
+    output = output_layer_name(model)
+    left_out = {output} | read_by_the_model(model)
+    chosen = [name for name in linear_layers(model) if name not in left_out]
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear to quantize beside its output layer: give "
+            f"another family (GPT-2 stores its weights transposed, as Conv1D)"
+        )
+    return chosen
+
+
+def names_of_linears(
+    model: nn.Module, names: Iterable[str], *, way_out: str = "give names of other layers"
+) -> list[str]:
+    """`names` as a list, each once; the keys of a dictionary such as `linear_layers(model)`, too.
+
+    Raises ValueError unless all are plain linear layers.
+    """
+    if isinstance(names, Mapping):
+        names = list(names)
+    check_several(names=names)
+    wanted = list(dict.fromkeys(map(str, names)))
+    refuse_quantized(model, wanted, way_out=way_out)
+    layers = linear_layers(model)
+    unknown = [name for name in wanted if name not in layers]
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer {', '.join(unknown[:3])}: "
+            f"give names from linear_layers(model)"
+        )
+    return wanted
+
+
+def require_linear(linear: Any) -> None:
+    """Raise ValueError unless this is a linear layer with weights, as `linear_layers` has them."""
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(
+            f"{type(linear).__name__} is no nn.Linear: give one of linear_layers(model).values()"
+        )
+
+
+def replace_linears(
+    model: nn.Module,
+    make: Callable[[str, nn.Linear], nn.Module],
+    *,
+    names: Iterable[str],
+) -> nn.Module:
+    """Put `make(name, linear)` in the place of each linear layer in `names`. Returns `model`.
+
+    All new modules are made one by one, so that at most one layer exists twice. Raises ValueError,
+    before anything changes, for a name that is no linear layer of `model`.
+    """
+    wanted = names_of_linears(model, names)
+    layers = linear_layers(model)
+    for name in wanted:
+        # `pop`: the dictionary would keep the old layer's weights alive.
+        new = make(name, layers.pop(name))
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, new)
+    return model
+
+
+def refuse_save_pretrained(model: Any) -> None:
+    """Let `model.save_pretrained` raise ValueError, where a model has one.
+
+    transformers would write the whole numbers of a quantized layer as if they were its weights, and
+    `from_pretrained` would load them without an error as another model.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refused
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "the model is quantized, and from_pretrained would load other weights from its file: save "
+        "the model before it is quantized, and quantize after loading; or keep its state_dict()"
+    )
+
+
+def bytes_per_token(model: nn.Module) -> int:
+    """Bytes of weights that a step of one token reads: of all products, the output layer's too.
+
+    Of the embedding it reads one row. A quantized layer says its `bytes_per_weight`; keys and
+    values of the cache are not counted. Raises ValueError for what is no model.
+    """
+    require_module(model)
+    total = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            total += module.weight.nbytes
+        elif hasattr(module, "bytes_per_weight"):
+            total += module.bytes_per_weight * module.in_features * module.out_features
+    return round(total)

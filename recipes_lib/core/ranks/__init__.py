@@ -1,0 +1,63 @@
+"""Who am I among the ranks?
+
+A rank is one of the processes that train one model together. `core.launch`, `core.rank_pool` and
+`torchrun` start them. A process that is alone is rank 0 of 1.
+
+What ranks do together is in files of its own: `meshes` gives them places, `agreement` finds the one
+that differs, `collectives` sends, `rank_rows` divides a batch, `gradient_norm` clips.
+
+agreement  ranks that differ, or of which one fails: an error on all of them
+collectives  gather and scatter one tensor, sum a few numbers over ranks
+gradient_norm  clip by the norm of all gradients, of which each rank holds a part
+launch  a function on several ranks, with no process left behind
+launch_rank  one of these ranks: join the others, take tasks, answer
+meshes  places of the ranks along named axes
+pipeline_grid  which rank computes what from when to when, and what of it is idle
+rank_bytes  what one rank holds: bytes of parameters, gradients and optimizer states
+rank_pool  ranks that stay alive: several functions on the same processes
+rank_process  one rank of a pool, seen from the process that has started it
+rank_rows  which rows of a batch are this rank's, and the loss over those of all
+rank_run  what a training run on several ranks leaves behind, as plain numbers
+rank_step  one optimizer step of rows that are spread over ranks: every token weighs the same
+shard_groups  the groups in which a model is sharded, made, and what is refused before
+traffic  what a step sends to other ranks: calls and bytes by kind of collective
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+
+def require_group() -> None:
+    """Raise ValueError if this process is not one of several ranks."""
+    if not distributed.is_initialized():
+        raise ValueError(
+            "there is no process group: call this inside of a function that RankPool.run runs, or "
+            "in a script that torchrun starts and that calls init_process_group()"
+        )
+
+
+def rank() -> int:
+    """The number of this rank; 0 in a process that is alone."""
+    if not distributed.is_initialized():
+        return 0
+    return distributed.get_rank()
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 in a process that is alone."""
+    if not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
+
+
+def group_device() -> torch.device:
+    """Where a tensor has to be for a collective of the default group: this rank's GPU, or the CPU.
+
+    Raises ValueError without a process group.
+    """
+    require_group()
+    if "nccl" in str(distributed.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

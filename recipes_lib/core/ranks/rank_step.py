@@ -1,0 +1,131 @@
+"""One optimizer step on rows that are spread over ranks: every token weighs the same.
+
+Each rank has its own rows, and rows have unequal numbers of tokens that count. The wrappers of
+PyTorch average the gradients of the ranks. So the loss of a rank is not the mean over its own
+tokens:
+
+    the whole batch   L   = sum over all tokens of CE / T        T = tokens of all ranks
+    rank r            L_r = sum over its tokens of CE * N / T    the same T, N ranks
+    the average       (1 / N) * sum over r of L_r = L            and likewise the gradients
+
+A mean over the rank's own tokens would give a token on a rank of short rows more weight than one on
+a rank of long rows. No error would say so.
+
+With several micro-batches the ranks have to talk only once, after the last of them:
+
+    micro-batch       1          2          3
+    forward, backward local      local      local, and the gradients are averaged
+
+DDP decides that in the *forward*, so the forward belongs into `no_sync` as well as the backward.
+What a sharded model gains is lost meanwhile: until the last micro-batch each rank holds gradients
+of the whole model. `reduce_each` averages them in every micro-batch, and they stay sharded.
+
+Shapes: B rows of this rank, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from recipes_lib.core.checks import check_flag
+from recipes_lib.core.data import IGNORED
+from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.ranks import group_device, require_group, world_size
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.gradient_norm import check_max_norm, clip_gradients
+
+Batch = dict[str, torch.Tensor]
+LossSum = Callable[[Any, Batch], torch.Tensor]
+
+
+def sum_of_losses(model: Any, batch: Batch) -> torch.Tensor:
+    """The sum of the cross-entropy over the tokens of `batch` that have a label.
+
+    Labels [B, S] are not shifted, and IGNORED where there is no loss. `model` is a causal LM, or a
+    wrapper around one.
+    """
+    # The model predicts token t+1 from token t, so the labels move one to the left.
+    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits  # [B, S, V]
+    logits = at_least_fp32(logits).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def rank_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    max_norm: float | None = None,
+    reduce_each: bool = False,
+    loss_sum: LossSum = sum_of_losses,
+) -> float:
+    """Train one step on the micro-batches `batches` of this rank; every rank calls it.
+
+    `model` is wrapped by DistributedDataParallel or by `fully_shard`.
+
+    Args:
+        batches: micro-batches with `input_ids` and `labels` [B, S]; their sizes may differ.
+        max_norm: clip the gradients of the whole batch to this norm.
+        reduce_each: average the gradients in each micro-batch, and not in the last one only.
+        loss_sum: the sum of the losses of a micro-batch.
+    Returns the loss of the whole batch, a mean over all its tokens, the same on every rank.
+    Raises ValueError on every rank if the ranks have different numbers of micro-batches, or if no
+    token has a label.
+    """
+    require_group()
+    check_flag(reduce_each=reduce_each)
+    if max_norm is not None:
+        check_max_norm(max_norm)
+    tokens = tokens_of_all_ranks(batches)
+    weight = world_size() / tokens
+    last = len(batches) - 1
+    own_sum = 0.0
+    for number, batch in enumerate(batches):
+        with averaging(model, now=reduce_each or number == last):
+            loss = loss_sum(model, batch)
+            (loss * weight).backward()
+        own_sum += loss.detach()
+    if max_norm is not None:
+        clip_gradients(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    (loss_of_all,) = sums_over_ranks(float(own_sum))
+    return loss_of_all / tokens
+
+
+def tokens_of_all_ranks(batches: Sequence[Batch]) -> int:
+    """How many tokens of the micro-batches of all ranks have a label.
+
+    Nothing predicts the first token of a row, so its label does not count. Raises ValueError on
+    every rank if the ranks have different numbers of micro-batches, for one that has more would
+    wait for the others for ever; and if no token has a label.
+    """
+    count = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+    own = torch.tensor([count, len(batches)], device=group_device())
+    of_all = [torch.empty_like(own) for _ in range(world_size())]
+    distributed.all_gather(of_all, own)
+    counts, numbers = torch.stack(of_all).T.tolist()
+    if min(numbers) != max(numbers) or numbers[0] == 0:
+        raise ValueError(
+            f"the ranks have {numbers} micro-batches: give every rank the same number, 1 or more"
+        )
+    if sum(counts) == 0:
+        raise ValueError(f"every label of every rank is {IGNORED}: no token is left to train on")
+    return sum(counts)
+
+
+def averaging(model: Any, *, now: bool) -> contextlib.AbstractContextManager[None]:
+    """The context of a forward and backward that averages the gradients over ranks, or does not."""
+    if hasattr(model, "set_requires_gradient_sync"):  # fully_shard
+        model.set_requires_gradient_sync(now)
+    elif not now:
+        return model.no_sync()  # DistributedDataParallel
+    return contextlib.nullcontext()

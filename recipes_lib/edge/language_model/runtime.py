@@ -1,0 +1,169 @@
+"""A `.pte` of a language model in ExecuTorch's runtime: the prompt, then token by token.
+
+The file holds the cache of keys and values. A call gets tokens and the position of the first one,
+writes their keys and values into the cache, and returns the logits behind the last token. So the
+next text simply begins at position 0 again.
+
+Two libraries register the operators that the file needs when they are imported: the one for
+attention (`llama::custom_sdpa`) and the one for the embedding in 8 bits. Without them loading
+fails, and so it does in the C++ runner, with less to say.
+
+Shapes: S tokens of a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data.chat import IGNORED, Row
+from recipes_lib.core.data.token_ids import token_row
+from recipes_lib.edge._executorch_threads import use_threads
+from recipes_lib.edge._graph_capture import explained
+from recipes_lib.edge._noise import noise_to
+
+
+class PteLanguageModel:
+    """A language model that ExecuTorch's runtime executes; `load_language_model` makes one.
+
+    max_length     positions of its cache
+    vocabulary     how many tokens it knows
+    load_seconds   until the first token could come
+    """
+
+    def __init__(self, path: Path, *, threads: int) -> None:
+        self.path = path
+        with noise_to():
+            runtime = _runtime()
+            use_threads(threads)  # before the file is loaded: afterwards it would crash
+            start = time.perf_counter()
+            try:
+                self._program = runtime.load_program(path, verification=_least_verification())
+                self._forward = self._program.load_method("forward")
+                self.max_length = self._constant("get_max_context_len")
+                self.vocabulary = self._constant("get_vocab_size")
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"{path.name} is no language model of export_language_model: give such a file; "
+                    f"load_pte takes others ({explained(error)})"
+                ) from error
+            self.load_seconds = time.perf_counter() - start
+        self.threads = threads
+
+    def prefill(self, prompt: Any) -> Tensor:
+        """Read a prompt from position 0 on. Returns the logits behind it, fp32 [V].
+
+        Args:
+            prompt: token ids, a list or a tensor [S] or [1, S], at most max_length - 1 of them.
+        Raises ValueError for anything else.
+        """
+        ids = token_row(prompt, vocabulary=self.vocabulary)
+        if ids.shape[1] >= self.max_length:
+            raise ValueError(
+                f"the prompt has {ids.shape[1]} tokens, the file has room for "
+                f"{self.max_length - 1} and one more: export it with a larger max_length"
+            )
+        return self._logits(ids, position=0)
+
+    def step(self, token: int, position: int) -> Tensor:
+        """Read one token at `position`, behind all that were read. Returns the logits, fp32 [V].
+
+        Raises ValueError for a position outside of the cache and a token that does not exist.
+        """
+        check_whole(least=0, most=self.max_length - 1, position=position)
+        check_whole(least=0, most=self.vocabulary - 1, token=token)
+        return self._logits(torch.tensor([[token]]), position=position)
+
+    def greedy(self, prompt: Any, new_tokens: int) -> list[int]:
+        """The `new_tokens` most likely tokens behind `prompt`, one after the other.
+
+        Raises ValueError if prompt and answer are longer than max_length.
+        """
+        check_whole(new_tokens=new_tokens)
+        position = token_row(prompt, vocabulary=self.vocabulary).shape[1]
+        if position + new_tokens - 1 > self.max_length:
+            raise ValueError(
+                f"{position} tokens of the prompt and {new_tokens} new ones: the file has room "
+                f"for {self.max_length}. Give fewer, or export it with a larger max_length"
+            )
+        answer = [int(self.prefill(prompt).argmax())]
+        while len(answer) < new_tokens:
+            answer.append(int(self.step(answer[-1], position).argmax()))
+            position += 1
+        return answer
+
+    def perplexity(self, rows: Iterable[Row]) -> float:
+        """exp of the mean loss over all targets of `rows`, as `core.evaluation.text_windows` makes.
+
+        The file returns logits of the last position only, so the text is read token by token.
+        Raises ValueError for no rows, and for rows longer than max_length.
+        """
+        total = 0.0
+        targets = 0
+        for row in rows:
+            ids = row["input_ids"]
+            # The last label is that of a token which nothing needs to follow.
+            for position, target in enumerate(row["labels"][1:]):
+                logits = self.step(int(ids[position]), position)
+                if target != IGNORED:
+                    total -= float(logits.log_softmax(-1)[target])
+                    targets += 1
+        if targets == 0:
+            raise ValueError("there is no target: give rows with input_ids and labels")
+        return math.exp(total / targets)
+
+    def _logits(self, ids: Tensor, *, position: int) -> Tensor:
+        return self._forward.execute([ids, torch.tensor([position])])[0].view(-1)
+
+    def _constant(self, name: str) -> int:
+        """A number that the export has written into the file."""
+        return int(self._program.load_method(name).execute([])[0])
+
+
+def _runtime() -> Any:
+    """ExecuTorch's runtime, with the operators of language models."""
+    try:
+        # Imported for what they register, and before any file is loaded.
+        import executorch.extension.llm.custom_ops.custom_ops
+        import executorch.kernels.quantized  # noqa: F401
+        from executorch.runtime import Runtime
+    except ImportError as error:
+        raise ImportError(
+            "running a .pte needs ExecuTorch: `pip install executorch==1.5.1`"
+        ) from error
+    return Runtime.get()
+
+
+def _least_verification() -> Any:
+    """The file comes from this machine: its parts need not be checked one by one."""
+    from executorch.runtime import Verification
+
+    return Verification.Minimal
+
+
+def answer_in_cpp(
+    path: Path, tokenizer: Path, prompt: str, *, new_tokens: int, on_token: Callable[[str], None]
+) -> None:
+    """Let ExecuTorch's own C++ runner read `prompt` and write: what a phone's app calls.
+
+    `on_token` gets each piece of text as it comes. Raises UnicodeDecodeError where a token is only
+    a part of a character: the runner's Python binding cannot hand that over.
+    """
+    with noise_to():
+        _runtime()
+        from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+        runner = TextLLMRunner(str(path), str(tokenizer))
+        settings = GenerationConfig(max_new_tokens=new_tokens, temperature=0.0, echo=False)
+
+        def ignore(_statistics: Any) -> None:
+            pass
+
+        runner.generate(prompt, settings, on_token, ignore)

@@ -1,0 +1,434 @@
+"""Decode loop: one token per step through fused weights and a cache that is allocated once.
+
+Problem    `model.generate` spends milliseconds per token beside the products: it builds masks and
+           output objects, appends to a growing cache, copies keys and values for each query head,
+           and calls seven projections per block.
+Idea       Write the step out, for one family of models, with as few operators as it needs:
+
+               qkv       one product for queries, keys and values       3 -> 1
+               gate_up   one product for both halves of the MLP         2 -> 1
+               cache     [B, Hkv, T, E] allocated once, and its first `length` places are a view
+               RoPE      pairs of dimensions as complex numbers: one multiplication turns them
+               groups    G query heads share one head of keys: they are G rows of one product
+
+Saves      Time per token, the same number of seconds at any precision. So it counts little in fp32,
+           where reading the weights takes most of a step, and much at 8 and 4 bits.
+Costs      The fused weights are copies: as long as the model is alive beside its decoder, they
+           take memory twice. Hooks, adapters and output options of the model are left behind.
+Use when   The answer is greedy or sampled by your own loop, and the family is Llama-like: Llama,
+           Mistral, Qwen2, Qwen3, SmolLM2.
+Not when   You need beam search or constrained decoding, or serve many users at once: a server such
+           as vLLM schedules them.
+In production   vLLM and TensorRT-LLM fuse the same weights (`QKVParallelLinear`); gpt-fast is this
+           loop for GPUs; `model.generate(cache_implementation="static")` has the static cache.
+Source     Shazeer, "Fast Transformer Decoding" (arXiv 1911.02150); Ainslie et al., "GQA" (arXiv
+           2305.13245); "Accelerating Generative AI with PyTorch II: GPT, Fast", PyTorch blog,
+           November 2023.
+
+On a CPU, attention and its cache are fp32 whatever the weights are: the 16-bit kernels of attention
+are slower there.
+
+Shapes: B batch, K new tokens, T tokens in the cache, D hidden, F feed-forward, Hq and Hkv heads, G
+query heads per head of keys, E head dimension, V vocabulary.
+
+hf  its Hugging Face glue: reading the weights, and refusing what is not reproduced
+norms  its norms, with few operators
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.decoding import KeyValueCache, is_decoder
+from recipes_lib.core.model.linears import linear_layers
+from recipes_lib.core.predict.plain_step import without_grouped_heads
+from recipes_lib.inference.decode_loop.hf import (
+    BlockWeights,
+    Sizes,
+    Weights,
+    read_weights,
+    require_equal_logits,
+    require_reproducible,
+)
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def step_by_hand(
+    block: DecoderBlock, x: Tensor, turn: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """One token x [D] through one block; `turn` is its position as complex numbers [E/2].
+
+    keys and values [Hkv, T, E] have room for it in their last place.
+    """
+    kv_heads, _, head_dim = keys.shape
+    heads = block.qkv(block.attention_norm(x)).view(-1, head_dim)  # [Hq + 2 Hkv, E]
+    q, k, v = heads.split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
+    keys[:, -1] = rotate(k, turn)
+    values[:, -1] = v
+    q = rotate(q, turn).view(kv_heads, -1, head_dim)  # [Hkv, G, E]: G rows look at the same keys
+    scores = q @ keys.mT / math.sqrt(head_dim)  # [Hkv, G, T]
+    x = x + block.output((scores.softmax(-1) @ values).flatten())
+    gate, up = block.gate_up(block.mlp_norm(x)).chunk(2)
+    return x + block.down(block.activation(gate) * up)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_decode_loop(model: Any) -> Decoder:
+    """Make a decoder from a Hugging Face causal LM, which stays as it is.
+
+    The decoder shares the memory of the embedding, the output layer and the projections that are
+    not fused. Those that are (queries, keys and values; gate and up) are copies: drop the model,
+    and its own are freed. The decoder's parameters are objects of their own, without gradients.
+    Changing its dtype or replacing its layers does not change the model; writing into a shared
+    weight would.
+
+    Raises ValueError for a decoder, a model that is no causal LM, has adapters or quantized weights
+    or no weights yet, or is of a family whose arithmetic differs: learned positions, scaled
+    embeddings, capped scores, parallel residuals, partial rotation, mixtures of experts. The last
+    check compares a few logits.
+    """
+    if is_decoder(model):
+        raise ValueError("this is a decoder already: use it as it is, or give the model behind it")
+    require_causal_lm(model)
+    require_reproducible(model)
+    decoder = Decoder(read_weights(without_adapters(model)))
+    require_equal_logits(model, decoder)
+    return decoder
+
+
+class Decoder(nn.Module):
+    """A Llama-like model for decoding; it follows `core.decoding.CausalDecoder`.
+
+        embedding    nn.Embedding [V, D]; its dtype is that of the hidden states
+        blocks       each with qkv, output, gate_up, down (nn.Linear) and two norms
+        norm, head   RootMeanSquareNorm and nn.Linear; a tied head shares the embedding's parameter
+
+    Any of the linear layers may be replaced by another module with the same shapes.
+    """
+
+    # What `new_cache` makes. A technique may put another kind of cache here.
+    cache_class: type[KeyValueCache] = KeyValueCache
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.sizes = weights.sizes
+        self.embedding = weights.embedding
+        blocks = enumerate(weights.blocks)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(index, block, weights.sizes) for index, block in blocks
+        )
+        self.norm = weights.norm
+        self.head = weights.head
+        self.vocabulary = weights.embedding.num_embeddings
+        # No buffers: `decoder.to(torch.float16)` would round the angles.
+        self._frequencies = weights.frequencies  # fp32 [E/2], radians per position
+        self._table = torch.empty(0, len(weights.frequencies), 2)  # cosine and sine, [T, E/2, 2]
+        self.eval()
+
+    def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
+        """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included.
+
+        Raises ValueError for more tokens than the model has positions, or than its sliding window:
+        inside of it a window changes nothing, and beyond it this loop does not forget.
+        """
+        check_whole(max_tokens=max_tokens, batch=batch)
+        self._require_positions(max_tokens)
+        self._require_inside_window(max_tokens)
+        weight = self.embedding.weight
+        self._grow_table(max_tokens, weight.device)
+        on_cpu = weight.device.type == "cpu"
+        return self.cache_class(
+            layers=len(self.blocks),
+            kv_heads=self.sizes.kv_heads,
+            head_dim=self.sizes.head_dim,
+            capacity=max_tokens,
+            batch=batch,
+            dtype=torch.float32 if on_cpu else weight.dtype,
+            device=weight.device,
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KeyValueCache,
+        *,
+        last_only: bool = False,
+        row_by_row: bool = False,
+    ) -> Tensor:
+        """Append `tokens` [B, K] to the cache; their logits [B, K, V], or of the last [B, 1, V].
+
+        Args:
+            row_by_row: attention of the K tokens one after the other, without a mask, as in K calls
+                of one token each.
+        Raises ValueError if the cache has no room for them, is for another number of rows or of
+        another decoder, and for tokens that are no tensor of whole numbers.
+        """
+        with _without_gradients():
+            self._check(tokens, cache)
+            count = tokens.shape[1]
+            cache.reserve(count)
+            turn = self.turn(cache.positions(count))
+            mask = None
+            if cache.starts is not None or not row_by_row:
+                mask = cache.mask(count)
+            x = self.embedding(tokens.to(self.embedding.weight.device))  # [B, K, D]
+            for block in self.blocks:
+                x = block(x, turn, mask, cache, row_by_row)
+            cache.advance(count)
+            if last_only:
+                x = x[:, -1:]
+            return self.head(self.norm(x))
+
+    def turn(self, positions: Tensor) -> Tensor:
+        """The angles of `positions` as `rotate` takes them, for all heads alike."""
+        turn = self._table[positions].unsqueeze(-3)
+        if torch.compiler.is_compiling():
+            return turn
+        return torch.view_as_complex(turn)
+
+    def _check(self, tokens: Tensor, cache: KeyValueCache) -> None:
+        if not isinstance(cache, KeyValueCache) or len(cache.keys) != len(self.blocks):
+            raise ValueError(
+                f"cache is no cache of this decoder but of type {type(cache).__name__}: give what "
+                f"its new_cache(max_tokens=…) returns"
+            )
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens are of type {getattr(tokens, 'dtype', type(tokens).__name__)}: give token "
+                f"ids as a tensor of whole numbers [B, K]; greedy(decoder, prompt) takes lists"
+            )
+        if tokens.dim() != 2 or len(tokens) != cache.batch or tokens.shape[1] == 0:
+            raise ValueError(
+                f"tokens {list(tokens.shape)}: give [{cache.batch}, K] for this cache, with one "
+                f"token or more"
+            )
+
+    def _require_positions(self, max_tokens: int) -> None:
+        positions = self.sizes.positions
+        if positions is not None and max_tokens > positions:
+            raise ValueError(
+                f"max_tokens={max_tokens}, prompt and answer together: the model was trained for "
+                f"{positions} positions (max_position_embeddings), and what it writes beyond them "
+                f"is noise; give a shorter prompt or fewer new tokens"
+            )
+
+    def _require_inside_window(self, max_tokens: int) -> None:
+        window = self.sizes.window
+        if window is not None and max_tokens > window:
+            raise ValueError(
+                f"max_tokens={max_tokens}: the model looks back {window} tokens, and the decode "
+                f"loop does not forget; give {window} or fewer, or use model.generate()"
+            )
+
+    def _grow_table(self, positions: int, device: torch.device) -> None:
+        """Cosine and sine of all angles up to `positions`, as fp32 [T, E/2, 2]."""
+        if len(self._table) >= positions and self._table.device == device:
+            return
+        # On the CPU and in fp32, so that all devices turn by the same angles.
+        angles = torch.arange(positions)[:, None].float() * self._frequencies
+        table = torch.stack([angles.cos(), angles.sin()], dim=-1) * self.sizes.sharpening
+        self._table = table.to(device)
+
+
+def _without_gradients() -> Any:
+    """Inference mode, in which a compiled graph could take no view of its inputs."""
+    if torch.compiler.is_compiling():
+        return torch.no_grad()
+    return torch.inference_mode()
+
+
+class DecoderBlock(nn.Module):
+    """Attention and MLP of one layer, with the fewest operators."""
+
+    def __init__(self, index: int, weights: BlockWeights, sizes: Sizes) -> None:
+        super().__init__()
+        self.index = index
+        self.sizes = sizes
+        self.attention_norm = weights.attention_norm
+        self.qkv = weights.qkv
+        self.query_key_norm = weights.query_key_norm  # Qwen3's; None for most families
+        self.output = weights.output
+        self.mlp_norm = weights.mlp_norm
+        self.gate_up = weights.gate_up
+        self.down = weights.down
+        self.activation = weights.activation
+
+    def forward(
+        self,
+        x: Tensor,
+        turn: Tensor,
+        mask: Tensor | None,
+        cache: KeyValueCache,
+        row_by_row: bool,
+    ) -> Tensor:
+        """x [B, K, D] -> [B, K, D]; `turn` as `rotate` takes it, for all heads alike."""
+        sizes = self.sizes
+        batch, count, _ = x.shape
+
+        heads = self.qkv(self.attention_norm(x)).view(batch, count, -1, sizes.head_dim)
+        heads = heads.to(cache.dtype)  # [B, K, Hq + 2 Hkv, E]
+        queries_keys = heads.narrow(2, 0, sizes.heads + sizes.kv_heads)
+        if self.query_key_norm is not None:
+            queries_keys = self.query_key_norm(queries_keys)
+        queries_keys = rotate(queries_keys, turn)
+        keys, values = cache.append(
+            self.index,
+            queries_keys.narrow(2, sizes.heads, sizes.kv_heads).transpose(1, 2),  # [B, Hkv, K, E]
+            heads.narrow(2, sizes.heads + sizes.kv_heads, sizes.kv_heads).transpose(1, 2),
+        )
+        queries = queries_keys.narrow(2, 0, sizes.heads)  # [B, K, Hq, E]
+        looked = attend(queries, keys, values, mask, scale=sizes.scale, row_by_row=row_by_row)
+        x = x + self.output(looked.to(x.dtype))
+
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)  # [B, K, F] each
+        return x + self.down(self.activation(gate) * up)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn queries or keys x [..., E] by the angles of their positions.
+
+    Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it. `turn`
+    is complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
+    16-bit numbers have none either: they are turned in fp32 and rounded once.
+    """
+    if turn.is_complex() and x.dtype == torch.float32:
+        return (x.view(torch.complex64) * turn).view(torch.float32)  # views: nothing is copied
+    a, b = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)  # [..., E/2] each
+    cos, sin = _parts(turn)
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)  # [..., E/2, 2]
+    return turned.flatten(-2).to(x.dtype)
+
+
+def _parts(turn: Tensor) -> tuple[Tensor, Tensor]:
+    if turn.is_complex():
+        turn = torch.view_as_real(turn)
+    return turn.unbind(-1)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    row_by_row: bool = False,
+) -> Tensor:
+    """Queries [B, K, Hq, E] of the last K tokens look at keys and values [B, Hkv, T, E].
+
+    Returns [B, K, Hq * E]. Without a mask each of them sees itself and all tokens before.
+    """
+    count = queries.shape[1]
+    if count == 1:
+        return _attend_one(queries, keys, values, mask, scale)
+    if row_by_row:
+        return _attend_row_by_row(queries, keys, values, mask, scale)
+    groups = queries.shape[2] // keys.shape[1]
+    if groups > 1 and _table_of_scores(keys, mask):
+        keys = keys.repeat_interleave(groups, dim=1)  # [B, Hq, T, E]
+        values = values.repeat_interleave(groups, dim=1)
+        groups = 1
+    looked = functional.scaled_dot_product_attention(
+        queries.transpose(1, 2),  # [B, Hq, K, E]
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=groups > 1,
+    )
+    return looked.transpose(1, 2).flatten(2)
+
+
+def _table_of_scores(keys: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch would store all scores [B, Hq, K, T], because heads share their keys.
+
+    Of the fast kernels of CUDA only flash attention lets them share, and it takes no mask.
+    """
+    masked = mask is not None
+    return keys.is_cuda and (masked or without_grouped_heads(keys.device, keys.dtype))
+
+
+def _attend_one(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """One token per row [B, 1, Hq, E]: the G query heads of a head of keys are G rows."""
+    batch, _, heads, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, head_dim)  # [B, Hkv, G, E]
+    looked = functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, scale=scale
+    )
+    return looked.reshape(batch, 1, heads * head_dim)
+
+
+def _attend_row_by_row(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Each of the K tokens as if it came alone, and the later ones were not in the cache yet."""
+    count = queries.shape[1]
+    before = keys.shape[2] - count
+    rows = []
+    for row in range(count):
+        seen = before + row + 1
+        row_mask = None
+        if mask is not None:
+            row_mask = mask[:, :, row : row + 1, :seen]
+        rows.append(
+            _attend_one(
+                queries.narrow(1, row, 1),
+                keys.narrow(2, 0, seen),
+                values.narrow(2, 0, seen),
+                row_mask,
+                scale,
+            )
+        )
+    return torch.cat(rows, dim=1)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_seconds_per_token(
+    *, read_bytes: float, bandwidth: float, overhead: float = 0.0
+) -> float:
+    """overhead + bytes / bandwidth: what a step of one token takes where memory is the limit.
+
+    Args:
+        read_bytes: of a step, such as `predicted_read_bytes`.
+        bandwidth: bytes per second, such as `core.read_bandwidth.measure_read_bandwidth()`.
+        overhead: seconds of a step that do not depend on the bytes: calls of operators.
+    Raises ValueError for a bandwidth that is not positive and negative bytes or seconds.
+    """
+    check_number(above=0, bandwidth=bandwidth)
+    check_number(least=0, read_bytes=read_bytes, overhead=overhead)
+    return overhead + read_bytes / bandwidth
+
+
+def predicted_read_bytes(decoder: Decoder, *, length: int) -> int:
+    """Bytes that a step of one token reads: every weight of a product once, and the cache so far.
+
+    Of the embedding it reads one row. `length` counts the tokens in the cache, the new one too.
+    Layers that a technique of precision has put in are not counted: it knows their bytes. Raises
+    ValueError for a length below 1, and for a decoder of another kind.
+    """
+    if not isinstance(decoder, Decoder):
+        raise ValueError(
+            f"{type(decoder).__name__} is no Decoder: give what apply_decode_loop(model) returns"
+        )
+    check_whole(length=length)
+    weights = sum(linear.weight.nbytes for linear in linear_layers(decoder).values())
+    sizes = decoder.sizes
+    cache = decoder.new_cache(max_tokens=1)
+    per_token = 2 * len(decoder.blocks) * sizes.kv_heads * sizes.head_dim * cache.dtype.itemsize
+    return weights + length * per_token

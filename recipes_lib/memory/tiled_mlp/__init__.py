@@ -1,0 +1,243 @@
+"""Tiled MLP: the feed-forward layers see one tile of tokens at a time, in forward and in backward.
+
+Problem    The widest tensors of a block are [T, F]: a gated MLP saves four, its backward adds two.
+Idea       In an MLP no token reads another one, so they can pass in tiles, one after the other:
+
+               forward    for x in tiles of h:    y = mlp(x)                    keep h [T, D]
+               backward   for x in tiles of h:    mlp(x) again, dx, dW += …     six [t, F] at a time
+
+           `norms=True` does the same to each RMSNorm, which saves its input twice: in fp32, and
+           normalised.
+Saves      4 T F elements in every block, and at the peak inside a block 6 (T - t) F.
+           Of the norms: 4 bytes x T D for each one whose weight trains, and the five fp32 tensors
+           [T, D] that its backward adds.
+Costs      The MLP's products once more, but for the last. On top of block checkpointing none, for
+           that now ends its recomputation at the MLP's input (not in Gemma 2: a norm follows). A
+           weight's gradient is summed over tiles, beside up to two copies of it; in bf16 every sum
+           rounds, so more tiles mean a larger error. Dropout draws other numbers.
+Use when   Sequences are long and the peak is inside a block: blocks are checkpointed, or few.
+Not when   Logits or weights set the peak. Selective checkpointing keeps the products of all tiles:
+           the forward refuses.
+In production   Axolotl `tiled_mlp: true`; DeepSpeed's `TiledMLP`
+           (`runtime.sequence_parallel.ulysses_sp`); Liger `LigerTiledSwiGLUMLP`. A version that
+           adds to `.grad` once per tile fails under plain DDP; this one does not.
+Source     Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996; Liu and Abbeel, arXiv
+           2305.19370.
+
+Shapes: B batch, S sequence, T = B*S tokens, t of a tile, D hidden, F feed-forward.
+
+arithmetic  ... what that saves, and what its backward holds
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recipes_lib.core.checks import check_flag, check_whole
+from recipes_lib.core.model.causal_lm import (
+    EXPERTS,
+    ROUTERS,
+    decoder_blocks,
+    is_layer_norm,
+    leaf_names,
+    norms_of,
+    require_causal_lm,
+    trunk,
+)
+from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.model.recomputed_parts import (
+    needs_backward,
+    refuse_selective_checkpointing,
+    run_recomputed_parts,
+)
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.memory.tiled_mlp.arithmetic import (
+    as_backward_begins,
+    in_one_block,
+    no_longer_saved_in_a_block,
+    no_longer_saved_in_a_norm,
+    sizes_of,
+)
+
+# The fewest tokens of a tile by default. With fewer, the products of a tile take little time beside
+# adding its part to the weights' gradients.
+LEAST_TILE = 1024
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def tiled_by_hand(mlp: nn.Module, hidden: torch.Tensor, *, tile_size: int) -> torch.Tensor:
+    """`mlp(hidden)` for hidden [B, S, D], with the activations of one tile at a time.
+
+    A checkpoint keeps the input of its tile, and makes the tile's activations anew in backward.
+    """
+    tokens = hidden.flatten(0, -2)  # [T, D]: no token reads another one
+    outputs = []
+    for tile in tokens.split(tile_size):  # [t, D]
+        outputs.append(checkpoint(mlp, tile, use_reentrant=False))  # [t, D]
+    return torch.cat(outputs).view_as(hidden)
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = False) -> Any:
+    """Let the MLP of every block, and with `norms` every RMSNorm beside it, work in tiles.
+
+    Returns `model`. Names and hooks of parameters, adapters, 4-bit layers, `isinstance` and
+    `copy.deepcopy` work as before.
+
+    Args:
+        tile_size: tokens of a tile, of all rows together. None takes the hidden size, with which
+            the 6 t F elements are twice the MLP's own weights, but at least 1024.
+    Raises ValueError for a tile size below 1; for an `mlp` that is missing, is a mixture of experts
+    or reads more than the hidden states; for `norms` where they are LayerNorms; and for a model
+    that is tiled already.
+    """
+    check_flag(norms=norms)
+    require_causal_lm(model)
+    tile_size = _tile_size(model, tile_size)
+    modules = _token_wise_modules(model, norms)
+    if any(isinstance(module, Tiled) for module in modules):
+        raise ValueError("this model is tiled already: call remove_tiled_mlp(model) first")
+    for module in modules:
+        mix_in(module, Tiled, tile_size=tile_size)
+    return model
+
+
+def remove_tiled_mlp(model: Any) -> Any:
+    """Give every module its own class back. Raises ValueError if there is nothing to remove."""
+    modules = [module for module in model.modules() if isinstance(module, Tiled)]
+    if not modules:
+        raise ValueError("this model has no module that apply_tiled_mlp() has changed")
+    for module in modules:
+        unmix(module, Tiled, attributes=["tile_size"])
+    return model
+
+
+class Tiled:
+    """What is mixed into the class of an MLP or a norm: each token is treated by itself there.
+
+    Attributes:
+        tile_size: the most tokens of a tile.
+    """
+
+    tile_size: int
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the module does without tiles: [B, S, D] -> [B, S, D]."""
+        tokens = hidden.reshape(1, -1, hidden.shape[-1])  # [1, T, D]
+        whole_forward = super().forward
+
+        def tiles(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tokens.split(self.tile_size, dim=1)  # each [1, t, D]
+
+        def of_tile(index: int, tile: torch.Tensor) -> torch.Tensor:
+            return whole_forward(tile)
+
+        outputs = []
+        if needs_backward(self, hidden):
+            refuse_selective_checkpointing(parts="tiles", remove="remove_tiled_mlp")
+            # It is `tiled_by_hand`, made so that a checkpoint around the whole block costs no
+            # third run.
+            run_recomputed_parts(of_tile, tokens, split=tiles, take=outputs.append)
+        else:
+            outputs = [whole_forward(tile) for tile in tiles(tokens)]
+        output = torch.cat(outputs, dim=1)  # [1, T, D]
+        return output.view(*hidden.shape[:-1], output.shape[-1])
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _tile_size(model: Any, tile_size: int | None) -> int:
+    """Tokens of a tile: as given, or the default for this model."""
+    if tile_size is None:
+        return max(model.config.hidden_size, LEAST_TILE)
+    check_whole(tile_size=tile_size)
+    return tile_size
+
+
+def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
+    """The MLP of each block, and with `norms` the norms of the residual stream.
+
+    Raises ValueError if one of them cannot be tiled.
+    """
+    blocks = decoder_blocks(model)
+    modules = [getattr(block, "mlp", None) for block in blocks]
+    if norms:
+        modules += _rms_norms(model)
+    for module in modules:
+        problem = _why_not(module)
+        if problem:
+            raise ValueError(f"{type(module).__name__} in {type(blocks[0]).__name__} {problem}")
+    require_forward_of_class(modules)
+    return modules
+
+
+def _rms_norms(model: Any) -> list[nn.Module]:
+    """The norms of the blocks and the one behind them. Raises ValueError if tiles save nothing."""
+    found = []
+    for owner in (trunk(model), *decoder_blocks(model)):
+        found += norms_of(owner)
+    if not found or any(is_layer_norm(norm) for norm in found):
+        raise ValueError(
+            "norms=True is for RMSNorm; a LayerNorm saves nothing but its input: pass norms=False"
+        )
+    return found
+
+
+def _why_not(module: nn.Module | None) -> str | None:
+    """Why this module cannot be run tile by tile; None if it can."""
+    if module is None:
+        return "is all that is found: a block has to hold its MLP as `mlp`"
+
+    # The weights of experts are often one tensor, [experts, D, F].
+    has_experts = any(parameter.dim() > 2 for parameter in module.parameters())
+    if has_experts or leaf_names(module) & (ROUTERS | EXPERTS):
+        return (
+            "is a mixture of experts, whose router may look at all tokens: "
+            "only dense MLPs can be tiled"
+        )
+
+    inputs = inspect.signature(module.forward).parameters.values()
+    needed = [each for each in inputs if _is_needed(each)]
+    if len(needed) != 1:
+        return f"reads more than the hidden states: {', '.join(map(str, inputs))}"
+    return None
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    without_default = parameter.default is parameter.empty
+    return without_default and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.MLP)
+def estimate_tiled_mlp(
+    budget: Budget, model: Any, shape: Shape, *, tile_size: int | None = None, norms: bool = False
+) -> Budget:
+    """The budget with tiles.
+
+    The peak inside a block is that of a tile, a norm or attention. What adapters save in the MLP is
+    not subtracted. Raises ValueError for what `apply_tiled_mlp` refuses.
+    """
+    check_flag(norms=norms)
+    _token_wise_modules(model, norms)
+    tile = _tile_size(model, tile_size)
+    sizes = sizes_of(budget, model, shape, tile=tile, norms=norms)
+    block = no_longer_saved_in_a_block(sizes)
+    final_norm = no_longer_saved_in_a_norm(sizes)
+    tiled = budget.change(
+        one_block=budget.one_block - block,
+        activations=budget.activations - len(decoder_blocks(model)) * block - final_norm,
+        block_gradients=in_one_block(budget, model, sizes),
+    )
+    return as_backward_begins(tiled, model, sizes)

@@ -1,0 +1,189 @@
+"""Data parallel (DDP): every rank has the whole model and its own rows.
+
+Problem    One device computes one micro-batch at a time, and others stand idle.
+Idea       N ranks start from the same weights. Each computes the gradients of its own rows, and
+           then all take the average. So all take the same step, and stay equal:
+
+               rank 0   rows 0-3   forward   backward  \\              / step
+               rank 1   rows 4-7   forward   backward  / all-reduce   \\ step
+
+           The last block's gradients are ready when most of backward is still to come. DDP puts
+           gradients into buckets, and sends a bucket as soon as it is full:
+
+               compute         | backward 3 | backward 2 | backward 1 | backward 0 |
+               communication                | bucket 0   | bucket 1   | bucket 2   | bucket 3 |
+
+           With one bucket for everything all communication would come after backward.
+Saves      Time: N ranks train on N times the rows in the time of one, less what communication is
+           not hidden. Memory for activations, which grow with the rows of a rank.
+Costs      The whole of weights, gradients and optimizer states on every rank, and 2 (N-1) / N x the
+           bytes of the gradients sent per step. The buckets stay, so the memory of the gradients is
+           never free. Ranks wait for the slowest of them.
+Use when   A training step of one micro-batch fits a device, and there are several devices.
+Not when   Weights, gradients and states do not fit (zero, fully_sharded). Nor with an optimizer
+           that steps in backward: it would use gradients that are not averaged yet.
+In production   `torchrun --nproc-per-node 8 train.py` with DistributedDataParallel; the Hugging
+           Face Trainer wraps the model by itself when torchrun starts it.
+Source     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+           VLDB 2020.
+
+How a token comes to weigh the same on every rank is told in core/ranks/rank_step.py. The two lanes
+of the drawing, measured, are in lanes.py. What came before, threads of one process
+(`torch.nn.DataParallel`), is in threads.py.
+
+lanes  what computes when, and what is sent meanwhile, in one step
+threads  what came before: replicas in threads of one process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.rank_step import Batch, LossSum, rank_step, sum_of_losses
+from recipes_lib.parallel._whole_model import require_whole_model
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def averaged_by_hand(model: Any) -> None:
+    """After backward: replace each gradient by the average over all ranks. No buckets, no overlap.
+
+    Equal weights before the step and equal gradients in it give equal weights after it.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            distributed.all_reduce(parameter.grad)  # the sum over ranks, on every rank
+            parameter.grad /= distributed.get_world_size()
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_data_parallel(
+    model: Any, *, mesh: Any = None, bucket_megabytes: float = 25.0
+) -> DistributedDataParallel:
+    """Wrap `model` for training on all ranks of `mesh`. Call the wrapper, not `model`, in training.
+
+    All ranks get the weights of rank 0. Gradients are views into the buckets. Without that they
+    would exist twice.
+
+    Args:
+        mesh: a DeviceMesh of one dimension; by default that of all ranks.
+        bucket_megabytes: MiB of gradients that are sent at a time. One that holds the whole model
+            sends everything after backward.
+    Raises ValueError on every rank if there is no process group, if the ranks give models of
+    different shapes or different options, for a mesh of several dimensions, and for a model that is
+    no causal LM, or that `require_whole_model` refuses.
+    """
+    # First of all, so that no rank waits for one that has raised.
+    agree(model=model, bucket_megabytes=bucket_megabytes, mesh=mesh)
+    require_causal_lm(model)
+    check_number(bucket_megabytes=bucket_megabytes, above=0)
+    require_whole_model(model)
+    if mesh is None:
+        mesh = default_mesh(next(model.parameters()).device.type)
+    require_one_dimension(mesh, such_as="replicate")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    wrapper = DistributedDataParallel(
+        model,
+        device_ids=_device_ids(model),
+        process_group=mesh.get_group(),
+        bucket_cap_mb=bucket_megabytes,
+        gradient_as_bucket_view=True,
+    )
+    wrapper.averaged_names = frozenset(trained)
+    return wrapper
+
+
+def data_parallel_step(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    max_norm: float | None = None,
+    loss_sum: LossSum = sum_of_losses,
+) -> float:
+    """One step on this rank's micro-batches `batches`; ranks average after the last of them.
+
+    Args:
+        model: what `apply_data_parallel` returned.
+        batches: micro-batches with `input_ids` and `labels` [B, S], IGNORED where there is no loss.
+        max_norm: clip the averaged gradients to this norm.
+        loss_sum: the sum of the losses of a micro-batch.
+    Returns the mean loss over all tokens of all ranks, the same on every rank.
+    Raises ValueError for a model that `apply_data_parallel` has not wrapped, or of which other
+    parameters train since; and as `rank_step` does.
+    """
+    _require_wrapped(model)
+    return rank_step(model, optimizer, batches, max_norm=max_norm, loss_sum=loss_sum)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def _device_ids(model: Any) -> list[int] | None:
+    """The GPU of this rank; None on a CPU."""
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        return None
+    return [device.index]
+
+
+def _require_wrapped(model: Any) -> None:
+    """Raise ValueError if gradients would not be averaged, or not all of them."""
+    averaged = getattr(model, "averaged_names", None)
+    if averaged is None:
+        raise ValueError(
+            f"{type(model).__name__} does not average gradients: give what apply_data_parallel "
+            f"returned"
+        )
+    trained = {name for name, p in model.module.named_parameters() if p.requires_grad}
+    if trained != averaged:
+        changed = sorted(trained ^ averaged)
+        raise ValueError(
+            f"{len(changed)} parameters began or ceased to train after apply_data_parallel, "
+            f"{changed[0]} among them: DDP would not average them, and the ranks would drift "
+            f"apart. Freeze parameters and add adapters first"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.SHARDING)
+def estimate_data_parallel(budget: Budget, model: Any, shape: Shape) -> Budget:
+    """The budget of one rank: its rows, and gradients that are always there.
+
+    `budget_of` counts the rows of one rank already. A gradient arrives beside its bucket, so the
+    last one of them exists twice for a moment.
+    """
+    embedding = model.get_input_embeddings().weight
+    arriving = 0
+    if embedding.requires_grad:
+        arriving = tensor_bytes(embedding)
+    return budget.change(
+        carried=budget.gradients,
+        last_gradients=0,
+        embedding_gradient=budget.embedding_gradient + arriving,
+    )
+
+
+def predicted_sent_bytes(*, gradient_bytes: int, ranks: int) -> float:
+    """Bytes that one rank sends per step: a ring all-reduce of all gradients.
+
+    The ring passes each of N parts N-1 times to sum it up, and N-1 times to hand it out.
+    """
+    check_whole(gradient_bytes=gradient_bytes, least=0)
+    check_whole(ranks=ranks)
+    return 2 * (ranks - 1) / ranks * gradient_bytes

@@ -1,0 +1,109 @@
+"""When each action of a pipeline began and ended, measured on every rank.
+
+All ranks count from the moment at which rank 0 began, so that their times fit into one grid. Each
+rank measures by itself, and knows from the time of day how much later than rank 0 it began. Ranks
+of one machine have one time of day. Those of several machines differ by what their clocks differ.
+
+On a GPU events are recorded, and the clock does not slow the step down by waiting for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
+
+MILLISECONDS = 1000  # of a second
+
+
+class Clock:
+    """Begin and end of each action of this rank, in seconds after the begin on rank 0."""
+
+    def __init__(self, device: torch.device, group: Any, rank: int) -> None:
+        from torch import distributed
+
+        self._device = device
+        self._rank = rank
+        self._begun: list[tuple[Action, Any]] = []
+        self._ends: list[Any] = []
+        distributed.barrier(group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._zero = self._now()
+        today = time.time()
+        of_rank_0 = torch.tensor(today, dtype=torch.float64, device=device)
+        distributed.broadcast(of_rank_0, group=group, group_src=0)
+        self._later = today - of_rank_0.item()  # seconds by which this rank began later
+
+    @contextlib.contextmanager
+    def action(self, stage: int, direction: str, micro_batch: int) -> Iterator[None]:
+        """What runs inside is this action."""
+        self._begun.append((Action(self._rank, stage, direction, micro_batch), self._now()))
+        yield
+        self._ends.append(self._now())
+
+    def prolong(self) -> None:
+        """The last action that ended lasts until now."""
+        if self._ends:
+            self._ends[-1] = self._now()
+
+    def actions(self) -> list[Action]:
+        """All actions in their order, with times."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        timed = []
+        for (action, begin), end in zip(self._begun, self._ends, strict=True):
+            timed.append(action.at(self._seconds(begin), self._seconds(end)))
+        return timed
+
+    def _now(self) -> Any:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _seconds(self, moment: Any) -> float:
+        if self._device.type == "cuda":
+            return self._zero.elapsed_time(moment) / MILLISECONDS + self._later
+        return moment - self._zero + self._later
+
+
+def timed_stage(pipeline: Any, stage: nn.Module, **options: Any) -> Any:
+    """PyTorch's `PipelineStage` of our stage, which tells the pipeline's clock what it does."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class TimedStage(PipelineStage):
+        """The two methods that each schedule calls to compute."""
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with _on(pipeline, self.stage_index, FORWARD, fwd_chunk_id):
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with _on(pipeline, self.stage_index, BACKWARD, bwd_chunk_id):
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+        def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            """Stages ask each other whether all of them know their shapes, and here all do.
+
+            Ranks that are only pretended (`core.dry_ranks`) answer nothing, which would mean no.
+            """
+            answer = super()._warmup_backward_result(*args, **kwargs)
+            return torch.ones_like(answer)
+
+    return TimedStage(stage, stage.number, **options)
+
+
+def _on(
+    pipeline: Any, stage: int, direction: str, micro_batch: int
+) -> contextlib.AbstractContextManager:
+    if pipeline.clock is None:
+        return contextlib.nullcontext()
+    return pipeline.clock.action(stage, direction, micro_batch)

@@ -1,0 +1,366 @@
+"""Tensor parallelism: every layer is cut into parts, and each rank holds one part of each.
+
+Problem    One layer with its activations does not fit a card, or one token has to be fast. To cut
+           the batch brings nothing: each rank would still hold and read all weights.
+Idea       Cut the first matrix of a pair by its output features and the second one by its input
+           features. Then nothing has to be exchanged between them:
+
+               rank 0    x ->  gate, up  [F/2, D]  ->  silu  ->  down [D, F/2]  -> part 0
+               rank 1    x ->  gate, up  [F/2, D]  ->  silu  ->  down [D, F/2]  -> part 1
+                                                                   y = part 0 + part 1
+
+           Attention is cut likewise by heads. The sum is one all-reduce for each pair. Sequence
+           parallelism takes it apart: a reduce-scatter leaves each rank the sum for its part of
+           the tokens, where norms and residuals go on, and an all-gather joins the tokens before
+           the next pair. Loss parallelism never joins the logits: each rank has a part of the
+           vocabulary, and the ranks exchange three numbers per token.
+Saves      1/N of weights, gradients, states and logits for N ranks. With sequence parallelism also
+           of all activations, but for what the cut layers read: two [T, D] per block stay whole.
+Costs      Four exchanges of [T, D] per block and step, on the way of every token, that nothing
+           hides: N is at most the number of cards that a fast link joins. Matrix products get
+           smaller. All ranks read the same rows.
+Use when   One layer is too large for a card, or a batch too small to share; inside of one machine.
+Not when   The model fits: fully_sharded exchanges weights, which can be hidden behind computing.
+In production   transformers `from_pretrained(…, tp_plan="auto")`; Megatron-LM
+           `--tensor-model-parallel-size 8 --sequence-parallel`; vLLM `tensor_parallel_size`.
+Source     Shoeybi et al., "Megatron-LM" (arXiv 1909.08053); Korthikanti et al., "Reducing
+           Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
+
+The order of recipes: tensor parallelism first, on the dimension of the mesh with the fast link, and
+fully_sharded after it on the other one.
+
+Shapes: T tokens, D hidden, F feed-forward, V vocabulary, N ranks. What PyTorch has no style for is
+in styles.py, the loss of cut logits in loss.py, the arithmetic in
+arithmetic.py. Four ranks in one process, whose parts can be printed, are in
+simulated.py.
+
+arithmetic  what stays whole on each rank, and how many bytes it sends
+loss  the loss of logits that are cut by the vocabulary
+simulated  four ranks in one process, with every part to print
+styles  a table of tokens that is cut, and norms that are whole
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from recipes_lib.core.checks import check_flag, check_whole
+from recipes_lib.core.measure import dry
+from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
+from recipes_lib.core.model.marks import COMPILED, any_marked
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.ranks import world_size
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.meshes import default_mesh, require_mesh
+from recipes_lib.parallel.tensor_parallel.arithmetic import (
+    checkpoint_bytes,
+    stream_bytes,
+    whole_activations,
+    whole_in_a_block,
+    whole_parameter_bytes,
+)
+from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss, require_same_rows
+from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights, require_table
+
+BY_OUTPUT = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+BY_OUTPUT += ["mlp.gate_proj", "mlp.up_proj"]
+BY_INPUT = ["self_attn.o_proj", "mlp.down_proj"]
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def cut_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, ranks: int) -> Tensor:
+    """x [T, D], gate and up [F, D], down [D, F] -> [T, D], as `ranks` ranks compute it in turn."""
+    parts = []
+    for rank in range(ranks):
+        my_gate = gate.chunk(ranks, dim=0)[rank]  # [F/N, D]: some features of the middle
+        my_up = up.chunk(ranks, dim=0)[rank]  # [F/N, D]
+        my_down = down.chunk(ranks, dim=1)[rank]  # [D, F/N]: reads those features alone
+        middle = nn.functional.silu(x @ my_gate.T) * (x @ my_up.T)  # [T, F/N]
+        parts.append(middle @ my_down.T)  # [T, D]: one of N parts of a sum
+    return torch.stack(parts).sum(dim=0)  # what the all-reduce does
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_tensor_parallel(
+    model: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+) -> Any:
+    """Cut all layers of a Llama-like `model` over the ranks of `mesh`, in place; returns `model`.
+
+    All ranks call this, and the weights of the first rank count. Then all give the model the same
+    rows, and `model(input_ids=…, labels=…).loss.backward()` is that of the whole model on each of
+    them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts. For a norm of all
+    gradients, and to clip by it, use `recipes_lib.core.ranks.gradient_norm.clip_gradients`.
+
+    Args:
+        mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default of all
+            ranks.
+        sequence_parallel: norms and residuals see a part of the tokens. Without it each rank sees
+            all of them, and an all-reduce takes the place of reduce-scatter and all-gather.
+        loss_parallel: each rank makes the logits of a part of the vocabulary, and the logits that
+            the model returns are a DTensor, but for those of `generate`. Without it each rank gets
+            all logits.
+    Raises ValueError for a model that is no causal LM of this kind, has adapters or quantized
+    weights, is cut or compiled already or is on another device than the mesh, and where the ranks
+    do not divide the heads, the heads of keys, the feed-forward width or the vocabulary. The first
+    forward raises one if the ranks got different rows.
+    """
+    if mesh is None:
+        mesh = default_mesh()
+    require_mesh(mesh)
+    if mesh.size() == world_size() and not dry():
+        agree(model=model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    require_causal_lm(model)
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    _require_mesh(mesh, model)
+    _require_whole(model)
+    _require_layers(model)
+    _require_divisible(model, ranks=mesh.size())
+    plan = tensor_parallel_plan(
+        model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
+    )
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    parallelize_module(model, mesh, plan)
+    if tied:
+        # PyTorch has cut one parameter twice, and each copy would learn its own half.
+        head.weight = embedding.weight
+    if loss_parallel:
+        model.loss_function = cut_causal_lm_loss
+        model.register_forward_hook(_join_for_generation, with_kwargs=True)
+    _check_rows_once(model, mesh)
+    return model
+
+
+def tensor_parallel_plan(
+    model: Any, *, sequence_parallel: bool = True, loss_parallel: bool = True
+) -> dict[str, ParallelStyle]:
+    """How each layer is cut: the name of a module -> its style. `print` it to read it.
+
+    Between the layers there is the residual stream, [B, S, D]. With sequence parallelism it is a
+    DTensor whose shape is that of all tokens, and so masks and positions are those of all tokens.
+    """
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    stream: Placement = Replicate()
+    if sequence_parallel:
+        stream = Shard(1)  # by tokens
+    local = not sequence_parallel
+    names = {module: name for name, module in model.named_modules()}
+    by_output = ColwiseParallel()
+    by_input = RowwiseParallel(output_layouts=stream, use_local_output=local)
+    norm = WholeWeights(inputs=stream, local_outputs=local)
+    norm_of_heads = WholeWeights(inputs=Shard(2), local_outputs=True)  # [B, S, heads / N, E]
+
+    table = CutTable(outputs=stream, local_outputs=local)
+    plan: dict[str, ParallelStyle] = {names[model.get_input_embeddings()]: table}
+    for block in decoder_blocks(model):
+        for each in norms_of(block):
+            plan[names[each]] = norm
+        # One all-gather for all layers that read the same.
+        plan[names[block.self_attn]] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        )
+        plan[names[block.mlp]] = PrepareModuleInput(
+            input_layouts=stream, desired_input_layouts=Replicate()
+        )
+        for each in BY_OUTPUT:
+            plan[names[block.get_submodule(each)]] = by_output
+        for each in BY_INPUT:
+            plan[names[block.get_submodule(each)]] = by_input
+        for each in norms_of(block.self_attn):
+            plan[names[each]] = norm_of_heads
+    plan[names[norms_of(trunk(model))[-1]]] = norm
+
+    logits: Placement = Replicate()
+    if loss_parallel:
+        logits = Shard(-1)  # by the vocabulary
+    plan[names[model.get_output_embeddings()]] = ColwiseParallel(
+        input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel
+    )
+    return plan
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+def _join_for_generation(
+    _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any
+) -> None:
+    """Without labels and gradients somebody looks for the next token, in the whole vocabulary."""
+    asks_for_loss = options.get("labels") is not None
+    if torch.is_grad_enabled() or asks_for_loss or not hasattr(output, "logits"):
+        return
+    if isinstance(output.logits, DTensor):
+        output.logits = output.logits.full_tensor()
+
+
+def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
+    """At the first forward, see whether all ranks got the same rows. A sampler may cut them."""
+
+    def check(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        handle.remove()
+        input_ids = options.get("input_ids")
+        if input_ids is None and inputs:
+            input_ids = inputs[0]
+        if input_ids is not None and not dry():
+            require_same_rows(input_ids, mesh)
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _require_mesh(mesh: DeviceMesh, model: Any) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}: give the one for the cut layers, such "
+            f"as mesh['tensor']"
+        )
+    if mesh.device_type != model.device.type:
+        raise ValueError(
+            f"the model is on {model.device.type} and the mesh is of {mesh.device_type}: move the "
+            f"model there first"
+        )
+
+
+def _require_whole(model: Any) -> None:
+    """Raise ValueError if another recipe has cut or compiled the model already."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "this model is cut or sharded already: apply tensor parallelism once, and before "
+            "apply_fully_sharded"
+        )
+    if any_marked(decoder_blocks(model), COMPILED):
+        raise ValueError(
+            "the blocks are compiled already, for layers that are whole: call "
+            "remove_compiled_blocks(model) first"
+        )
+
+
+def _require_layers(model: Any) -> None:
+    """Raise ValueError unless each block has the layers that the plan cuts, as plain ones."""
+    require_table(model.get_input_embeddings())
+    layers = {"the output layer": model.get_output_embeddings()}
+    for index, block in enumerate(decoder_blocks(model)):
+        for name in BY_OUTPUT + BY_INPUT:
+            try:
+                layers[f"block {index}: {name}"] = block.get_submodule(name)
+            except AttributeError:
+                raise ValueError(
+                    f"{type(model).__name__} has no {name} in block {index}: tensor parallelism "
+                    f"knows decoders with the layers of Llama (Llama, Mistral, Qwen, Gemma); for "
+                    f"others use transformers' tp_plan='auto'"
+                ) from None
+    for name, layer in layers.items():
+        plain = isinstance(layer, nn.Linear) and not list(layer.children())
+        if not plain or not layer.weight.is_floating_point():
+            raise ValueError(
+                f"{name} is a {type(layer).__name__}: only plain linear layers can be cut, without "
+                f"adapters and not quantized; merge the adapters first, or use quantized_shards"
+            )
+
+
+def _require_divisible(model: Any, *, ranks: int) -> None:
+    config = model.config
+    counts = {
+        "heads": config.num_attention_heads,
+        "heads of keys and values": config.num_key_value_heads,
+        "features of the feed-forward layers": config.intermediate_size,
+        "tokens of the vocabulary": model.get_output_embeddings().out_features,
+    }
+    for name, count in counts.items():
+        if count % ranks:
+            raise ValueError(
+                f"{ranks} ranks do not divide {count} {name}: give a mesh of "
+                f"{_divisors(counts.values())} ranks"
+            )
+
+
+def _divisors(counts: Iterable[int]) -> str:
+    """The numbers of ranks that divide all counts, as text."""
+    largest = math.gcd(*counts)
+    fitting = [str(ranks) for ranks in range(1, largest + 1) if largest % ranks == 0]
+    return " or ".join(fitting)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+@estimate(Order.SHARDING)
+def estimate_tensor_parallel(
+    budget: Budget,
+    model: Any,
+    shape: Shape,
+    *,
+    ranks: int,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+) -> Budget:
+    """The budget of one of `ranks` ranks. `model` is the whole one, as it was before it was cut.
+
+    All ranks have the same rows, so `shape.ranks` counts the groups of ranks with rows of their
+    own. Activations fall by N but for what stays whole: what cut layers read, and without sequence
+    parallelism all that norms save.
+    """
+    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    check_whole(ranks=ranks)
+    _require_layers(model)
+    _require_divisible(model, ranks=ranks)
+    tokens = shape.tokens
+    checkpointed = any(done.order is Order.CHECKPOINTS for done in budget.applied)
+    whole = tokens * whole_activations(
+        model, sequence_parallel=sequence_parallel, checkpointed=checkpointed
+    )
+    in_a_block = tokens * whole_in_a_block(model, sequence_parallel=sequence_parallel)
+
+    def cut(size: int, staying: int) -> int:
+        """The bytes of one rank when `staying` of `size` bytes are whole on each."""
+        staying = min(staying, size)
+        return staying + (size - staying) // ranks
+
+    loss = budget.loss
+    if loss_parallel:
+        loss = budget.loss // ranks
+    small = whole_parameter_bytes(model)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
+    plan = budget.change(
+        weights=cut(budget.weights, small + buffers),
+        gradients=cut(budget.gradients, small),
+        states=cut(budget.states, 2 * small),
+        carried=cut(budget.carried, small),
+        activations=cut(budget.activations, whole),
+        one_block=cut(budget.one_block, in_a_block),
+        block_gradients=cut(budget.block_gradients, tokens * stream_bytes(model)),
+        last_gradients=budget.last_gradients // ranks,
+        embedding_gradient=budget.embedding_gradient // ranks,
+        loss=loss,
+    )
+    if not checkpointed:
+        return plan
+    # The moment in a block was larger than the loss by the activations: both are taken apart.
+    return plan.with_moment_in_a_block(
+        as_backward_begins=tokens
+        * checkpoint_bytes(model, ranks=ranks, sequence_parallel=sequence_parallel),
+        in_a_block=cut(budget.activations + budget.after_activations, whole),
+    )

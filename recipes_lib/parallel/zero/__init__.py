@@ -1,0 +1,336 @@
+"""ZeRO 1, 2 and 3: data parallel without N copies of what each rank could ask the others for.
+
+Problem    Under data parallel every rank keeps all weights, gradients and optimizer states, though
+           all of them are equal on all ranks. With AdamW in fp32 that is 16 bytes per parameter, N
+           times over.
+Idea       Each rank keeps one part of N, and the ranks exchange parts when they need them. For P
+           bytes of weights and AdamW:
+
+               stage   weights   gradients   states    what is split
+               0       P         P           2 P       nothing: data parallel
+               1       P         P           2 P / N   the states
+               2       P         P / N       2 P / N   and the gradients
+               3       P / N     P / N       2 P / N   and the weights
+
+           The step of a weight needs only its own gradient and states. So each rank steps its part,
+           and hands it out.
+Saves      Stage 1 half the memory of an fp32 AdamW as N grows, stage 3 all but 1 / N of it and one
+           block.
+Costs      Stages 1 and 2 need not send more than data parallel: 2 (N-1) / N x P per step. Stage 3
+           gathers the blocks in backward once more: up to 3 (N-1) / N x P. PyTorch's stage 1 sends
+           as much, for it averages all gradients and then hands out the weights.
+Use when   The states (1), the gradients (2) or the weights (3) are what does not fit.
+Not when   Everything fits: data parallel is the simplest. Activations are what does not fit: ZeRO
+           splits none of them.
+In production   DeepSpeed's `zero_optimization.stage` (deepspeed.py, launch/deepspeed/*.json);
+           `fully_shard` of PyTorch, which is stage 3; `FSDP_RESHARD_AFTER_FORWARD=false` of
+           accelerate for stage 2.
+Source     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+           Models", SC 2020, arXiv 1910.02054.
+
+PyTorch's own stages are not quite those of the paper. Stage 1 is ZeroRedundancyOptimizer over DDP:
+it hands out whole parameters, so a large embedding lies on one rank, states and all. Stage 2 is
+`fully_shard` without resharding: the weights are whole from forward to backward, and split between
+the steps, where the paper keeps them whole. What is sent is the same.
+
+Words: P bytes of the weights, N ranks.
+
+deepspeed  the same stages by DeepSpeed, from launch/deepspeed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes_lib.core.checks import check_choice, check_flag, check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
+from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.rank_step import Batch, LossSum, rank_step, sum_of_losses
+from recipes_lib.core.ranks.shard_groups import shard_in_groups
+from recipes_lib.parallel._shard_budget import sharded_budget
+from recipes_lib.parallel._shard_group_bytes import sharded_groups
+from recipes_lib.parallel._whole_model import require_whole_model
+
+STAGES = (1, 2, 3)
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+@torch.no_grad()
+def step_of_own_part(
+    parameters: list[torch.Tensor], owners: list[int], optimizer: torch.optim.Optimizer
+) -> None:
+    """ZeRO-1 after backward. `optimizer` is over the parameters that this rank owns, no others.
+
+    `owners` has for each parameter the rank that steps it.
+    """
+    for parameter in parameters:
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= distributed.get_world_size()
+    optimizer.step()  # states exist for the own part only
+    for parameter, owner in zip(parameters, owners):
+        distributed.broadcast(parameter, src=owner)  # the new value, to all others
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def apply_zero(
+    model: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    stage: int,
+    mesh: Any = None,
+    **optimizer_options: Any,
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Split the training of `model` over the ranks of `mesh`.
+
+    Returns what to train with, and its optimizer: in stage 1 a wrapper, in stages 2 and 3 the model
+    itself. All ranks start with the weights of rank 0.
+
+    Args:
+        optimizer_class: such as torch.optim.AdamW. A class and not an optimizer: one that was made
+            before would hold the parameters as they were.
+        stage: 1 splits the states, 2 the gradients too, 3 the weights too.
+        mesh: a DeviceMesh of one dimension; by default that of all ranks.
+        optimizer_options: of the optimizer, such as lr.
+    Raises ValueError on every rank if there is no process group, if the ranks give other models,
+    stages or options than each other, for an unknown stage, an optimizer in place of its class, a
+    mesh of several dimensions, and for a model that is no causal LM, or that `require_whole_model`
+    refuses.
+    """
+    # First of all, so that no rank waits for one that has raised.
+    agree(
+        model=model,
+        stage=stage,
+        optimizer=optimizer_class,
+        options=optimizer_options,
+        mesh=mesh,
+    )
+    require_causal_lm(model)
+    check_choice(STAGES, stage=stage)
+    _require_class(optimizer_class)
+    require_whole_model(model)
+    if mesh is None:
+        mesh = default_mesh(next(model.parameters()).device.type)
+    require_one_dimension(mesh, such_as="shard")
+    if stage == 1:
+        return _split_states(model, optimizer_class, mesh, optimizer_options)
+    _start_alike(model, mesh)
+    shard_in_groups(model, mesh=mesh, reshard_after_forward=stage == 3)
+    # After sharding: these are the parts, and the states will be as large as they are.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, optimizer_class(trained, **optimizer_options)
+
+
+def zero_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    max_norm: float | None = None,
+    reduce_each: bool = False,
+    loss_sum: LossSum = sum_of_losses,
+) -> float:
+    """One step on this rank's micro-batches `batches`, with what `apply_zero` returned.
+
+    Args:
+        batches: micro-batches with `input_ids` and `labels` [B, S], IGNORED where there is no loss.
+        max_norm: clip the gradients of all ranks together to this norm.
+        reduce_each: average and split the gradients after each micro-batch. Otherwise stages 2 and
+            3 hold gradients of the whole model until the last one.
+        loss_sum: the sum of the losses of a micro-batch.
+    Returns the mean loss over all tokens of all ranks, the same on every rank.
+    Raises ValueError for a model that `apply_zero` has not split, and as `rank_step` does.
+    """
+    if not isinstance(model, FSDPModule | DistributedDataParallel):
+        raise ValueError(
+            f"{type(model).__name__} averages no gradients: give the model that apply_zero returned"
+        )
+    return rank_step(
+        model,
+        optimizer,
+        batches,
+        max_norm=max_norm,
+        reduce_each=reduce_each,
+        loss_sum=loss_sum,
+    )
+
+
+def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
+    """Which rank steps each parameter: the largest first, each to the rank that has least so far.
+
+    This is what ZeroRedundancyOptimizer does, which never cuts a parameter.
+    """
+    check_whole(ranks=ranks)
+    owners = [0] * len(sizes)
+    loads = [0] * ranks
+    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        rank = loads.index(min(loads))
+        owners[index] = rank
+        loads[rank] += sizes[index]
+    return owners
+
+
+def _split_states(
+    model: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    mesh: Any,
+    options: dict[str, Any],
+) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    """Stage 1: DDP averages all gradients, and each rank steps the parameters that it owns."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = trained[0].device
+    device_ids = None
+    if device.type != "cpu":
+        device_ids = [device.index]
+    group = mesh.get_group()
+    wrapper = DistributedDataParallel(
+        model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=True
+    )
+    optimizer = ZeroRedundancyOptimizer(
+        trained, optimizer_class=optimizer_class, process_group=group, **options
+    )
+    return wrapper, optimizer
+
+
+def _start_alike(model: Any, mesh: Any) -> None:
+    """Give all ranks the weights of rank 0, as DDP does by itself.
+
+    `fully_shard` takes from each rank the part that will be its own. Where ranks start with
+    different weights, it would join parts of different models, and say nothing.
+    """
+    group = mesh.get_group()
+    first = distributed.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            distributed.broadcast(tensor, src=first, group=group)
+
+
+# --- guards ---------------------------------------------------------------------------------------
+
+
+def _require_class(optimizer_class: Any) -> None:
+    if not isinstance(optimizer_class, type) or not issubclass(
+        optimizer_class, torch.optim.Optimizer
+    ):
+        raise ValueError(
+            f"optimizer_class={optimizer_class!r}: give a class such as torch.optim.AdamW. An "
+            f"optimizer that exists holds the parameters as they were before they were split"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_rank_bytes(
+    model: Any, *, stage: int, ranks: int, rank: int = 0, states_per_weight: int = 2
+) -> dict[str, int]:
+    """Bytes of weights, gradients and states on one rank between backward and step, in PyTorch.
+
+    `model` is the plain one. Parts are those that PyTorch makes: whole parameters in stage 1, rows
+    of each parameter in stages 2 and 3.
+
+    Args:
+        stage: 0 (data parallel), 1, 2 or 3. Stages 2 and 3 differ only while a step computes.
+        ranks: N, which may be more than there are here.
+        rank: of whom; the parts of the ranks need not be equal.
+        states_per_weight: tensors that the optimizer keeps for each weight, 2 for AdamW. Its
+            counters of steps are left out.
+    Raises ValueError for an unknown stage or rank.
+    """
+    check_whole(states_per_weight=states_per_weight, least=0)
+    check_choice((0, *STAGES), stage=stage)
+    check_whole(ranks=ranks)
+    check_whole(rank=rank, least=0, most=ranks - 1)
+    every = list(model.parameters())
+    trained = [parameter for parameter in every if parameter.requires_grad]
+    weights = sum(map(tensor_bytes, every))
+    gradients = sum(map(tensor_bytes, trained))
+    own = gradients
+    if stage == 1:
+        owners = owners_of([parameter.numel() for parameter in trained], ranks=ranks)
+        own = sum(tensor_bytes(p) for p, owner in zip(trained, owners) if owner == rank)
+    elif stage > 1:
+        weights = sum(_own_rows(parameter, ranks, rank) for parameter in every)
+        own = sum(_own_rows(parameter, ranks, rank) for parameter in trained)
+        gradients = own
+    return {"weights": weights, "gradients": gradients, "states": states_per_weight * own}
+
+
+def _own_rows(parameter: torch.Tensor, ranks: int, rank: int) -> int:
+    """Bytes of the rows of a parameter that `fully_shard` gives to `rank`."""
+    rows = parameter.shape[0]
+    of_each = parts_needed(rows, ranks)
+    own = min(of_each, max(0, rows - rank * of_each))
+    return own * tensor_bytes(parameter) // rows
+
+
+def predicted_sent_bytes(model: Any, *, stage: int, ranks: int) -> float:
+    """Bytes that one rank sends per step in PyTorch. `model` is the plain one, with P bytes.
+
+    A ring: each collective passes (N-1)/N of the whole on, and an all-reduce is two of them.
+
+        stage   gradients            weights                       together, in (N-1)/N x P
+        0       all-reduce 2         -                             2
+        1       all-reduce 2         new values 1                  3, and 2 in the paper
+        2       reduce-scatter 1     before forward 1              2
+        3       reduce-scatter 1     before forward 1, backward 1  3, less what is gathered once
+
+    In stage 3 the embedding and the output layer are gathered once: the gradient of the first needs
+    no weights, and the second stays. Raises ValueError for an unknown stage.
+    """
+    check_choice((0, *STAGES), stage=stage)
+    check_whole(ranks=ranks)
+    trained = _trained_bytes(model.parameters())
+    whole = {0: 2 * trained, 1: 3 * trained}.get(stage)
+    if whole is None:
+        # Rows that do not divide are filled up, and the filling is sent, too.
+        groups = sharded_groups(model, shards=ranks)
+        whole = groups.whole.gathered + groups.whole.sent
+        if stage == 3:
+            whole += groups.all_blocks.gathered
+    return (ranks - 1) / ranks * whole
+
+
+@estimate(Order.SHARDING)
+def estimate_zero(
+    budget: Budget, model: Any, shape: Shape, *, stage: int, reduce_each: bool = False
+) -> Budget:
+    """The budget of rank 0 of `shape.ranks` with PyTorch's stages and AdamW.
+
+    Stage 1 changes the states, and keeps gradients in DDP's buckets. In stages 2 and 3 what is
+    gathered counts where it is alive (_shard_budget.py). With several micro-batches they carry
+    whole gradients, unless `reduce_each`. Raises ValueError for an unknown stage.
+    """
+    check_flag(reduce_each=reduce_each)
+    check_choice(STAGES, stage=stage)
+    if stage == 1:
+        parts = predicted_rank_bytes(model, stage=1, ranks=shape.ranks)
+        embedding = model.get_input_embeddings().weight
+        return budget.change(
+            states=parts["states"],
+            carried=budget.gradients,
+            last_gradients=0,
+            # A gradient arrives beside its bucket.
+            embedding_gradient=budget.embedding_gradient + _trained_bytes([embedding]),
+        )
+    groups = sharded_groups(model, shards=shape.ranks)
+    sharded = sharded_budget(budget, model, shape, groups, reshard_after_forward=stage == 3)
+    if shape.micro_batches > 1 and not reduce_each:
+        return sharded.change(carried=groups.whole.gradients)
+    return sharded
+
+
+def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(tensor_bytes(parameter) for parameter in parameters if parameter.requires_grad)

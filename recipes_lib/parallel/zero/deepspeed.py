@@ -1,0 +1,344 @@
+"""ZeRO by DeepSpeed itself, from the files in launch/deepspeed: the same stages, other details.
+
+    engine = apply_deepspeed(model, torch.optim.AdamW, config=config_file("zero2"), rows=4, lr=1e-4)
+    loss = deepspeed_step(engine, batches)
+
+DeepSpeed lays all parameters end to end and cuts that row into N parts, inside of parameters too.
+So parts are equal, whatever the largest parameter is. It keeps an fp32 copy of its part as well,
+the master weights of bf16, even if the model is fp32 already. P bytes of fp32 weights, AdamW:
+
+    stage   weights   gradients   masters   states
+    1       P         P           P / N     2 P / N
+    2       P         P / N       P / N     2 P / N
+    3       P / N     P / N       P / N     2 P / N    and small parameters whole, on every rank
+
+In (N-1) / N x P bytes, a rank sends 3 per step in stages 1 and 2, for DeepSpeed averages all
+gradients on all ranks. `"use_multi_rank_bucket_allreduce": false` makes it 2, in as many calls as
+there are parameters. Stage 3 sends 2: see below.
+
+What it does without a word, and what is done about it here:
+
+    it compiles        At the start DeepSpeed compiles C++ for minutes: its own all-reduce for CPUs.
+                       Here it uses PyTorch's, and it is given an optimizer of PyTorch's.
+    buckets of 2 GB    The default bucket for gradients has 500,000,000 elements, and the memory for
+                       it is taken in every backward, whatever the size of the model; twice with
+                       `overlap_comm`. The files say "auto": hidden size squared.
+    stage 3 keeps all  Parameters of up to 100,000 elements stay whole on every rank by default. In
+                       a small model that is all of them. The files say "auto": 10 x hidden size.
+    and still keeps    Up to 1,000,000,000 numbers that stage 3 has gathered stay whole until
+                       backward. A smaller model is whole from forward to backward on every rank. To
+                       split it then, set `stage3_max_live_parameters` and
+                       `stage3_max_reuse_distance` to 0: it saves memory, and sends 3.
+    a mean of means    It averages over ranks and micro-batches, whatever their tokens are.
+                       `deepspeed_step` undoes both.
+    another count      `engine.step()` counts micro-batches by itself. With another number of them
+                       than was configured, it steps in the middle of the next batch.
+
+Under accelerate and the Trainer, launch/guards.py sees whether DeepSpeed trains on all ranks.
+DeepSpeed is optional: `DS_ACCELERATOR=cpu pip install deepspeed` installs it without a compiler.
+
+Source: DeepSpeed, "DeepSpeed Configuration JSON"; Rajbhandari et al., arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes_lib.core.checks import check_choice, check_flag, check_number, check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.sizes import parts_needed, storage_bytes, tensor_bytes
+from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.rank_step import Batch, LossSum, sum_of_losses, tokens_of_all_ranks
+
+FOLDER = Path(__file__).resolve().parents[2] / "launch" / "deepspeed"
+AUTO = "auto"
+
+
+def config_file(name: str) -> Path:
+    """The file of a configuration that we ship, such as "zero2" or "zero3_offload".
+
+    Raises ValueError for another name.
+    """
+    file = FOLDER / f"{name}.json"
+    if not file.exists():
+        names = ", ".join(sorted(path.stem for path in FOLDER.glob("*.json")))
+        raise ValueError(f"there is no configuration {name!r} in {FOLDER}: choose one of {names}")
+    return file
+
+
+def apply_deepspeed(
+    model: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    config: Path | str | dict[str, Any],
+    rows: int,
+    micro_batches: int = 1,
+    max_norm: float | None = None,
+    **optimizer_options: Any,
+) -> Any:
+    """DeepSpeed's engine around `model`, for `deepspeed_step`. It starts with rank 0's weights.
+
+    Args:
+        optimizer_class: of PyTorch, such as torch.optim.AdamW.
+        config: a JSON file, or what is in it. "auto" stands for what the other arguments say.
+        rows: of one micro-batch of one rank.
+        micro_batches: of one step.
+        max_norm: clip the gradients of all ranks together to this norm.
+        optimizer_options: of the optimizer, such as lr.
+    Raises ValueError on every rank if there is no process group, if the ranks give other models or
+    options than each other, if only some of them have DeepSpeed, for a configuration that cannot be
+    read or has no stage, for one that has its own optimizer, and for a model that is no causal LM;
+    ImportError on every rank without DeepSpeed.
+    """
+    # First of all, so that no rank waits for one that has raised.
+    given = config
+    unreadable = None
+    if not isinstance(config, dict):
+        given, unreadable = _read(config)
+    agree(
+        model=model,
+        config=given,
+        optimizer=optimizer_class,
+        options=optimizer_options,
+        numbers=(rows, micro_batches, max_norm),
+        # A rank without it would raise, and the others would wait for it.
+        deepspeed_is_installed=find_spec("deepspeed") is not None,
+        mistake_in_the_file=unreadable,
+    )
+    if unreadable is not None:
+        raise ValueError(unreadable)
+    require_causal_lm(model)
+    check_whole(rows=rows, micro_batches=micro_batches)
+    if max_norm is not None:
+        check_number(max_norm=max_norm, above=0)
+    device = next(model.parameters()).device
+    filled = filled_config(given, model, rows=rows, micro_batches=micro_batches, max_norm=max_norm)
+    deepspeed = _import_deepspeed(device)
+    if device.type == "cpu":
+        _without_pinned_memory(filled)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = optimizer_class(trained, **optimizer_options)
+    with _no_deprecations():
+        engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=filled)
+    return engine
+
+
+def deepspeed_step(
+    engine: Any, batches: Sequence[Batch], *, loss_sum: LossSum = sum_of_losses
+) -> float:
+    """One step on this rank's micro-batches `batches`, each token weighing the same.
+
+    Args:
+        engine: what `apply_deepspeed` returned.
+        batches: as many micro-batches as were configured, with `input_ids` and `labels` [B, S].
+        loss_sum: the sum of the losses of a micro-batch.
+    Returns the mean loss over all tokens of all ranks, the same on every rank.
+    Raises ValueError on every rank for another number of micro-batches, and if no token has a
+    label.
+    """
+    tokens = tokens_of_all_ranks(batches)
+    configured = engine.gradient_accumulation_steps()
+    if len(batches) != configured:
+        raise ValueError(
+            f"{len(batches)} micro-batches, and the engine steps after {configured}: give as many, "
+            f"or micro_batches={len(batches)} to apply_deepspeed"
+        )
+    weight = world_size() / tokens
+    own_sum = 0.0
+    with _no_deprecations():
+        for batch in batches:
+            loss = loss_sum(engine, batch)
+            # DeepSpeed would divide by the number of micro-batches once more.
+            engine.backward(loss * weight, scale_wrt_gas=False)
+            engine.step()  # does nothing before the last one
+            own_sum += loss.detach()
+    (loss_of_all,) = sums_over_ranks(float(own_sum))
+    return loss_of_all / tokens
+
+
+def filled_config(
+    config: dict[str, Any],
+    model: Any,
+    *,
+    rows: int,
+    micro_batches: int = 1,
+    max_norm: float | None = None,
+) -> dict[str, Any]:
+    """A copy of `config` with a number in place of each "auto", as the Trainer puts it there.
+
+    Raises ValueError without a stage, with an optimizer, and for an "auto" that nothing fills.
+    """
+    stage = config.get("zero_optimization", {}).get("stage")
+    if stage not in (1, 2, 3):
+        raise ValueError(f"zero_optimization.stage={stage!r}: choose one of 1, 2, 3")
+    if "optimizer" in config:
+        raise ValueError(
+            "the configuration names an optimizer of DeepSpeed, which it would compile: remove "
+            "`optimizer`, and give a class of PyTorch"
+        )
+    filled = copy.deepcopy(config)
+    hidden = without_adapters(model).config.get_text_config().hidden_size
+    numbers = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": micro_batches,
+        "train_batch_size": rows * micro_batches * world_size(),
+        "gradient_clipping": max_norm or 0.0,  # 0 does not clip
+    }
+    of_zero = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    of_bf16 = {"enabled": model.dtype == torch.bfloat16}
+    _fill(filled, numbers)
+    _fill(filled["zero_optimization"], of_zero)
+    _fill(filled.get("bf16", {}), of_bf16)
+    left = [name for name, value in _leaves(filled) if value == AUTO]
+    if left:
+        raise ValueError(f'{", ".join(left)} of the configuration is "auto": give a value')
+    return filled
+
+
+def held_bytes(engine: Any) -> dict[str, int]:
+    """Bytes of weights, fp32 masters and states that this rank keeps between two steps."""
+    parameters = list(engine.module.parameters())
+    split = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
+    zero = engine.optimizer
+    masters = getattr(zero, "single_partition_of_fp32_groups", None)
+    if masters is None:  # stage 3
+        masters = zero.fp32_partitioned_groups_flat
+    states = []
+    for state in zero.optimizer.state.values():
+        states += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return {
+        "weights": storage_bytes([*parameters, *split]),
+        "masters": storage_bytes(masters),
+        "states": storage_bytes(states),
+    }
+
+
+def predicted_deepspeed_bytes(
+    model: Any, *, stage: int, ranks: int, states_per_weight: int = 2, persistence: int = 0
+) -> dict[str, int]:
+    """Bytes of weights, masters, gradients and states on one rank, as in the table above.
+
+    Args:
+        states_per_weight: tensors that the optimizer keeps for each weight, 2 for AdamW.
+        persistence: `stage3_param_persistence_threshold`, up to which a parameter stays whole.
+    Gradients are there from backward to the step; in stage 1 all of them in backward, and from its
+    end on those of the own part. In stage 3 their memory stays. Raises ValueError for an unknown
+    stage.
+    """
+    check_whole(states_per_weight=states_per_weight, least=0)
+    check_choice((1, 2, 3), stage=stage)
+    check_whole(ranks=ranks)
+    check_whole(persistence=persistence, least=0)
+    size = model.dtype.itemsize
+    numbers = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    whole = sum(numbers)
+    part = parts_needed(whole, ranks)
+    weights = whole
+    gradients = whole if stage == 1 else part
+    if stage == 3:
+        # Each parameter is cut by itself, and a small one is there twice: its part, and whole.
+        part = sum(parts_needed(number, ranks) for number in numbers)
+        weights = part + sum(number for number in numbers if number <= persistence)
+        gradients = part
+    return {
+        "weights": size * weights,
+        "masters": 4 * part,
+        "gradients": size * gradients,
+        "states": 4 * states_per_weight * part,
+    }
+
+
+def predicted_deepspeed_sent(
+    model: Any, *, stage: int, ranks: int, gathered_again: bool = False
+) -> float:
+    """Bytes that one rank sends per step, in rings; `model` is the plain one and all of it trains.
+
+    Args:
+        gathered_again: whether stage 3 gathers the weights for backward once more. With the default
+            settings it does not in a model of up to 1,000,000,000 parameters.
+    Raises ValueError for an unknown stage.
+    """
+    check_flag(gathered_again=gathered_again)
+    check_choice((1, 2, 3), stage=stage)
+    check_whole(ranks=ranks)
+    weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
+    times = 3  # an all-reduce is 2, and new weights are 1
+    if stage == 3 and not gathered_again:
+        times = 2
+    return times * (ranks - 1) / ranks * weights
+
+
+# --- guards, and what DeepSpeed needs to be told --------------------------------------------------
+
+
+def _read(config: Path | str) -> tuple[dict[str, Any] | None, str | None]:
+    """What is in the file, and what is wrong with it: one of the two is None."""
+    try:
+        return json.loads(Path(config).read_text(encoding="utf-8")), None
+    except (OSError, TypeError, ValueError) as error:
+        return None, f"{config} is no configuration in JSON: {error}"
+
+
+def _fill(place: dict[str, Any], numbers: dict[str, Any]) -> None:
+    for name, number in numbers.items():
+        if place.get(name) == AUTO:
+            place[name] = number
+
+
+def _leaves(place: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in place.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """DeepSpeed for this device, without the code that it would compile at the start."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Its launcher would set it. Ranks of one machine have their own number there.
+    os.environ.setdefault("LOCAL_RANK", str(rank()))
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError(
+            "DeepSpeed is not installed: `DS_ACCELERATOR=cpu pip install deepspeed` (on a machine "
+            "with GPUs without DS_ACCELERATOR=cpu), or use apply_zero, which needs PyTorch only"
+        ) from error
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _without_pinned_memory(config: dict[str, Any]) -> None:
+    """Pinned memory is for copies to a GPU. Without one there is none."""
+    for name in ("offload_optimizer", "offload_param"):
+        place = config["zero_optimization"].get(name)
+        if place is not None:
+            place["pin_memory"] = False
+
+
+@contextlib.contextmanager
+def _no_deprecations() -> Iterator[None]:
+    """Without PyTorch's warnings of the names by which DeepSpeed calls collectives."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        yield

@@ -1,0 +1,253 @@
+"""AWQ: before rounding to four bits, scale up the weights that large activations meet.
+
+Problem    Rounding treats all weights of a group alike, but their errors do not count alike: the
+           error of a weight is multiplied by its activation, and in a few channels activations are
+           many times larger than in the others.
+Idea       Multiply the weights of input channel i by s_i, and divide what comes in by s_i. Without
+           rounding nothing changes. With it, the steps of the group stay about the same while the
+           weight is s_i times as large, so its error is about s_i times smaller:
+
+               y = W x = (W diag(s)) (x / s)           s_i = mean |x_i| ** alpha
+
+           alpha is between 0 (no scaling) and 1, and the one with the least error of the layer's
+           output on some text is taken. Dividing costs nothing at run time, as 1 / s goes into the
+           layer before:
+
+               norm -> q, k, v        the weight of the norm
+               norm -> gate, up       the weight of the norm
+               up   -> down           rows of up, as down reads act(gate) * up
+               v    -> o              rows of v; heads of queries that share a head of keys and
+                                      values share its scales
+Saves      Part of the loss of quality of four bits, at the same size and speed.
+Costs      A pass over some calibration text, and a search with a rounding per layer and alpha.
+           The scales suit that text. Channels that are scaled up widen the steps of their
+           neighbours in the group.
+Use when   Rounding to nearest costs quality: large groups, a symmetric grid, small models.
+Not when   Rounding costs nothing worth mentioning. Linear layers that follow no norm, or a
+           non-linear function: nothing before them can take the scales exactly. Their layers are
+           left as they are, and a model that has no others is refused.
+In production   `llmcompressor` `AWQModifier`, which writes checkpoints that vLLM reads; torchao
+           `AWQConfig`; AutoAWQ (archived). They search the clipping of weights, too.
+Source     Lin et al., "AWQ: Activation-aware Weight Quantization", arXiv 2306.00978, section 3.2.
+           There v -> o is left out unless both have the same shape.
+
+`apply_awq` scales and does not round. The model computes what it did, and `apply_int4` with the
+same group and grid comes next.
+
+I input channels, C channels of the layer before (C = I but for shared heads), O outputs, T tokens.
+
+sites  where these scales can be folded exactly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes_lib.core.checks import check_flag, check_number, check_several, check_whole
+from recipes_lib.core.data.token_ids import check_batch
+from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.linears import layers_to_quantize, linear_layers
+from recipes_lib.precision._four_bit_grid import check_groups, in_four_bits
+from recipes_lib.precision.awq.sites import (
+    Site,
+    check_exact,
+    find_sites,
+    fold_scales,
+    read_inputs,
+)
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_awq_scales(weight: Tensor, inputs: Tensor, *, group: int = 32) -> Tensor:
+    """The best scales [in] for one layer: `weight` [out, in], calibration `inputs` [tokens, in]."""
+    importance = inputs.abs().mean(dim=0)  # [in]
+    exact = inputs @ weight.T  # [tokens, out]
+    errors = {}
+    for alpha in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        scales = importance**alpha
+        rounded = in_four_bits(weight * scales, group=group)
+        error = ((inputs / scales) @ rounded.T - exact).square().sum()
+        errors[alpha] = error.item()
+    best = min(errors, key=errors.get)
+    return importance**best
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the search has found for the layers that read one input.
+
+    `error` is the mean squared error of their outputs with the scales, `rounded` the one of
+    rounding alone, on the calibration tokens.
+    """
+
+    site: Site
+    alpha: float
+    scales: Tensor  # [C]
+    error: float
+    rounded: float
+
+
+def apply_awq(
+    model: Any,
+    batches: Iterable[dict[str, Tensor]],
+    *,
+    group: int = 32,
+    symmetric: bool = False,
+    names: Iterable[str] | None = None,
+    alphas: int = 11,
+    tokens: int = 256,
+) -> Any:
+    """Scale the weights of `model` in place for `apply_int4` with the same group and grid.
+
+    Args:
+        batches: calibration text: tensors [B, S] as the model takes them. Labels are not used,
+            padding under an `attention_mask` does not count.
+        names: of the layers that will be in 4 bits. Default is all but the output layer, and those
+            whose weight the model's code reads by itself, as in Mamba.
+        alphas: how many are tried, evenly from 0 to 1.
+        tokens: how many of the text are kept to compute errors with. All count for mean |x|.
+    Raises ValueError, before anything changes, for a model that is not in fp32 or is quantized
+    already, one in which no scales can be folded exactly, widths that `group` does not divide, and
+    batches that are no token ids [B, S] of the model.
+    """
+    choices = search_scales(
+        model,
+        batches,
+        group=group,
+        symmetric=symmetric,
+        names=names,
+        alphas=alphas,
+        tokens=tokens,
+    )
+    for choice in choices:
+        fold_scales(model, choice.site, choice.scales)
+    return model
+
+
+def search_scales(
+    model: Any,
+    batches: Iterable[dict[str, Tensor]],
+    *,
+    group: int = 32,
+    symmetric: bool = False,
+    names: Iterable[str] | None = None,
+    alphas: int = 11,
+    tokens: int = 256,
+) -> list[Choice]:
+    """What `apply_awq` would fold, one choice for each input that layers share; changes nothing.
+
+    Arguments and errors are those of `apply_awq`.
+    """
+    check_flag(symmetric=symmetric)
+    require_causal_lm(model)
+    check_whole(alphas=alphas, least=2)
+    check_whole(tokens=tokens)
+    names = layers_to_quantize(model, names, way_out=ORDER)
+    check_groups(linear_layers(model), names, group)
+    batches = _checked_batches(model, batches)
+    _check_fp32(model)
+    sites = find_sites(model, names)
+    check_exact(model, sites)
+
+    tried = [number / (alphas - 1) for number in range(alphas)]
+    inputs = read_inputs(model, sites, batches, tokens=tokens)
+    return [
+        _best(model, site, tried, seen.mean, seen.rows, {"group": group, "symmetric": symmetric})
+        for site, seen in zip(sites, inputs, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _best(
+    model: Any,
+    site: Site,
+    alphas: Sequence[float],
+    mean: Tensor,
+    rows: Tensor,
+    grid: dict[str, Any],
+) -> Choice:
+    """Try every alpha on the layers of one site: `mean` [I] of |x|, `rows` [T, I] of inputs."""
+    importance = site.shared(mean)  # [C]
+    errors = {}
+    for alpha in alphas:
+        scales = site.spread(scales_of(importance, alpha))  # [I]
+        errors[alpha] = _output_error(model, site, scales, rows, grid)
+    alpha = min(errors, key=errors.get)
+    return Choice(site, alpha, scales_of(importance, alpha), errors[alpha], errors[alphas[0]])
+
+
+def scales_of(importance: Tensor, alpha: float) -> Tensor:
+    """Importance [C] to the power of alpha, around 1 in the geometric mean.
+
+    A common factor changes nothing, and numbers around 1 keep the weights of norms in their range.
+    A channel that never sees anything gets a small scale instead of 0.
+    """
+    least = importance.mean() * 1e-4 + torch.finfo(torch.float32).tiny
+    logarithms = alpha * importance.clamp(min=least.item()).log()
+    return (logarithms - logarithms.mean()).exp()
+
+
+def _output_error(
+    model: Any, site: Site, scales: Tensor, rows: Tensor, grid: dict[str, Any]
+) -> float:
+    """The mean squared error of what the layers of a site put out, scaled [I] and rounded."""
+    total = 0.0
+    for name in site.linears:
+        weight = model.get_submodule(name).weight  # [O, I]
+        rounded = in_four_bits(weight * scales, **grid) / scales
+        error = rows @ (rounded - weight).T  # [T, O]
+        total += error.square().mean().item()
+    return total
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+
+ORDER = "give the model in full precision; after apply_awq comes apply_int4"
+
+
+def _checked_batches(model: Any, batches: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    check_several(batches=batches)
+    checked = list(batches)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    shown = 0
+    for number, batch in enumerate(checked):
+        check_batch(batch, vocabulary=vocabulary, name=f"batch {number}")
+        shown += int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum())
+    if shown == 0:
+        raise ValueError(
+            "no calibration text, or its attention_mask hides all of it: give batches of input_ids "
+            "[B, S], some hundred tokens in all"
+        )
+    return checked
+
+
+def _check_fp32(model: Any) -> None:
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    if dtypes != {"torch.float32"}:
+        raise ValueError(
+            f"weights in {', '.join(sorted(dtypes))}: call model.float() first, as scales that are "
+            f"folded into 16-bit weights would be rounded"
+        )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_error_ratio(scale: float, *, step_ratio: float = 1.0) -> float:
+    """By what factor the error of a channel changes that is scaled by `scale`.
+
+    `step_ratio` is the step of its group with the scales over the one without: 1 if the largest
+    weights of the group are in other channels, and `scale` at most.
+    """
+    check_number(above=0, scale=scale, step_ratio=step_ratio)
+    return step_ratio / scale

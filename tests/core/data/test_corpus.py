@@ -1,0 +1,85 @@
+"""Python's own standard library: the same text on every machine with this Python, cleanly split."""
+
+import ast
+import itertools
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.core.data import SPLITS, corpus
+from recipes_lib.core.data.corpus import INSTRUCTION, docstring_pairs, modules
+
+
+def test_split_by_module_is_deterministic_and_disjoint():
+    names = {split: {path.parts for path in modules(split)} for split in SPLITS}
+    assert names["train"] and names["validation"] and not names["train"] & names["validation"]
+    assert modules("train") == modules("train")
+    prompts = [[pair["prompt"] for pair in docstring_pairs(split)] for split in SPLITS]
+    assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not {*prompts[0]} & {*prompts[1]}
+    assert all(len({*some}) == len(some) for some in prompts), "each once"
+    assert prompts[1] == [pair["prompt"] for pair in docstring_pairs("validation")]
+
+
+def test_the_first_pairs_come_from_many_modules_and_few_files(monkeypatch):
+    read, of_path = [], corpus._pairs_of
+    monkeypatch.setattr(corpus, "_pairs_of", lambda path: read.append(path) or of_path(path))
+    corpus._pairs.cache_clear()
+    first = list(itertools.islice(docstring_pairs("train"), 60))
+    assert len(read) <= len(modules("validation")) + corpus.TOGETHER < len(modules("train"))
+    corpus._pairs.cache_clear()
+    sources = [path.read_text(encoding="utf-8", errors="replace") for path in read]
+    last_lines = [pair["prompt"].splitlines()[-1] for pair in first]
+    assert (
+        len({next(i for i, source in enumerate(sources) if line in source) for line in last_lines})
+        > 10
+    )
+
+
+def test_neither_tests_nor_installed_packages_are_text():
+    root = sysconfig.get_paths()["stdlib"]
+    parts = {
+        part for split in SPLITS for path in modules(split) for part in path.relative_to(root).parts
+    }
+    assert "json" in parts and not parts & {"test", "site-packages", "encodings"}
+
+
+def test_the_answer_is_not_in_the_question(monkeypatch, tmp_path):
+    """The docstring's first paragraph, and the source without the docstring; what says nothing is
+    left out.
+    """
+    source = '''
+class A:
+    def f(self, x):
+        """Return twice the given number.
+
+        More.
+        """
+        y = 2 * x
+        return y
+
+    def g(self):
+        """Helper."""
+        return 1
+
+    def h(self):
+        """Only words here, and no code."""
+'''
+    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "broken.py").write_text("print 'Python 2'")
+    monkeypatch.setattr(
+        corpus, "modules", lambda split: sorted(tmp_path.glob("*.py")) if split == "train" else []
+    )
+    (pair,) = docstring_pairs("train")
+    code = "def f(self, x):\n    y = 2 * x\n    return y"
+    assert pair == {"prompt": INSTRUCTION + code, "completion": "Return twice the given number."}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_question_is_a_whole_function(split):
+    for pair in itertools.islice(docstring_pairs(split), 50):
+        assert isinstance(
+            ast.parse(pair["prompt"].removeprefix(INSTRUCTION)).body[0], ast.FunctionDef
+        )
+        assert len(pair["completion"].split()) >= 4
+    assert all(isinstance(path, Path) and path.suffix == ".py" for path in modules(split))

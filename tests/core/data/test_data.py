@@ -1,0 +1,205 @@
+"""Pairs are read, checked and collated."""
+
+import json
+import re
+
+import numpy
+import pytest
+import torch
+
+from recipes_lib.core.data import batches, collate, load_instructions, load_pairs, load_text
+from recipes_lib.core.data.chat import IGNORED, decode_with_mask, tokenize_pair
+from recipes_lib.core.model import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+def test_instructions(tokenizer):
+    data = load_instructions(tokenizer, max_tokens=96, limit=20)
+    again = load_instructions(tokenizer, max_tokens=96, limit=20)
+    assert len(data) == 20 and data[:] == again[:]
+    assert max(map(len, data["input_ids"])) <= 96
+    assert "docstring of this Python function" in decode_with_mask(data[0], tokenizer)
+
+
+def test_own_pairs_and_files(tokenizer, tmp_path):
+    pairs = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}]
+    assert (
+        len(load_instructions(tokenizer, dataset=pairs)) == 1
+    )  # the one without an answer is left out
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    assert len(load_instructions(tokenizer, dataset=str(file))) == 1
+    for source in (pairs, str(file)):  # the same rows would be trained on and held out
+        with pytest.raises(ValueError, match="have no splits"):
+            load_instructions(tokenizer, split="validation", dataset=source)
+
+
+def turns(*contents):
+    """A conversation: question, answer, question, …"""
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
+
+
+PAIR = {"prompt": "a", "completion": "b"}
+CHAT = {"messages": turns("q", "r")}
+
+
+def write(folder, *lines):
+    path = folder / "pairs.jsonl"
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("rows", [[PAIR, PAIR], [CHAT, CHAT], [PAIR, CHAT, PAIR], [CHAT, PAIR]])
+def test_a_file_holds_pairs_or_conversations_or_both(tmp_path, rows):
+    assert list(load_pairs(dataset=write(tmp_path, *rows, ""))) == rows
+
+
+@pytest.mark.parametrize(
+    "lines", [[], ["", ""], ["{not json"], ["5"], [PAIR, '{"prompt": "x", "comp']]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, lines):
+    path = write(tmp_path, *lines)
+    with pytest.raises(ValueError, match=re.escape(path)):
+        list(load_pairs(dataset=path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{not json",
+        {"prompt": "x"},
+        {"completion": "x"},
+        {"prompt": "x", "completion": None},
+        {"prompt": "x", "completion": 3},
+        {"text": "x"},
+        {"messages": []},
+        {"messages": "x"},
+        {"messages": [{"content": "q"}, {"role": "assistant", "content": "r"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant"}]},
+    ],
+    ids=str,
+)
+def test_a_malformed_row_is_named(tmp_path, line):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl\D*2\b"):
+        list(load_pairs(dataset=write(tmp_path, PAIR, line, PAIR)))
+
+
+def test_texts_stay_texts(tmp_path):
+    rows = [{"prompt": "When?", "completion": f"2024-01-0{day}"} for day in (1, 2)]
+    assert list(load_pairs(dataset=write(tmp_path, *rows))) == rows
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
+    chat = [{"role": "human", "content": "2 + 2?"}, {"role": "gpt", "content": "Four."}]
+    with pytest.raises(ValueError, match=r"no 'assistant' in \['human', 'gpt'\] \(in .*2 \+ 2"):
+        load_instructions(tokenizer, dataset=[PAIR, {"messages": chat}])
+    with pytest.warns(UserWarning, match="empty: 2 pairs"):
+        rows = load_instructions(
+            tokenizer,
+            dataset=write(tmp_path, PAIR, PAIR | {"completion": " "}, {**PAIR, "completion": ""}),
+        )
+    assert len(rows) == 1
+
+
+def test_collate_and_batches(tokenizer):
+    rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3]}, {"input_ids": [4], "labels": [4]}]
+    batch = collate(rows, pad_token_id=9, length=4)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [4, 9, 9, 9]]
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["labels"].tolist() == [[IGNORED, 2, 3, IGNORED], [4, IGNORED, IGNORED, IGNORED]]
+    stream = batches(rows * 2, batch_size=3, pad_token_id=9)
+    assert next(stream)["input_ids"].shape == next(stream)["input_ids"].shape == (3, 3)
+
+
+def test_text():
+    text = load_text(split="validation")
+    assert len(text) > 100_000 and "def " in text
+
+
+def test_what_the_hub_does_not_give_is_one_sentence(tokenizer, monkeypatch):
+    def load_dataset(name, split):
+        raise ConnectionError(f"no {name} here")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"cannot load split 'train' .*no nobody/none here"):
+        load_instructions(tokenizer, dataset="nobody/none")
+
+
+def test_bad_input(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="choose one of train, validation"):
+        load_instructions(tokenizer, split="test")
+    with pytest.raises(ValueError, match="1 or more"):
+        load_instructions(tokenizer, max_tokens=0)
+    with pytest.raises(ValueError, match="no pair is left"):
+        load_instructions(tokenizer, dataset=[{"prompt": "a", "completion": ""}])
+    with pytest.raises(ValueError, match="no pair is left"):
+        load_instructions(
+            tokenizer, max_tokens=5, limit=3, dataset=[{"prompt": "long " * 9, "completion": "b"}]
+        )
+    with pytest.raises(ValueError, match="`prompt` and `completion` are needed"):
+        load_instructions(tokenizer, dataset=[{"text": "a"}])
+    with pytest.raises(ValueError, match="there is no file"):
+        load_instructions(tokenizer, dataset=str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match="nothing to learn"):
+        tokenize_pair(tokenizer, "a", "")
+    for no_rows in (["a text"], "rows.jsonl", [None]):
+        with pytest.raises(ValueError, match=r"row 0 is of type .*: give rows with input_ids"):
+            collate(no_rows, pad_token_id=0)
+    with pytest.raises(ValueError, match="row 1 has 2 tokens and 3 labels"):
+        collate(
+            [
+                {"input_ids": [1, 2], "labels": [1, 2]},
+                {"input_ids": [1, 2], "labels": [1, 2, 3]},
+            ],
+            pad_token_id=0,
+        )
+    with pytest.raises(ValueError, match="cannot pad"):
+        collate([], pad_token_id=0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        next(batches([{"input_ids": [1], "labels": [1]}], batch_size=0, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"position_ids": [0, 0]}, "row 0 is packed, and its documents would read each other"),
+        ({"attention_mask": [0, 1]}, "row 0 is padded .* read as text"),
+        ({"labels": None}, r"row 0 has no labels, only \['input_ids'\]"),
+    ],
+)
+def test_what_a_row_says_of_itself_is_not_dropped(odd, message):
+    """Borders and padding were dropped in silence: documents read each other."""
+    row = {"input_ids": [1, 2], "labels": [1, 2], **odd}
+    row = {name: column for name, column in row.items() if column is not None}
+    with pytest.raises(ValueError, match=message):
+        collate([row], pad_token_id=0)
+
+
+@pytest.mark.parametrize("mask", [None, [1, 1, 0]])
+def test_padding_that_nobody_reads_is_no_reason_to_refuse(mask):
+    """Behind the text and without labels, as `tokenizer(padding="max_length")` gives it."""
+    row = {"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": mask}
+    assert collate([row], pad_token_id=0)["labels"].tolist() == [[1, 2, -100]]
+    row["labels"] = [1, 2, 0]
+    if mask is not None:
+        with pytest.raises(ValueError, match="row 0 is padded"):
+            collate([row], pad_token_id=0)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, numpy.array])
+def test_rows_of_tensors_and_arrays(kind):
+    """As `datasets` gives them with a format: `+` adds their numbers instead of joining them."""
+    rows = [{name: kind(ids) for name in ("input_ids", "labels")} for ids in ([1, 2], [3])]
+    assert collate(rows, pad_token_id=0)["input_ids"].tolist() == [[1, 2], [3, 0]]

@@ -1,0 +1,313 @@
+"""What a model does on rows that it did not train on: losses, perplexity and answers."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from recipes_lib.core.data.chat import IGNORED, tokenize_pair
+from recipes_lib.core.data.evaluation import (
+    evaluate,
+    generate_answers,
+    perplexity,
+    row_losses,
+    text_windows,
+)
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import answer, load_model, load_tokenizer, model_of_shape
+from recipes_lib.fine_tuning.lora import apply_lora
+from tests.conftest import make_batch
+
+PROMPTS = ["Hi", "def add(a, b):\n    return a + b", "What is the capital of France?", "1 2 3 4"]
+
+
+def ascii_tokenizer(bos=False):
+    """One token per character, 128 in all, as many as the tiny models have; no chat template."""
+    vocab = {chr(i): i for i in range(1, 127)} | {"<pad>": 0, "<eos>": 127}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    if bos:
+        core.post_processor = processors.TemplateProcessing(
+            single="<eos> $A", special_tokens=[("<eos>", 127)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def make_rows(count=7, vocab=128, prompt=4):
+    """Rows of unequal lengths in no order, with unequal numbers of targets."""
+    rows = []
+    for length in torch.randint(prompt + 1, 30, (count,)).tolist():
+        ids = torch.randint(1, vocab, (length,)).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
+    return rows
+
+
+def sharpen(model):
+    """Large weights: the next token depends on all before it, and rounding does not decide it."""
+    linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    for module in model.modules():
+        if isinstance(module, linear) and module is not model.lm_head:
+            module.weight.data *= 20
+    return model
+
+
+# --- losses -------------------------------------------------------------------------------------
+
+
+def test_evaluate_is_the_mean_over_tokens(llama):
+    """Rows of unequal lengths in batches of unequal size, without a mask: the loss of all targets
+    at once, masked.
+    """
+    batch = make_batch(5)
+    rows = []
+    for ids, labels, mask in zip(
+        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
+    ):
+        rows.append(
+            {"input_ids": ids[mask.bool()].tolist(), "labels": labels[mask.bool()].tolist()}
+        )
+    with torch.no_grad():
+        expected = llama(**batch).loss.item()
+    assert evaluate(llama, rows, pad_token_id=0, batch_size=2) == pytest.approx(expected, rel=1e-5)
+    # A batch without a target has a loss of NaN, and nothing to say about the others.
+    silent = {"input_ids": [1, 2], "labels": [IGNORED, IGNORED]}
+    mean = evaluate(llama, [silent, silent, *rows], pad_token_id=0, batch_size=2)
+    assert mean == pytest.approx(expected, rel=1e-5)
+    assert llama.training
+
+
+def test_rows_one_at_a_time_and_the_mean_of_evaluate(tiny):
+    """In batches sorted by length, each row has its own loss, at its own place."""
+    model = sharpen(tiny)
+    model.lm_head.weight.data *= 30  # logits that reach Gemma 2's soft cap
+    rows = make_rows()
+    losses, targets = row_losses(model, rows, pad_token_id=0, batch_size=3)
+    for row, loss, count in zip(rows, losses, targets, strict=True):
+        out = model(**{name: torch.tensor([values]) for name, values in row.items()})
+        assert count == len(row["labels"]) - 4
+        assert loss.item() == pytest.approx(out.loss.item() * count.item(), rel=1e-4)
+    mean = (losses.sum() / targets.sum()).item()
+    assert mean == pytest.approx(evaluate(model, rows, pad_token_id=0), rel=1e-5)
+    assert losses.dtype == targets.dtype == torch.float64
+    if model.config.model_type == "gemma2":
+        assert 15 < out.logits.abs().max() <= model.config.final_logit_softcapping
+
+
+def test_bf16_adapters_and_models_that_ignore_logits_to_keep(llama, monkeypatch):
+    rows = make_rows()
+    expected, targets = row_losses(llama, rows, pad_token_id=0)
+    half, _ = row_losses(copy.deepcopy(llama).bfloat16(), rows, pad_token_id=0)
+    assert half.sum().item() == pytest.approx(expected.sum().item(), rel=1e-2)
+    forward = llama.forward
+    monkeypatch.setattr(llama, "forward", lambda logits_to_keep=0, **inputs: forward(**inputs))
+    ignored, _ = row_losses(llama, rows, pad_token_id=0)
+    torch.testing.assert_close(ignored, expected)
+    monkeypatch.undo()
+    adapted, _ = row_losses(apply_lora(llama, rank=2), rows, pad_token_id=0)
+    torch.testing.assert_close(adapted, expected)
+
+
+def test_no_dropout_no_gradients_and_every_mode_as_it_was(llama):
+    llama.model.layers[0].eval()  # for instance a frozen block
+    modes = [module.training for module in llama.modules()]
+    during = set()
+    llama.model.layers[1].register_forward_hook(
+        lambda module, *_: during.add((module.training, torch.is_grad_enabled()))
+    )
+    evaluate(llama, make_rows(), pad_token_id=0)
+    row_losses(llama, make_rows(), pad_token_id=0)
+    generate_answers(llama, ascii_tokenizer(), ["a"], max_new_tokens=1)
+    with pytest.raises(IndexError):  # a token that the model does not have
+        row_losses(llama, [{"input_ids": [1, 500], "labels": [1, 500]}], pad_token_id=0)
+    assert during == {(False, False)}
+    assert [module.training for module in llama.modules()] == modes
+    assert torch.is_grad_enabled()
+
+
+def test_long_prompts_do_not_pay_for_the_vocabulary():
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    rows = make_rows(8, prompt=24)
+    peaks = []
+    for measured in (evaluate, row_losses):
+        with PeakMemory() as memory:
+            measured(model, rows, pad_token_id=0)
+        peaks.append(memory.peak - memory.current)
+    assert peaks[1] < 0.3 * peaks[0]
+
+
+# --- running text -------------------------------------------------------------------------------
+
+
+def test_windows_are_even_and_do_not_overlap():
+    text = "".join(chr(32 + i * i % 91) for i in range(1003))
+    rows = text_windows(ascii_tokenizer(), text=text, context=40, windows=5)
+    decoded = [ascii_tokenizer().decode(row["input_ids"]) for row in rows]
+    assert decoded == [text[start : start + 40] for start in (0, 200, 400, 600, 800)]
+    assert all(row["labels"] == row["input_ids"] for row in rows)
+    with_bos = text_windows(ascii_tokenizer(bos=True), text=text, context=40, windows=5)
+    assert [row["input_ids"] for row in with_bos] == [[127, *row["input_ids"][:39]] for row in rows]
+
+
+def test_perplexity(llama):
+    options = {"text": "The quick brown fox jumps over the lazy dog. " * 20}
+    options |= {"context": 32, "windows": 4}
+    tokenizer = ascii_tokenizer()
+    rows = text_windows(tokenizer, **options)
+    expected = math.exp(evaluate(llama, rows, pad_token_id=0))
+    assert perplexity(llama, tokenizer, **options) == pytest.approx(expected, rel=1e-4)
+    # A model that knows nothing: every one of the 128 tokens is as likely.
+    llama.get_output_embeddings().weight.data.zero_()
+    assert perplexity(llama, tokenizer, **options) == pytest.approx(128, rel=1e-4)
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def plain_answer(model, tokenizer, text, *, steps, eos=None):
+    """Greedy search without padding, cache or `generate`."""
+    ids = tokenizer(text)["input_ids"]
+    start = len(ids)
+    for _ in range(steps):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids = [*ids, logits[0, -1].argmax().item()]
+        if ids[-1] == eos:
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True).strip()
+
+
+def plain_answers(model, tokenizer, **options):
+    """Without a chat template, an empty line ends the question."""
+    return [plain_answer(model, tokenizer, f"{prompt}\n\n", **options) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("batch_size", [3, 20])  # a rest, and all at once
+def test_answers_in_batches_equal_plain_greedy_search(tiny, batch_size):
+    model = sharpen(tiny)
+    tokenizer = ascii_tokenizer()
+    expected = plain_answers(model, tokenizer, steps=6)
+    assert len(set(expected)) == len(PROMPTS)
+    found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=6, batch_size=batch_size)
+    assert found == expected
+    assert tokenizer.padding_side == "right"
+
+
+def test_answers_end_at_the_end_mark_whatever_the_generation_config_says(llama):
+    """One answer of the batch ends early; sampling and penalties of the model's own are off."""
+    model = sharpen(llama)
+    tokenizer = ascii_tokenizer()
+    free = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=12)
+    eos = ord(free[1][3])
+    model.generation_config.do_sample = True
+    model.generation_config.repetition_penalty = 3.0
+    model.generation_config.no_repeat_ngram_size = 1
+    model.generation_config.eos_token_id = eos
+    expected = plain_answers(model, tokenizer, steps=12, eos=eos)
+    assert generate_answers(model, tokenizer, PROMPTS, max_new_tokens=12) == expected
+    assert len(set(map(len, expected))) > 1
+
+
+def test_prompts_are_questions_or_rows_with_and_without_a_template(llama):
+    model = apply_lora(sharpen(llama), rank=2)
+    tokenizer = ascii_tokenizer()
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    answers = []
+    for tokenizer.chat_template in (None, template):
+        found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8)
+        rows = [tokenize_pair(tokenizer, prompt, "an answer") for prompt in PROMPTS]
+        assert generate_answers(model, tokenizer, rows, max_new_tokens=8) == found
+        alone = generate_answers(model, tokenizer, PROMPTS[1], max_new_tokens=8)
+        assert alone == found[1:2], "a string is one prompt, not its letters"
+        answers.append(found)
+    expected = [
+        plain_answer(model, tokenizer, f"<user>{prompt}<assistant>", steps=8) for prompt in PROMPTS
+    ]
+    assert answers[1] == expected != answers[0]
+
+
+def test_a_real_model_answers_as_one_at_a_time():
+    """With its own template and end mark, and with questions of unequal length in one batch."""
+    model = load_model(device="cpu")
+    tokenizer = load_tokenizer()
+    questions = [PROMPTS[0], PROMPTS[2]]
+    expected = [answer(model, tokenizer, question, max_new_tokens=7) for question in questions]
+    assert generate_answers(model, tokenizer, questions, max_new_tokens=7) == expected
+    assert "Paris" in expected[1]
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def test_rows_that_cannot_be_evaluated(llama):
+    rows = make_rows(3)
+    for losses_of in (row_losses, evaluate):
+        with pytest.raises(ValueError, match="data set is empty"):
+            losses_of(llama, [], pad_token_id=0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        row_losses(llama, rows, pad_token_id=0, batch_size=0)
+    first_only = {"input_ids": [1, 2], "labels": [1, IGNORED]}  # nothing predicts a first token
+    with pytest.raises(ValueError, match=r"rows \[3\] have no target"):
+        row_losses(llama, [*rows, first_only], pad_token_id=0)
+    with pytest.raises(ValueError, match="none of the 1 rows has a target"):
+        evaluate(llama, [first_only], pad_token_id=0)
+    llama.lm_head.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="diverged"):
+        row_losses(llama, rows, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"text": "short"}, "give more text"),
+        ({"text": ""}, "give more text"),
+        ({"windows": 500}, "give more text"),
+        ({"windows": 0}, "windows=0"),
+        ({"context": 1}, "context=1"),
+    ],
+)
+def test_text_that_does_not_do(llama, wrong, message):
+    options = {"text": "text " * 100, "context": 32, "windows": 4} | wrong
+    with pytest.raises(ValueError, match=message):
+        perplexity(llama, ascii_tokenizer(), **options)
+
+
+def test_prompts_that_do_not_do(llama):
+    tokenizer = ascii_tokenizer()
+    no_question = {"input_ids": [5, 6], "labels": [5, 6]}
+    for prompts in ([], [no_question]):
+        with pytest.raises(ValueError, match="give questions"):
+            generate_answers(llama, tokenizer, prompts)
+    for name in ("max_new_tokens", "batch_size"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            generate_answers(llama, tokenizer, ["a"], **{name: 0})
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="pad_token"):
+        generate_answers(llama, tokenizer, ["a"])
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    model = sharpen(model_of_shape("tiny-llama", device="cpu"))
+    rows = make_rows()
+    tokenizer = ascii_tokenizer()
+    expected, _ = row_losses(model, rows, pad_token_id=0)
+    answers = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8)
+    model.cuda()
+    losses, _ = row_losses(model, rows, pad_token_id=0)
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
+    assert generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8) == answers

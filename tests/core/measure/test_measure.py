@@ -1,0 +1,248 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from recipes_lib.core.measure import PeakMemory, _account_of, in_turns, measure
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model import load_model
+from recipes_lib.core.model.marks import COMPILED, mark
+from recipes_lib.core.ranks.meshes import default_mesh
+
+MIB = 2**20
+
+
+def tensor(mib):
+    return torch.zeros(mib * MIB // 4)
+
+
+def test_known_pattern_of_allocations():
+    with PeakMemory() as start:
+        pass
+    with PeakMemory() as memory:
+        a = tensor(8)
+        b = a + 1  # 16 MiB alive
+        view = b[10:20]  # a view allocates nothing, and keeps its storage alive
+        del a, b
+        c = tensor(4)  # 12 MiB alive
+        assert memory.current - start.peak == pytest.approx(12 * MIB, rel=0.01)
+        del view, c
+        assert memory.current == start.peak
+    assert memory.peak - start.peak == pytest.approx(16 * MIB, rel=0.01)
+
+
+def test_counts_what_autograd_keeps():
+    x = tensor(4).requires_grad_()
+    with PeakMemory() as memory:
+        before = memory.current
+        loss = x.exp().exp().sum()  # the two outputs of exp are saved
+        assert memory.current - before == pytest.approx(8 * MIB, rel=0.01)
+        loss.backward()
+        del loss
+        assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)  # only x.grad is left
+
+
+def part_of_eight_mib():
+    """Bytes that a tensor adds of which this rank has a part; and its sum with itself."""
+    with PeakMemory() as memory:
+        before = memory.current
+        # Of its own half: to send parts of a whole, a thread may hold the whole a little longer.
+        part = DTensor.from_local(tensor(4), default_mesh(), [Shard(0)])
+        added = memory.current - before
+        both = part + part
+        return added, memory.current - before, len(both)
+
+
+def test_a_tensor_around_others_counts_what_they_hold():
+    """The mistake: fp32 bytes for a state of 8 bits, and for what a compiler keeps of one."""
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit
+    with PeakMemory() as memory:
+        before = memory.current
+        state = subclass.zeros((1024, 1024), signed=True, block_size=256, device="cpu")
+        assert state.dtype is torch.float32  # what it claims to be
+        assert 2**20 < memory.current - before < 1.1 * 2**20
+
+
+def test_of_a_distributed_tensor_the_part_counts(two_ranks):
+    """The mistake: each rank of a sharded model seems to hold all of it."""
+    added, with_sum, _ = two_ranks.run(part_of_eight_mib)
+    assert added == pytest.approx(4 * MIB, rel=0.01)
+    assert with_sum == pytest.approx(8 * MIB, rel=0.01)
+
+
+def test_resized_storage():
+    with PeakMemory() as memory:
+        before = memory.current
+        buffer = torch.empty(0)
+        torch.arange(MIB, out=buffer, dtype=torch.float32)
+        assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)
+        buffer.resize_(2 * MIB)  # its first size is not its last one
+        assert memory.current - before == pytest.approx(8 * MIB, rel=0.01)
+
+
+def test_weights_gradients_and_states_of_the_real_model():
+    """16 bytes per parameter: weights, gradients and two AdamW averages, to 1 %."""
+    with PeakMemory() as before:
+        pass
+    model = load_model(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with PeakMemory() as after:
+        pass
+    parameters = sum(p.numel() for p in model.parameters())
+    assert after.peak - before.peak == pytest.approx(16 * parameters, rel=0.01)
+
+
+def test_nested():
+    with PeakMemory() as outer:
+        base = outer.current
+        with PeakMemory() as inner:
+            tensor(8)
+        kept = tensor(2)
+    assert inner.peak - base == pytest.approx(8 * MIB, rel=0.01)
+    assert outer.peak == inner.peak and kept is not None
+
+
+def test_error_inside_leaves_nothing_behind():
+    with pytest.raises(RuntimeError, match="mine"), PeakMemory() as memory:
+        raise RuntimeError("mine")
+    peak = memory.peak
+    tensor(8)
+    assert memory.peak == peak
+    with PeakMemory() as again:
+        pass
+    assert again.peak == pytest.approx(peak, abs=MIB)
+
+
+def test_limit():
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="emulated"),
+        PeakMemory(limit_bytes=2**40) as memory,
+    ):
+        memory._account._limit = memory.current + 4 * MIB
+        tensor(2)
+        tensor(8)
+    with pytest.raises(ValueError, match="1 or more"):
+        PeakMemory(limit_bytes=0)
+
+
+def test_measure_takes_the_median_after_warm_up():
+    calls = []
+    result = measure(lambda: calls.append(1) or len(calls), tokens=100, warmup=2, repeats=3)
+    assert len(calls) == 2 + 1 + 3 and result.result == 6
+    assert result.tokens_per_second == 100 / result.seconds
+
+
+def test_the_step_under_the_account_is_not_timed(monkeypatch):
+    """It takes much longer; and the median is no mean."""
+    begins_and_ends = iter([0, 100, 0, 2, 0, 9, 0, 1])
+    clock = SimpleNamespace(perf_counter=lambda: next(begins_and_ends))
+    monkeypatch.setattr("recipes_lib.core.measure.time", clock)
+    measured = measure(lambda: None, repeats=3)
+    assert (measured.seconds, measured.seconds_low, measured.seconds_high) == (2, 1, 9)
+
+
+def test_measure_without_repeats_times_the_step_under_the_account():
+    calls = []
+    measured = measure(lambda: calls.append(1), repeats=0)
+    assert measured.seconds > 0 and len(calls) == 2
+    assert measured.seconds_low is None  # one step has no spread
+
+
+def test_compiled_blocks_are_measured_as_they_run():
+    """Under the account of operators they would run as plain ones, with the plain peak."""
+    plain = torch.nn.Linear(4, 4)
+    compiled = torch.nn.Linear(4, 4)
+    mark(compiled, COMPILED)
+
+    def step_of(model):
+        return lambda: model(torch.ones(MIB, 4)).sum().item()
+
+    of_plain = measure(step_of(plain), repeats=0, model=plain)
+    of_compiled = measure(step_of(compiled), repeats=0, model=compiled)
+    assert of_plain.timeline is not None
+    assert of_compiled.timeline is None  # it came from the allocator
+    assert of_compiled.peak_bytes == pytest.approx(of_plain.peak_bytes, rel=0.05)
+
+
+def test_on_a_gpu_the_allocator_measures_compiled_blocks(monkeypatch):
+    """The account of operators, which makes the timeline, would let them run as plain ones."""
+    here = replace(machine(), device="cuda")
+    monkeypatch.setattr("recipes_lib.core.measure.machine", lambda: here)
+    model = torch.nn.Linear(4, 4)
+    assert _account_of(model, None)._account is not None
+    mark(model, COMPILED)
+    memory = _account_of(model, None)
+    assert memory._on_cuda and memory._account is None
+
+
+@pytest.mark.parametrize("counts", [{"warmup": -1}, {"repeats": -1}])
+def test_measure_bad_counts(counts):
+    with pytest.raises(ValueError, match="0 or more"):
+        measure(lambda: None, **counts)
+
+
+def test_measure_passes_errors_through():
+    with pytest.raises(KeyError):
+        measure(lambda: {}["missing"])
+
+
+@pytest.mark.gpu
+def test_cuda_peaks_nest():
+    with PeakMemory() as outer:
+        base = outer.current
+        with PeakMemory() as inner:
+            torch.zeros(8 * MIB // 4, device="cuda")
+        torch.zeros(2 * MIB // 4, device="cuda")
+    assert inner.peak - base == outer.peak - base == 8 * MIB
+
+
+@pytest.mark.gpu
+def test_cuda_limit():
+    with pytest.raises(torch.OutOfMemoryError), PeakMemory(limit_bytes=2**30):
+        torch.zeros(2**30, device="cuda")
+    torch.zeros(2**30, device="cuda")  # the cap is gone
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_from_before_count(reads):
+    """A gradient has no Python object until someone reads it."""
+    weight = torch.nn.Parameter(torch.ones(256, 256))
+    with PeakMemory() as before:
+        pass
+    (weight * 2).sum().backward()
+    if reads:
+        assert weight.grad is not None
+    with PeakMemory() as after:
+        pass
+    assert after.peak - before.peak == 4 * 256 * 256
+
+
+def test_fake_tensors_of_the_compiler_do_not_count():
+    """They stay in its caches, say that they are on the CPU, and hold nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(1024, 1024)
+    assert fake.device.type == "cpu"
+    with PeakMemory() as memory:
+        fake_inside = fake + 1
+        before = memory.current
+    del fake, fake_inside
+    with PeakMemory() as without:
+        pass
+    assert before == without.peak
+
+
+def test_turns_go_forth_and_back():
+    done = []
+    seconds = in_turns({name: lambda name=name: done.append(name) for name in "abc"}, rounds=3)
+    assert "".join(done) == "abccbaabc"
+    assert list(seconds) == ["a", "b", "c"] and all(len(rounds) == 3 for rounds in seconds.values())
+    assert all(second > 0 for rounds in seconds.values() for second in rounds)
+    with pytest.raises(ValueError, match="rounds=0: give a whole number"):
+        in_turns({}, rounds=0)

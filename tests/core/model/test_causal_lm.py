@@ -1,0 +1,192 @@
+import pytest
+import torch
+import transformers
+
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.causal_lm import (
+    decoder_blocks,
+    final_softcap,
+    is_layer_norm,
+    longest_text,
+    norms_of,
+    projection_widths,
+    require_causal_lm,
+    require_full_attention,
+    trunk,
+    without_adapters,
+)
+from recipes_lib.fine_tuning.lora import apply_lora
+from tests.conftest import FAMILIES
+from tests.not_causal import NAMES, bert_config, llama_config, not_causal
+from tests.small_models import small_model
+
+REASONS = {
+    "encoder_decoder": "T5ForConditionalGeneration has an encoder and a decoder",
+    "encoder": "BertModel has no output layer over the vocabulary",
+    "encoder_with_a_head": "BertLMHeadModel reads in both directions",
+    "classifier": "LlamaForSequenceClassification has no output layer over the vocabulary",
+    "bare_trunk": "LlamaModel has no output layer over the vocabulary",
+    "linear_layer": "Linear is no Hugging Face model",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_others_are_refused_with_their_reason(name):
+    with pytest.raises(ValueError) as refusal:
+        require_causal_lm(not_causal(name))
+    message = str(refusal.value)
+    assert message.startswith(REASONS[name]) and "decoder-only model" in message
+    assert "\n" not in message
+
+
+def test_causal_lms_pass(tiny):
+    require_causal_lm(tiny)
+
+
+def test_adapters_around_it_pass(llama):
+    """peft's wrapper is no PreTrainedModel: a check of the outermost class would refuse it."""
+    adapted = apply_lora(llama, rank=1)
+    require_causal_lm(adapted)
+    assert without_adapters(adapted) is llama and without_adapters(llama) is llama
+
+
+def test_adapters_around_another_model_are_refused():
+    """What counts is the model inside the wrapper."""
+    peft = pytest.importorskip("peft")
+    # A model of its own: peft changes what it is given.
+    base = transformers.LlamaModel(llama_config())
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="no output layer"):
+        require_causal_lm(adapted)
+
+
+def test_bert_as_a_decoder_passes():
+    """The same class reads from left to right where its configuration says so."""
+    config = bert_config()
+    config.is_decoder = True
+    require_causal_lm(transformers.BertLMHeadModel(config))
+
+
+def test_the_blocks_are_the_largest_list(llama):
+    """A mixture of experts has lists of experts as well, and a list may come before the blocks."""
+    llama.model.embed_tokens.parts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    first = llama.model.layers[0]
+    first.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    assert decoder_blocks(llama) is llama.model.layers
+
+
+def test_lists_inside_of_blocks_are_no_blocks():
+    """More heads, experts or parts of a block than blocks: the longest list is another one."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    normed = small_model("StableLm", qk_layernorm=True, **sizes)
+    assert len(normed.model.layers[0].self_attn.q_layernorm.norms) == 4
+    assert decoder_blocks(normed) is normed.model.layers
+    assert trunk(normed) is normed.model
+    with torch.device("meta"):
+        # One block with lists of two attentions, two MLPs and two norms.
+        paired = transformers.LongcatFlashForCausalLM(
+            transformers.LongcatFlashConfig(vocab_size=64, hidden_size=32, num_layers=1)
+        )
+    assert decoder_blocks(paired) is paired.model.layers
+    mixture = small_model("Llama", num_hidden_layers=1)
+    experts = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(8))
+    mixture.model.layers[0].mlp.experts = experts
+    assert decoder_blocks(mixture) is mixture.model.layers
+
+
+def test_a_long_list_beside_the_blocks():
+    """Gemma 3n has a list of three projections beside its blocks, which may be fewer."""
+    model = small_model("Llama", num_hidden_layers=2)
+    model.model.projections = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+    assert decoder_blocks(model) is model.model.layers
+
+
+def test_a_model_without_blocks():
+    with pytest.raises(ValueError, match="Linear has no list of blocks"):
+        decoder_blocks(not_causal("linear_layer"))
+
+
+def test_the_trunk_holds_the_blocks(tiny):
+    assert trunk(tiny) is tiny.base_model
+    assert any(child is decoder_blocks(tiny) for child in trunk(tiny).children())
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_parts_are_found_under_adapters(llama, adapted):
+    blocks, base = llama.model.layers, llama.model
+    model = apply_lora(llama, rank=1) if adapted else llama
+    assert decoder_blocks(model) is blocks and trunk(model) is base
+
+
+NORMS = {"tiny-gemma2": 4}  # 2 in the other families
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_the_residual_stream(family):
+    """Qwen3 has norms of Q and K as well, inside of the attention: they are not among these."""
+    block = decoder_blocks(model_of_shape(family, device="meta"))[0]
+    norms = norms_of(block)
+    assert len(norms) == NORMS.get(family, 2)
+    assert all(is_layer_norm(norm) == (family == "tiny-gpt2") for norm in norms)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widths_are_those_of_the_weights(family):
+    model = model_of_shape(family, device="meta")
+    block = decoder_blocks(model)[0]
+    q, kv, feed_forward = projection_widths(model.config)
+    if family == "tiny-gpt2":
+        assert block.attn.c_attn.nf == q + 2 * kv
+        assert block.mlp.c_fc.nf == feed_forward
+        return
+    assert block.self_attn.q_proj.out_features == q
+    assert block.self_attn.k_proj.out_features == kv
+    assert block.mlp.up_proj.out_features == feed_forward
+
+
+def test_heads_that_do_not_add_up_to_the_hidden_size():
+    """Qwen3 and Gemma say `head_dim` themselves: hidden_size / heads would be another number."""
+    config = model_of_shape("tiny-qwen3", device="meta").config
+    config.head_dim = 32
+    assert projection_widths(config)[:2] == (4 * 32, 2 * 32)
+
+
+def test_only_gemma_2_caps_its_logits(tiny):
+    capped = tiny.config.model_type == "gemma2"
+    assert final_softcap(tiny) == (30.0 if capped else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        # As a configuration says it that was stretched, with or without the length of before.
+        ({"max_position_embeddings": 64, "rope_parameters": {"factor": 4.0}}, 64),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            256,
+        ),
+    ],
+)
+def test_how_long_a_text_may_be(options, positions):
+    """Stretched angles that are not counted would refuse texts that the model can read."""
+    config = transformers.LlamaConfig(max_position_embeddings=64)
+    for name, value in options.items():
+        setattr(config, name, value)
+    assert longest_text(config) == positions
+    assert longest_text(transformers.BloomConfig()) is None
+    assert longest_text(transformers.GPT2Config(n_positions=32)) == 32
+
+
+def test_an_attention_that_no_file_holds():
+    """Catches a file that attends to all tokens, of a model that attends to a few."""
+    model = small_model("Llama")
+    for kernel in ("eager", "sdpa", "flash_attention_2", "kernels-community/flash-attn"):
+        model.config._attn_implementation = kernel
+        require_full_attention(model, way_out="…")
+    model.config._attn_implementation = "recipes_sliding_window"
+    with pytest.raises(ValueError, match=r"'recipes_sliding_window', and the file .*: export"):
+        require_full_attention(model, way_out="export another")

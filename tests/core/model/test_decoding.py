@@ -1,0 +1,166 @@
+"""The cache of keys and values, and the greedy loop over any decoder."""
+
+import pytest
+import torch
+
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.decoding import (
+    KeyValueCache,
+    greedy,
+    is_decoder,
+    require_causal_lm_or_decoder,
+)
+
+
+def cache_of(capacity=6, batch=1):
+    return KeyValueCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, batch=batch)
+
+
+def tokens_of(count, batch=1):
+    return torch.randn(batch, 3, count, 4)
+
+
+def test_what_was_appended_comes_back():
+    """Writing at the wrong place, or advancing between layers, would mix tokens."""
+    cache = cache_of()
+    first, second = tokens_of(2), tokens_of(3)
+    for new in (first, second):
+        for layer in range(2):
+            keys, values = cache.append(layer, new + layer, -new)
+        cache.advance(new.shape[2])
+    both = torch.cat([first, second], dim=2)
+    assert torch.equal(keys, both + 1)
+    assert torch.equal(values, -both)
+    assert torch.equal(cache.keys[0][:, :, :5], both)
+    assert cache.length == 5
+
+
+def test_append_elsewhere_leaves_the_length():
+    cache = cache_of()
+    cache.append(0, tokens_of(4), tokens_of(4))
+    cache.advance(4)
+    other = tokens_of(1)
+    keys, _ = cache.append(0, other, other, at=1)
+    assert keys.shape[2] == 2
+    assert torch.equal(keys[:, :, 1:], other)
+    assert cache.length == 4
+
+
+def test_bytes_are_those_of_the_tensors():
+    assert cache_of(capacity=6, batch=5).nbytes == 2 * 2 * 5 * 3 * 6 * 4 * 4
+
+
+def test_no_room():
+    cache = cache_of(capacity=3)
+    cache.reserve(3)
+    with pytest.raises(ValueError, match=r"made for 3: give new_cache\(max_tokens=4\)"):
+        cache.reserve(4)
+
+
+@pytest.mark.parametrize("length", [-1, 3, 1.5])
+def test_truncate_only_forgets(length):
+    """A longer length would show tokens that nobody has written."""
+    cache = cache_of()
+    cache.append(0, tokens_of(2), tokens_of(2))
+    cache.advance(2)
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        cache.truncate(length)
+    cache.truncate(1)
+    assert cache.length == 1
+
+
+def test_positions_and_mask_without_padding():
+    cache = cache_of()
+    assert cache.positions(3).tolist() == [0, 1, 2]
+    assert cache.mask(3) is None, "the first call is plain causal attention"
+    cache.advance(2)
+    assert cache.mask(1) is None, "one token looks at everything"
+    assert cache.positions(2).tolist() == [2, 3]
+    assert cache.mask(2)[0, 0].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_positions_and_mask_with_padding_on_the_left():
+    cache = cache_of(batch=2)
+    cache.starts = torch.tensor([0, 2])
+    assert cache.positions(3).tolist() == [[0, 1, 2], [0, 0, 0]]
+    # A padding token sees itself, so that no softmax is over nothing.
+    assert cache.mask(3)[1, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    cache.advance(3)
+    assert cache.positions(1).tolist() == [[3], [1]]
+    assert cache.mask(1)[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+# --- the greedy loop ------------------------------------------------------------------------------
+
+
+class Counting:
+    """A decoder that answers with the last token plus one, and notes what it was given."""
+
+    vocabulary = 10
+
+    def __init__(self):
+        self.given = []
+
+    def new_cache(self, *, batch=1, max_tokens):
+        self.capacity = max_tokens
+        return KeyValueCache(layers=1, kv_heads=1, head_dim=2, capacity=max_tokens)
+
+    def __call__(self, tokens, cache, *, last_only=False, row_by_row=False):
+        self.given.append(tokens.tolist()[0])
+        cache.reserve(tokens.shape[1])
+        cache.advance(tokens.shape[1])
+        return torch.nn.functional.one_hot(tokens[:, -1:] + 1, 10).float()
+
+
+@pytest.mark.parametrize("prompt", [[3, 1], torch.tensor([3, 1]), torch.tensor([[3, 1]])])
+def test_each_token_is_read_once(prompt):
+    decoder = Counting()
+    assert greedy(decoder, prompt, new_tokens=4) == [2, 3, 4, 5]
+    assert decoder.given == [[3, 1], [2], [3], [4]]
+    assert decoder.capacity == 6
+
+
+def test_a_stop_token_ends_the_answer_and_belongs_to_it():
+    assert greedy(Counting(), [1], new_tokens=6, stop={4}) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("prompt", [[], torch.zeros(2, 3), torch.zeros(1, 0)])
+def test_prompts_that_are_no_row(prompt):
+    with pytest.raises(ValueError, match="token ids of one row"):
+        greedy(Counting(), prompt, new_tokens=1)
+
+
+def test_no_new_token():
+    with pytest.raises(ValueError, match="new_tokens=0"):
+        greedy(Counting(), [1], new_tokens=0)
+
+
+def test_models_and_decoders(llama):
+    assert is_decoder(Counting()) and not is_decoder(llama)
+    require_causal_lm_or_decoder(Counting())
+    require_causal_lm_or_decoder(llama)
+    with pytest.raises(ValueError, match="give a decoder-only model"):
+        require_causal_lm_or_decoder(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_is_no_decoder_is_told_the_way():
+    """The mistake: an AttributeError about a method that the reader has never heard of."""
+    model = model_of_shape("tiny-llama", device="cpu")
+    with pytest.raises(ValueError, match=r"give what apply_decode_loop\(model\) returns"):
+        greedy(model, [1, 2], new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("hello", {}, "prompt is a text"),
+        ([1, 10], {}, "holds the id 10, and the model knows 10 tokens"),
+        ([1], {"stop": 5}, "stop=5: give a collection"),
+    ],
+)
+def test_bad_input_is_told_before_a_token_is_read(prompt, options, message):
+    """The mistakes: an IndexError of an embedding, or a TypeError after the first token."""
+    decoder = Counting()
+    with pytest.raises(ValueError, match=message):
+        greedy(decoder, prompt, new_tokens=2, **options)
+    assert decoder.given == []

