@@ -14,6 +14,7 @@ linears  the linear layers of a model by name, and others in their places
 marks  what techniques leave on parameters and blocks for each other
 mixing  mix a class into one module of a model, and take it out again
 output_layer  a causal LM up to its output layer, for losses that make the logits
+probe  a technique proves itself on the model that it is given, or leaves it as it was
 recompute  what checkpointed blocks have in common: a KV cache must not be filled twice
 recomputed_parts  a part of a block in parts of its own, each once more in backward
 run_state  what all checkpoints share: random states, and the facts that name a run
