@@ -46,6 +46,11 @@ def require_causal_lm(model: Any) -> None:
         )
 
 
+def is_causal_lm(model: Any) -> bool:
+    """Whether `require_causal_lm` lets it through."""
+    return _why_no_causal_lm(model) is None
+
+
 def _why_no_causal_lm(model: Any) -> str | None:
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING

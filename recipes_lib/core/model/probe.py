@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.causal_lm import decoder_blocks, is_causal_lm
 
 TOKENS = 16  # of each of two rows
 # What the order of sums may change: of the largest number of a tensor.
@@ -170,11 +170,14 @@ def undone_on_error(model: Any, name: str, snapshot: Snapshot | None = None) -> 
 
 
 def can_be_probed(model: Any) -> bool:
-    """Whether all weights are here, with data: not on "meta", without data, or in parts."""
+    """Whether all weights are here, with data: not on "meta", without data, or in parts.
+
+    What is no causal LM is not probed either: `apply` says so in its own words.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed.tensor import DTensor
 
-    if torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled() or not is_causal_lm(model):
         return False
     weights = [*model.parameters(), *model.buffers()]
     return not any(weight.is_meta or isinstance(weight, FakeTensor | DTensor) for weight in weights)
