@@ -34,7 +34,8 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.allocated_limit import AllocatedLimit
 from recipes_lib.core.measure.allocator_peak import AllocatorPeak
 from recipes_lib.core.measure.live_bytes import LiveBytes
-from recipes_lib.core.measure.machine import machine, synchronize
+from recipes_lib.core.measure.machine import machine as this_machine
+from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.measure.timeline import Timeline, TimelineRecorder
 from recipes_lib.core.model.marks import COMPILED, any_marked
 
@@ -127,7 +128,7 @@ def _account_of(
     """
     if model is None or dry() or not any_marked(model.modules(), COMPILED):
         return PeakMemory(model=model, optimizer=optimizer)
-    if machine().device == "cpu":
+    if this_machine().device == "cpu":
         return AllocatorPeak()
     return PeakMemory()  # without a timeline it asks CUDA's allocator, and nothing else
 
@@ -251,7 +252,7 @@ class PeakMemory:
         if limit_bytes is not None:
             check_whole(limit_bytes=limit_bytes)
         self._peak = 0
-        self._on_cuda = machine().device == "cuda" and not dry()
+        self._on_cuda = this_machine().device == "cuda" and not dry()
         self._cuda_limit: AllocatedLimit | None = None
         account_limit = limit_bytes
         if self._on_cuda and limit_bytes is not None:
@@ -264,7 +265,7 @@ class PeakMemory:
             self._recorder = TimelineRecorder(model, optimizer, limit_bytes=account_limit)
             self._account = self._recorder
         elif not self._on_cuda:
-            self._account = LiveBytes(machine().device, limit_bytes=account_limit)
+            self._account = LiveBytes(this_machine().device, limit_bytes=account_limit)
 
     @property
     def peak(self) -> int:

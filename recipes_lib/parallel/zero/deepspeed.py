@@ -62,7 +62,7 @@ from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.rank_step import Batch, LossSum, sum_of_losses, tokens_of_all_ranks
 
-FOLDER = Path(__file__).resolve().parents[2] / "launch" / "deepspeed"
+FOLDER = Path(__file__).resolve().parents[3] / "launch" / "deepspeed"
 AUTO = "auto"
 
 

@@ -172,7 +172,7 @@ def test_compiled_blocks_are_measured_as_they_run():
 def test_on_a_gpu_the_allocator_measures_compiled_blocks(monkeypatch):
     """The account of operators, which makes the timeline, would let them run as plain ones."""
     here = replace(machine(), device="cuda")
-    monkeypatch.setattr("recipes_lib.core.measure.machine", lambda: here)
+    monkeypatch.setattr("recipes_lib.core.measure.this_machine", lambda: here)
     model = torch.nn.Linear(4, 4)
     assert _account_of(model, None)._account is not None
     mark(model, COMPILED)
