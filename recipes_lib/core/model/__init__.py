@@ -17,7 +17,7 @@ output_layer  a causal LM up to its output layer, for losses that make the logit
 probe  a technique proves itself on the model that it is given, or leaves it as it was
 recompute  what checkpointed blocks have in common: a KV cache must not be filled twice
 recomputed_parts  a part of a block in parts of its own, each once more in backward
-run_state  what all checkpoints share: random states, and the facts that name a run
+run_state  what all checkpoints share: the facts of a run, random states, the last rename
 second_derivatives  a backward written by hand refuses create_graph=True
 sizes  bytes of tensors, parameters and optimizer states
 trainable  what an optimizer is given: the parameters of a model that train

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 VALUES = 64  # of each tensor
 
@@ -50,7 +51,24 @@ def fingerprint(
 
 def _spread_values(tensor: Tensor) -> Tensor:
     """VALUES of its numbers, from the first to the last; of a small tensor some come twice."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
     places = torch.linspace(0, tensor.numel() - 1, VALUES, dtype=torch.float64).long()
-    return tensor.detach().reshape(-1)[places.to(tensor.device)]
+    places = places.to(tensor.device)
+    if isinstance(tensor, DTensor):
+        return _values_of_parts(tensor, places)
+    return tensor.detach().reshape(-1)[places]
+
+
+def _values_of_parts(tensor: DTensor, places: Tensor) -> Tensor:
+    """Each rank has the values that lie in its part, and zeros: the sum over parts is the whole."""
+    part = tensor.detach().to_local()
+    _, first = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    index = torch.stack(torch.unravel_index(places, tensor.shape))  # [dimensions, VALUES]
+    index -= torch.tensor(first, device=index.device)[:, None]
+    size = torch.tensor(part.shape, device=index.device)[:, None]
+    inside = ((index >= 0) & (index < size)).all(0)
+    values = part.new_zeros(VALUES)
+    values[inside] = part[tuple(index[:, inside])]
+    summed = [place if place.is_replicate() else Partial() for place in tensor.placements]
+    return DTensor.from_local(values, tensor.device_mesh, summed).full_tensor()

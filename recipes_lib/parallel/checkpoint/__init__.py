@@ -19,7 +19,8 @@ Costs      12 bytes per trainable parameter on disk with fp32 AdamW, as many as 
            background the same once more in host memory, divided by N.
 Use when   Weights or states are sharded, a run may be killed, or go on with other GPUs.
 Not when   One process trains: `training/exact_resume.py` writes one file. The folder is not shared
-           by all machines: each would hold a part that nobody can put together.
+           by all machines. A stranger wrote the checkpoint: PyTorch unpickles its list of parts,
+           which can run any code. A disk flips bits: PyTorch reads no checksums.
 In production   `torch.distributed.checkpoint.save/load/async_save`, as torchtitan and Lightning use
            them; `torchrun --max-restarts 3` starts all ranks again when one died;
            `TrainingArguments(fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"})`.
@@ -27,33 +28,33 @@ Source     PyTorch, "Getting started with Distributed Checkpoint" and "Asynchron
            Distributed Checkpoint"; how often to save: Young, "A first order approximation to the
            optimum checkpoint interval", Communications of the ACM 1974.
 
-What ranks share besides is in small files beside the parts: the step, the facts of the run, the
-schedule, and the random states of each rank. In checkpoint_*.py are: the folders (latest), what is
-saved (state), what keeps ranks from waiting for each other (guards), how damaged files are found
-(files) and another base (base), what ranks see of torchrun (restarts), and the export for other
-programs (export).
+    runs/a/LATEST                           one line: step-00000300
+    runs/a/step-00000300/run.json           step, ranks, and the facts of the run (run_state.py)
+    runs/a/step-00000300/rank-0.pt          random states and parts, such as the schedule
+    runs/a/step-00000300/__0_0.distcp       rank 0's parts of weights and states
+    runs/a/step-00000300/.metadata          which part is where; PyTorch writes it last
+    runs/a/step-00000400/                   being written, or left by a run that was killed
 
-base  which frozen weights were trained on, the same on any number of ranks
 export  safetensors files from shards, for every other program
-files  are the files what was written: checksums, and no code
-guards  no rank waits for one that has failed, and what does not fit is refused
-latest  which folder is the last whole checkpoint
 restarts  what a rank has to know of torchrun, which starts it again
-state  what is saved: each rank's parts of weights and states, by name
+state  facts of all ranks, and this rank's parts of weights and states, by name
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-import os
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict import (
@@ -65,50 +66,29 @@ from torch.distributed.checkpoint.state_dict import (
 
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.model.run_state import (
-    check_facts,
-    check_in_model,
-    check_loadable,
-    check_parts,
     check_same_run,
-    check_settings,
     in_python_numbers,
-    part_classes,
     random_states,
-    read_state,
+    replaced_at_once,
+    save_loadable,
     set_random_states,
 )
 from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
-from recipes_lib.parallel.checkpoint.base import check_base, frozen_values
-from recipes_lib.parallel.checkpoint.files import check_files, seal
-from recipes_lib.parallel.checkpoint.guards import (
-    check_optimized,
-    check_weights,
-    files_of_all_ranks,
-    refuse_older_step,
-    weights_of_all_ranks,
-)
-from recipes_lib.parallel.checkpoint.latest import (
-    folder_of_step,
-    latest_folder,
-    set_latest,
-)
 from recipes_lib.parallel.checkpoint.state import (
+    facts_of_all_ranks,
     make_stager,
-    optimizer_name,
     set_state,
     state_of,
-    unchanged_if_refused,
 )
 
-SHARED_FILE = "run.pt"
 NO_PARTS: Mapping[str, Any] = MappingProxyType({})
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
-def save_by_hand(place: Path | str, model: torch.nn.Module, optimizer: Any) -> None:
+def save_by_hand(place: Path | str, model: nn.Module, optimizer: Any) -> None:
     """Every rank writes its part. The same call works in one process."""
     state = {
         "model": get_model_state_dict(model),  # parts, with their places in the whole
@@ -117,7 +97,7 @@ def save_by_hand(place: Path | str, model: torch.nn.Module, optimizer: Any) -> N
     dcp.save(state, checkpoint_id=place)
 
 
-def load_by_hand(place: Path | str, model: torch.nn.Module, optimizer: Any) -> None:
+def load_by_hand(place: Path | str, model: nn.Module, optimizer: Any) -> None:
     """Every rank reads what belongs into its part, on any number of ranks. Nothing is checked."""
     state = {
         "model": get_model_state_dict(model),
@@ -135,7 +115,7 @@ def save_checkpoint(
     folder: Path | str,
     *,
     step: int,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
@@ -149,30 +129,27 @@ def save_checkpoint(
         folder: of the run, on a disk that all ranks share.
         model: any module, sharded by FSDP2 or tensor parallelism, inside of DDP, or plain.
         optimizer: of `torch.optim`, or a ZeroRedundancyOptimizer around one.
-        run: facts that a resumed run must share, numbers and strings: settings, length of the data.
+        run: facts that a resumed run must share, as JSON takes them: settings, length of the data.
         parts: what else has `state_dict()` and `load_state_dict()` and is the same on all ranks:
             schedule, loss scaling.
         keep: how many checkpoints stay.
-    Raises ValueError on every rank if the folder holds this step or a later one already, if ranks
-    give other steps or facts, if a fact or a setting of the optimizer could not be loaded, or if a
-    rank cannot write.
+    Raises ValueError on every rank if the folder holds this step or a later one already, if the
+    ranks differ, if something could not be loaded, or if a rank cannot write.
     """
     folder = Path(folder)
     place = _begin(folder, step, model, optimizer, run, parts, keep)
-    state = state_of(model, optimizer)
     with files_of_all_ranks():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(place))
+        dcp.save(state_of(model, optimizer), storage_writer=dcp.FileSystemWriter(place))
     with same_error_on_all_ranks():
         if rank() == 0:
-            seal(place)
-            set_latest(folder, step, keep=keep)
+            _set_latest(place, keep)
 
 
 def save_checkpoint_async(
     folder: Path | str,
     *,
     step: int,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
@@ -210,7 +187,7 @@ def save_checkpoint_async(
         process_group=group,
         async_stager=stager,
     )
-    return PendingSave(upload, group, stager, folder, step, keep)
+    return PendingSave(upload, group, stager, place, keep)
 
 
 class PendingSave:
@@ -221,14 +198,12 @@ class PendingSave:
         upload: Future,
         group: distributed.ProcessGroup | None,
         stager: DefaultStager,
-        folder: Path,
-        step: int,
+        place: Path,
         keep: int,
     ) -> None:
         self.group = group
         self.stager = stager
-        self._folder = folder
-        self._step = step
+        self._place = place
         self._keep = keep
         self._named: Future = Future()
         upload.add_done_callback(self._name)
@@ -238,16 +213,11 @@ class PendingSave:
         try:
             upload.result()
             if rank() == 0:
-                seal(folder_of_step(self._folder, self._step))
-                set_latest(self._folder, self._step, keep=self._keep)
+                _set_latest(self._place, self._keep)
         except BaseException as error:
             self._named.set_exception(error)
         else:
             self._named.set_result(None)
-
-    def done(self) -> bool:
-        """Whether this rank has nothing left to do. Does not wait."""
-        return self._named.done()
 
     def wait(self) -> None:
         """Return when all ranks have written and LATEST is replaced. All ranks have to call it.
@@ -265,7 +235,7 @@ def latest_checkpoint(folder: Path | str) -> Path | None:
     machines that do not share the folder.
     """
     with same_error_on_all_ranks():
-        place = latest_folder(Path(folder))
+        place = _latest(Path(folder))
     if not _alone():
         agree(latest_checkpoint=str(place))
     return place
@@ -274,7 +244,7 @@ def latest_checkpoint(folder: Path | str) -> Path | None:
 def load_checkpoint(
     folder: Path | str,
     *,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
@@ -285,99 +255,103 @@ def load_checkpoint(
     Random states come back if there are as many ranks as have saved, else they stay as they are:
     dropout then draws other numbers. Gradients are dropped.
 
-    Everything is compared before anything is changed. Raises ValueError on every rank if there is
-    no checkpoint, if a file is damaged, if a fact of the run or the optimizer differs, if trainable
-    weights have other names, shapes or dtypes, if frozen ones have other values, or if ranks do not
-    see the same checkpoint.
+    All facts are compared before anything is changed. Raises ValueError on every rank if there is
+    no checkpoint, if a fact of the run, the model, its frozen base, the optimizer or the parts
+    differs, or if ranks do not see the same checkpoint.
     """
     place = latest_checkpoint(folder)
-    weights = weights_of_all_ranks(model)
-    frozen = frozen_values(model)
+    if place is None:
+        raise ValueError(f"there is no checkpoint in {folder}: start the run without resuming")
+    facts = facts_of_all_ranks(run, model, optimizer, parts)
     with same_error_on_all_ranks():
-        if place is None:
-            raise ValueError(f"there is no checkpoint in {folder}: start the run without resuming")
-        shared = read_state(place / SHARED_FILE)
-        facts = {**run, "optimizer": optimizer_name(optimizer)}
-        check_same_run(place, saved=shared["run"], given=facts)
-        check_weights(place, weights)
-        check_base(place, shared.get("frozen", {}), frozen)
-        check_parts(place, shared["parts"], shared.get("part_classes", {}), parts)
+        shared = json.loads((place / "run.json").read_text(encoding="utf-8"))
+        check_same_run(place, saved=shared["facts"], given=facts)
         same_ranks = shared["ranks"] == world_size()
-        random = read_state(_random_file(place)) if same_ranks else None
-        check_files(place)
+        number = rank() if same_ranks else 0
+        own = torch.load(place / f"rank-{number}.pt", map_location="cpu", weights_only=True)
 
-    with unchanged_if_refused(optimizer):
-        state = _read(place, model, optimizer)
-    set_state(model, optimizer, state)
-    for name, part in parts.items():
-        part.load_state_dict(shared["parts"][name])
-    if random is not None:
-        set_random_states(random)
-    return shared["step"]
-
-
-def _read(place: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the checkpoint holds of this rank's parts of weights and states."""
     # Gradients of before would be those of other weights. PyTorch, too, wants none: it makes the
     # states of a fresh optimizer by a step with gradients of zero.
     optimizer.zero_grad(set_to_none=True)
     state = state_of(model, optimizer)
-    check_optimized(place, model, state)
     with files_of_all_ranks():
         dcp.load(state, storage_reader=dcp.FileSystemReader(place))
-    return state
-
-
-# --- what is saved --------------------------------------------------------------------------------
+    set_state(model, optimizer, state)
+    for name, part in parts.items():
+        part.load_state_dict(own["parts"][name])
+    if same_ranks:
+        set_random_states(own["random"])
+    return shared["step"]
 
 
 def _begin(
     folder: Path,
     step: int,
-    model: torch.nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     run: Mapping[str, Any],
     parts: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Check everything on every rank, and write the small files. Returns the new folder."""
-    facts = {**run, "optimizer": optimizer_name(optimizer)}
+    """Check on every rank, and write the small files. Returns the new folder."""
     if not _alone():
-        agree(step=step, run=facts, parts=sorted(parts), keep=keep)
-    frozen = frozen_values(model)
+        agree(step=step, keep=keep)
+    check_whole(step=step, keep=keep)
+    facts = facts_of_all_ranks(run, model, optimizer, parts)
+    place = folder / f"step-{step:08d}"
     with same_error_on_all_ranks():
-        check_whole(step=step, keep=keep)
-        check_facts(run)
-        check_in_model(optimizer, {id(parameter) for parameter in model.parameters()})
-        check_settings(optimizer)
-        refuse_older_step(folder, step)
-        place = folder_of_step(folder, step)
+        before = _latest(folder)
+        if before is not None and before.name >= place.name:
+            raise ValueError(
+                f"{folder} holds a checkpoint of {before.name}, and this is {place.name}: resume "
+                f"from it, or use another folder"
+            )
         place.mkdir(parents=True, exist_ok=True)
-        _write(_random_file(place), random_states())
+        states = {name: in_python_numbers(part.state_dict()) for name, part in parts.items()}
+        with replaced_at_once(place / f"rank-{rank()}.pt") as file:
+            save_loadable({"random": random_states(), "parts": states}, file)
         if rank() == 0:
-            states = {name: in_python_numbers(part.state_dict()) for name, part in parts.items()}
-            shared = {
-                "run": facts,
-                "step": step,
-                "ranks": world_size(),
-                "parts": states,
-                "part_classes": part_classes(parts),
-                "frozen": frozen,
-            }
-            _write(place / SHARED_FILE, shared)
+            shared = {"step": step, "ranks": world_size(), "facts": facts}
+            (place / "run.json").write_text(json.dumps(shared, indent=1), encoding="utf-8")
     return place
 
 
-def _random_file(place: Path) -> Path:
-    return place / f"random-{rank()}.pt"
+# --- folders and files ----------------------------------------------------------------------------
 
 
-def _write(path: Path, content: Any) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    check_loadable(path)
+def _latest(folder: Path) -> Path | None:
+    """What LATEST names, or None if there is none. ValueError if it is not whole."""
+    file = folder / "LATEST"
+    if not file.is_file():
+        return None
+    place = folder / file.read_text(encoding="utf-8").strip()
+    if not (place / ".metadata").is_file():
+        raise ValueError(
+            f"{file} names {place.name}, which is not there or not whole: write the name of "
+            f"another folder into it, or remove it to begin from the start"
+        )
+    return place
+
+
+def _set_latest(place: Path, keep: int) -> None:
+    """Name a whole checkpoint as the last one, and remove all but the last `keep`."""
+    with replaced_at_once(place.parent / "LATEST") as file:
+        file.write(place.name.encode())
+    until_here = sorted(path for path in place.parent.glob("step-*") if path.name <= place.name)
+    for old in until_here[:-keep]:
+        shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def files_of_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iterator[None]:
+    """Around calls of PyTorch that write or read: they raise a ValueError on every rank."""
+    with same_error_on_all_ranks(group=group), warnings.catch_warnings():
+        # It warns in a process that is alone, which is no mistake.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except dcp.CheckpointException as raised:  # which is no Exception
+            raise ValueError(str(raised)) from raised
 
 
 def _alone() -> bool:
@@ -387,15 +361,11 @@ def _alone() -> bool:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_written_bytes(model: torch.nn.Module, *, ranks: int) -> int:
+def predicted_written_bytes(model: nn.Module, *, ranks: int) -> int:
     """Bytes of tensors that each rank writes, with AdamW in the dtype of the weights.
 
-    The weights and two averages, divided by the ranks. Where ranks hold copies, as in DDP, each
-    tensor is written by one of them, so that it is the same there. PyTorch adds about a kilobyte
-    to each part of a tensor.
-
-    Args:
-        model: before it is sharded.
+    The weights and two averages, divided by the ranks, also where ranks hold copies, as in DDP.
+    PyTorch adds about a kilobyte to each part of a tensor. `model` is not sharded yet.
     """
     check_whole(ranks=ranks)
     return 3 * sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad) // ranks
@@ -404,7 +374,8 @@ def predicted_written_bytes(model: torch.nn.Module, *, ranks: int) -> int:
 def predicted_interval_seconds(*, save_seconds: float, failure_seconds: float) -> float:
     """How often to save, so that saving and repeating lost steps together cost least.
 
-    Young's formula: sqrt(2 x save x failure).
+    Young's formula: sqrt(2 x save x failure). A save costs save / interval of the time, and a
+    failure half an interval.
 
     Args:
         save_seconds: for which a save stalls the training.
@@ -412,19 +383,3 @@ def predicted_interval_seconds(*, save_seconds: float, failure_seconds: float) -
     """
     check_number(above=0, save_seconds=save_seconds, failure_seconds=failure_seconds)
     return math.sqrt(2 * save_seconds * failure_seconds)
-
-
-def predicted_lost_share(
-    *, interval_seconds: float, save_seconds: float, failure_seconds: float
-) -> float:
-    """The share of the time that goes into saving, and into steps that a failure makes lost.
-
-    A failure loses half an interval on average.
-    """
-    check_number(
-        above=0,
-        interval_seconds=interval_seconds,
-        save_seconds=save_seconds,
-        failure_seconds=failure_seconds,
-    )
-    return save_seconds / interval_seconds + interval_seconds / (2 * failure_seconds)

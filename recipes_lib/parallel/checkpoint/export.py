@@ -20,7 +20,7 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
-from recipes_lib.parallel.checkpoint.guards import files_of_all_ranks
+from recipes_lib.parallel.checkpoint import files_of_all_ranks
 
 PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is joined
 
@@ -41,17 +41,14 @@ def export_safetensors(
         dtype: of the files; None keeps that of the weights. What the model's class keeps in fp32
             is written in fp32.
         file_bytes: how many bytes of weights a file holds at most, if no single weight has more.
-    Raises ValueError on every rank if the folder holds a model already, if the model has no
-    configuration, or if ranks give other arguments.
+    Raises ValueError on every rank if the folder holds a model already, or if ranks give other
+    arguments.
     """
     folder = Path(folder)
     if distributed.is_initialized():
         agree(folder=str(folder), dtype=dtype, file_bytes=file_bytes, there=_models_in(folder))
     check_whole(file_bytes=file_bytes)
     inside = getattr(model, "module", model)  # of DDP
-    config = getattr(inside, "config", None)
-    if not hasattr(config, "save_pretrained"):
-        raise ValueError(f"{type(model).__name__} has no configuration: give a Hugging Face model")
     require_new_folder(folder)
 
     weights = _each_once(get_model_state_dict(model), inside)
@@ -71,7 +68,9 @@ def export_safetensors(
     with same_error_on_all_ranks():
         if rank() == 0:
             shutil.rmtree(folder / PARTS_FOLDER)
-            _write_configuration(folder, config, next(iter(weights.values())).dtype)
+            config = copy.deepcopy(inside.config)
+            config.dtype = next(iter(weights.values())).dtype
+            config.save_pretrained(folder)
 
 
 def require_new_folder(folder: Path) -> None:
@@ -79,12 +78,6 @@ def require_new_folder(folder: Path) -> None:
     found = _models_in(folder)
     if found:
         raise ValueError(f"{folder} holds {found[0]} already: give another folder")
-
-
-def _write_configuration(folder: Path, config: Any, dtype: torch.dtype) -> None:
-    written = copy.deepcopy(config)
-    written.dtype = dtype
-    written.save_pretrained(folder)
 
 
 def _each_once(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
