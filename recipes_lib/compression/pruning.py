@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from recipes_lib.core.checks import check_choice, check_number, check_several
-from recipes_lib.core.model.linears import refuse_quantized, require_module
+from recipes_lib.core.checks import check_choice, check_number
+from recipes_lib.core.model.linears import refuse_quantized
 
 SCOPES = ("model", "layer")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -83,11 +83,10 @@ def apply_pruning(
             one threshold all weights are sorted at once, on the device of the first layer.
         names: of the layers. None: all linear layers and convolutions whose weight is their own.
             A table that is shared with the embedding is left alone.
-    Raises ValueError, before anything changes, for a share outside its bounds or so small that no
-    weight goes, or so large that a layer loses all of its weights; for unknown names; for weights
-    that are shared, quantized, sharded, on no device, not finite, or made of others; for a model
-    with adapters, and one that is pruned already. Without `names` also for a model with matrices in
-    other modules, such as the experts of a mixture, for they would all stay.
+    Raises ValueError, before anything changes, for a share outside its bounds, and one that takes
+    all weights of a layer; for unknown names and shared weights; for a model with adapters or
+    quantized layers, and one that is pruned already. Without `names` also for a model with matrices
+    in other modules, such as the experts of a mixture, for they would all stay.
     """
     check_number(above=0, below=1, share=share)
     check_choice(SCOPES, scope=scope)
@@ -96,7 +95,12 @@ def apply_pruning(
         masks = {name: plain_mask(layer.weight.detach(), share) for name, layer in layers.items()}
     else:
         masks = _masks_of_model(layers, share)
-    _check_masks(masks, share)
+    for name, mask in masks.items():
+        if not mask.any():  # such a network gives one answer to everything, and learns nothing
+            raise ValueError(
+                f"share={share} leaves no weight of {name}: give less, scope='layer', or `names` "
+                f"without it"
+            )
     return _with_masks(model, layers, masks)
 
 
@@ -113,16 +117,12 @@ def apply_two_four(model: Any, *, names: Iterable[str] | None = None) -> Any:
     layers = _layers(model, names)
     if names is None:
         layers = {name: layer for name, layer in layers.items() if _has_rows(layer)}
-    fitting = [name for name, layer in layers.items() if _has_rows_of_fours(layer)]
     for name, layer in layers.items():
-        if name not in fitting:
+        if not _has_rows(layer) or layer.weight.shape[1] % FOUR:
             raise ValueError(
                 f"{name} has weights {list(layer.weight.shape)}: 2:4 needs a linear layer or a "
-                f"1 x 1 convolution whose rows are a multiple of four. Give `names` of the others, "
-                f"which are {fitting[:3]}, …"
+                f"1 x 1 convolution whose rows are a multiple of four. Give `names` of the others"
             )
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no layer with rows to prune by 2:4")
     masks = {name: plain_two_four_mask(layer.weight.detach()) for name, layer in layers.items()}
     return _with_masks(model, layers, masks)
 
@@ -132,11 +132,10 @@ def remove_pruning(model: Any) -> Any:
 
     Raises ValueError for a model that is not pruned.
     """
-    require_module(model)
     pruned = _pruned_layers(model)
     if not pruned:
         raise ValueError("this model has no masks: apply_pruning() gives it some")
-    for layer in pruned.values():
+    for layer in pruned:
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
     if vars(model).get("save_pretrained") is _refuse_to_save:
         del model.save_pretrained  # that of its class is back
@@ -144,29 +143,21 @@ def remove_pruning(model: Any) -> Any:
 
 
 def zero_share(model: nn.Module) -> float:
-    """The part of the weights of linear layers and convolutions that are zero, from 0 to 1.
-
-    Raises ValueError for what is no model, and for one without such layers.
-    """
-    require_module(model)
+    """The part of the weights of linear layers and convolutions that are zero, from 0 to 1."""
     zeros = 0
     weights = 0
     for module in model.modules():
         if isinstance(module, LAYERS):
             zeros += int((module.weight == 0).sum())
             weights += module.weight.numel()
-    if weights == 0:
-        raise ValueError(f"{type(model).__name__} has no linear layer and no convolution")
     return zeros / weights
 
 
 def compressed_bytes(model: nn.Module) -> int:
     """The bytes of the model's state after zlib, which is what zip and gzip do, measured.
 
-    Raises ValueError for what is no model, and for one with masks: its state still has the weights
-    that were removed.
+    Raises ValueError for a model with masks: its state still has the weights that were removed.
     """
-    require_module(model)
     if _pruned_layers(model):
         raise ValueError("the weights behind the masks are no zeros: call remove_pruning(model)")
     file = io.BytesIO()
@@ -197,18 +188,6 @@ def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Ten
     return masks
 
 
-def _check_masks(masks: dict[str, Tensor], share: float) -> None:
-    """A network with a dead layer gives one answer to everything, and learns nothing."""
-    if all(bool(mask.all()) for mask in masks.values()):
-        raise ValueError(f"share={share} of these layers is less than one weight: give more")
-    for name, mask in masks.items():
-        if not mask.any():
-            raise ValueError(
-                f"share={share} leaves no weight of {name}: give less, scope='layer', or `names` "
-                f"without it"
-            )
-
-
 def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
     for name, layer in layers.items():
         parametrize.register_parametrization(layer, "weight", _Mask(masks[name]))
@@ -228,47 +207,27 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
-    """The layers to prune by name. Raises ValueError where one of them cannot be."""
-    require_module(model)
-    if hasattr(model, "peft_config"):
+    """The layers to prune by name. Raises ValueError where zeros would do something else."""
+    if hasattr(model, "peft_config"):  # an adapter of zeros never learns
         raise ValueError("the model has adapters: prune it before, or after merge_and_unload()")
     refuse_quantized(model, way_out="prune the model before that")
     if _pruned_layers(model):
         raise ValueError("this model is pruned already: call remove_pruning(model) first")
-    every = {name: m for name, m in model.named_modules() if isinstance(m, LAYERS)}
+    every = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
     shared = _shared_weights(model)
     if names is None:
-        chosen = {name: m for name, m in every.items() if name not in shared}
         _require_all_matrices(model)
-    else:
-        check_several(names=names)
-        chosen = _named(every, names, shared)
-    if not chosen:
-        raise ValueError(
-            f"{type(model).__name__} has no linear layer and no convolution with a weight of its "
-            f"own"
-        )
-    for name, layer in chosen.items():
-        _check_prunable(name, layer)
+        return {name: module for name, module in every.items() if name not in shared}
+    chosen = {}
+    for name in names:
+        check_choice(every, names=name)
+        if name in shared:
+            raise ValueError(
+                f"the weight of {name} is shared with another module, which would lose its small "
+                f"weights as well: untie them first, or leave it out of `names`"
+            )
+        chosen[name] = every[name]
     return chosen
-
-
-def _check_prunable(name: str, layer: nn.Module) -> None:
-    """Raise ValueError unless the layer has a finite weight of its own."""
-    weight = layer._parameters.get("weight")
-    if weight is None:
-        raise ValueError(f"the weight of {name} is computed of others: remove that first")
-    if isinstance(weight, nn.UninitializedParameter):
-        raise ValueError(
-            f"{name} is a lazy layer, which has no weights yet: call the model once on an "
-            f"input first"
-        )
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
-        raise ValueError(f"{name} is quantized or sharded: prune the model before that")
-    if weight.is_meta:
-        raise ValueError(f"the weight of {name} is on no device: load the model first")
-    if not weight.isfinite().all():
-        raise ValueError(f"{name} has weights that are not finite: the model has diverged")
 
 
 def _require_all_matrices(model: nn.Module) -> None:
@@ -289,25 +248,6 @@ def _require_all_matrices(model: nn.Module) -> None:
                 )
 
 
-def _named(
-    every: dict[str, nn.Module], names: Iterable[str], shared: set[str]
-) -> dict[str, nn.Module]:
-    chosen = {}
-    for name in names:
-        if name not in every:
-            raise ValueError(
-                f"the model has no linear layer or convolution {name!r}: it has "
-                f"{', '.join(list(every)[:3])}, …"
-            )
-        if name in shared:
-            raise ValueError(
-                f"the weight of {name} is shared with another module, which would lose its small "
-                f"weights as well: untie them first, or leave it out of `names`"
-            )
-        chosen[name] = every[name]
-    return chosen
-
-
 def _shared_weights(model: nn.Module) -> set[str]:
     """The names of modules whose weight another module has as well."""
     owners: dict[int, list[str]] = {}
@@ -318,23 +258,19 @@ def _shared_weights(model: nn.Module) -> set[str]:
     return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
-def _pruned_layers(model: nn.Module) -> dict[str, nn.Module]:
-    pruned = {}
-    for name, module in model.named_modules():
+def _pruned_layers(model: nn.Module) -> list[nn.Module]:
+    pruned = []
+    for module in model.modules():
         if not parametrize.is_parametrized(module, "weight"):
             continue
         if any(isinstance(each, _Mask) for each in module.parametrizations["weight"]):
-            pruned[name] = module
+            pruned.append(module)
     return pruned
 
 
 def _has_rows(layer: nn.Module) -> bool:
     """Whether an output of the layer is one product of a row with a vector."""
     return layer.weight[0].numel() == layer.weight.shape[1] and layer.weight.shape[1] > 1
-
-
-def _has_rows_of_fours(layer: nn.Module) -> bool:
-    return _has_rows(layer) and layer.weight.shape[1] % FOUR == 0
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

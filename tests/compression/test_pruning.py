@@ -11,7 +11,6 @@ from recipes_lib.compression.pruning import (
     apply_pruning,
     apply_two_four,
     compressed_bytes,
-    plain_mask,
     plain_two_four_mask,
     predicted_compressed_share,
     remove_pruning,
@@ -37,36 +36,39 @@ def layers_of(model):
     return [module for module in model if hasattr(module, "weight")]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scope", ["model", "layer"])
-def test_the_same_weights_as_pytorchs(scope):
-    """Catches a threshold per row, and one layer's share taken from another."""
-    ours = apply_pruning(network(), share=0.6, scope=scope)
-    theirs = network()
+def test_the_same_weights_as_pytorchs(scope, dtype):
+    """The mistakes: a threshold per row, and one layer's share taken from another."""
+    ours = apply_pruning(network().to(dtype), share=0.6, scope=scope)
+    theirs = network().to(dtype)
     parts = [(layer, "weight") for layer in layers_of(theirs)]
     if scope == "model":
         prune.global_unstructured(parts, pruning_method=prune.L1Unstructured, amount=0.6)
     else:
         for layer, name in parts:
             prune.l1_unstructured(layer, name, amount=0.6)
-    for our, their in zip(layers_of(ours), layers_of(theirs)):
-        assert torch.equal(our.weight, their.weight)
     assert zero_share(ours) == pytest.approx(0.6, abs=0.01)
+    if dtype == torch.float32:  # in 16 bits many weights are equal, and either may go
+        for our, their in zip(layers_of(ours), layers_of(theirs)):
+            assert torch.equal(our.weight, their.weight)
 
 
 def test_two_of_four():
-    """Catches groups along the outputs, which no kernel can skip."""
+    """The mistake: groups along the outputs, which no kernel can skip."""
     weight = torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.1, 0.2, -0.3, 0.4]])
     assert plain_two_four_mask(weight).int().tolist() == [[0, 1, 1, 0, 0, 0, 1, 1]]
     model = apply_two_four(network())
     for layer in (model[2], model[5]):
-        fours = (layer.weight != 0).view(-1, 4).sum(1)
-        assert fours.unique().tolist() == [2]
+        assert (layer.weight != 0).view(-1, 4).sum(1).unique().tolist() == [2]
     assert (model[0].weight != 0).all(), "a 3 x 3 convolution has no such rows"
+    with pytest.raises(ValueError, match=r"1 has weights \[4, 6\].*multiple of four"):
+        apply_two_four(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 def test_zeros_stay_zero_in_training_and_the_others_learn_as_before(optimizer_class):
-    """Catches weight decay, momentum or a copied model that brings removed weights back."""
+    """The mistake: weight decay, momentum or a copied model brings removed weights back."""
     model = copy.deepcopy(apply_pruning(network(), share=0.5))
     plain = network()
     kept = [layer.weight != 0 for layer in layers_of(model)]
@@ -90,13 +92,10 @@ def test_zeros_stay_zero_in_training_and_the_others_learn_as_before(optimizer_cl
 
 
 def test_a_language_model_keeps_its_shared_table():
-    """Catches an embedding that loses half of its words' numbers with the output layer."""
+    """The mistake: an embedding loses half of its words' numbers with the output layer."""
     model = small_model("Llama", tie_word_embeddings=True)
     table = model.get_input_embeddings().weight.detach().clone()
-    apply_pruning(model, share=0.5)
-    loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
-    loss.backward()
-    remove_pruning(model)
+    remove_pruning(apply_pruning(model, share=0.5))
     assert torch.equal(model.get_input_embeddings().weight, table)
     assert zero_share(model.model) == pytest.approx(0.5, abs=0.01)
     with pytest.raises(ValueError, match="shared with another module"):
@@ -128,24 +127,19 @@ def test_what_cannot_be_pruned_is_refused():
     mark(quantized[5], QUANTIZED_BY, "apply_quantization_aware")
     with pytest.raises(ValueError, match=r"5 is quantized already, with apply_q.*before that"):
         apply_pruning(quantized, share=0.5)
-    with pytest.raises(ValueError, match="0 is on no device"):
-        apply_pruning(network().to("meta"), share=0.5)
-    normed = network()
-    nn.utils.parametrizations.weight_norm(normed[5])
-    with pytest.raises(ValueError, match="5 is computed of others"):
-        apply_two_four(normed)
     small = network()
     small[0].weight.data *= 1e-6
     with pytest.raises(ValueError, match="leaves no weight of 0"):
         apply_pruning(small, share=0.5)
-    with pytest.raises(ValueError, match="less than one weight"):
-        apply_pruning(network(), share=1e-6)
     assert not any("parametrizations" in name for name, _ in small.named_parameters())
+    with pytest.raises(ValueError, match="pruned already"):
+        apply_pruning(apply_pruning(network(), share=0.5), share=0.5)
+    with pytest.raises(ValueError, match=r"share=1\.5"):
+        apply_pruning(network(), share=1.5)
 
 
 @pytest.mark.parametrize(
-    ("family", "module"),
-    [("Mixtral", "MixtralTopKRouter"), ("GPT2", "Conv1D")],
+    ("family", "module"), [("Mixtral", "MixtralTopKRouter"), ("GPT2", "Conv1D")]
 )
 def test_matrices_of_other_modules_are_not_left_out_in_silence(family, module):
     """Without the guard a share of 0.5 takes 6 % of a Mixtral: its experts are one tensor each."""
@@ -157,64 +151,12 @@ def test_matrices_of_other_modules_are_not_left_out_in_silence(family, module):
     assert zero_share(model.lm_head) == pytest.approx(0.5, abs=0.01)
 
 
-def test_weights_that_are_not_finite_are_refused():
-    """Without the guard they count as the largest, and stay."""
-    model = network()
-    model[5].weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="5 has weights that are not finite"):
-        apply_pruning(model, share=0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = apply_pruning(network().to(dtype), share=0.5)
-    assert zero_share(model) == pytest.approx(0.5, abs=0.01)
-    assert model[5].weight.dtype is dtype
-    assert zero_share(remove_pruning(model)) == pytest.approx(0.5, abs=0.01)
-
-
 def test_a_file_is_smaller_only_when_it_is_compressed():
     """The formula, against zlib: the bits of weights are as random as these."""
     torch.manual_seed(0)
     dense = nn.Linear(512, 512, bias=False)
     sparse = remove_pruning(apply_pruning(copy.deepcopy(dense), share=0.8))
-    sizes = [parameter.nbytes for model in (dense, sparse) for parameter in model.parameters()]
-    assert sizes[0] == sizes[1]
+    assert sparse.weight.nbytes == dense.weight.nbytes
     measured = compressed_bytes(sparse) / compressed_bytes(dense)
     assert measured == pytest.approx(predicted_compressed_share(share=0.8), rel=0.45)
     assert measured > predicted_compressed_share(share=0.8), "no program beats the entropy"
-
-
-def test_bad_input():
-    for share in (0, 1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="share="):
-            apply_pruning(network(), share=share)
-    with pytest.raises(ValueError, match="choose one of model, layer"):
-        apply_pruning(network(), share=0.5, scope="rows")
-    with pytest.raises(ValueError, match="no linear layer or convolution '7'"):
-        apply_pruning(network(), share=0.5, names=["7"])
-    with pytest.raises(ValueError, match="pruned already"):
-        apply_pruning(apply_pruning(network(), share=0.5), share=0.5)
-    with pytest.raises(ValueError, match="0 has weights"):
-        apply_two_four(network(), names=["0"])
-    with pytest.raises(ValueError, match=r"1 has weights .* others, which are \['0'\]"):
-        apply_two_four(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
-    with pytest.raises(ValueError, match="no linear layer and no convolution"):
-        zero_share(nn.ReLU())
-    with pytest.raises(ValueError, match="has no masks"):
-        remove_pruning(network())
-    with pytest.raises(ValueError, match="dict is no model"):
-        apply_pruning({}, share=0.5)
-    mask = plain_mask(torch.zeros(4, 4), 0.5)
-    assert mask.sum() == 8, "equal magnitudes: still the share that was asked for"
-
-
-@pytest.mark.parametrize("function", [zero_share, compressed_bytes, remove_pruning])
-def test_what_is_no_model(function):
-    with pytest.raises(ValueError, match="NoneType is no model: give a module of PyTorch"):
-        function(None)
-
-
-def test_a_lazy_layer_has_no_weights_yet():
-    with pytest.raises(ValueError, match=r"0 is a lazy layer.*call the model once"):
-        apply_pruning(nn.Sequential(nn.LazyLinear(4)), share=0.5)

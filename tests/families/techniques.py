@@ -33,8 +33,7 @@ from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.compression.student import make_student
-from recipes_lib.compression.student.heads import attention_of
-from recipes_lib.compression.student.mlps import mlp_of
+from recipes_lib.compression.student.parts import attention_of, mlp_of
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
@@ -668,14 +667,14 @@ def student(family: Family) -> None:
 
 def student_with_narrow_mlps(family: Family) -> None:
     model = family.model()
-    widths = [mlp_of(block).channels for block in decoder_blocks(model)]
+    widths = [mlp_of(block).count for block in decoder_blocks(model)]
     student = make_student(model, channels=[torch.arange(k // 2, k) for k in widths])
     against_inputs_of_zero(student, family)
 
 
 def student_with_fewer_heads(family: Family) -> None:
     model = family.model()
-    groups = [attention_of(block, model.config).groups for block in decoder_blocks(model)]
+    groups = [attention_of(block, model.config).count for block in decoder_blocks(model)]
     student = make_student(model, heads=[torch.arange(g // 2, g) for g in groups])
     against_inputs_of_zero(student, family)
 

@@ -11,21 +11,16 @@ Idea       Train the student on two losses, with p the softmax of the teacher's 
            The gradient of a softmax over t is smaller by t, and so is the difference of p and q:
            t² makes up for both, and w keeps its meaning at any temperature.
 
-           Two models make two tables of logits [T, V]. The loss is a scalar, so the gradient of
-           the student's logits is known chunk by chunk, and no table is ever whole:
-
-               for h, g in chunks of hidden:     [C, D], [C, E]
-                   x = h W^T,  y = g U^T         [C, V] each
-                   x = w t (q - p) + (1 - w) (softmax(x) - onehot)      in place
-                   dh = x W,  dW += x^T h
+           Two models make two tables of logits [T, V]. The gradient of the student's logits is
+           known chunk by chunk, so no table is ever whole (`chunks`).
 Saves      Seven tables of 4 T V bytes become two of 4 C V for chunks of C tokens, and blocks
-           between the products. The gradient of W remains: 4 V D bytes.
+           between the products. The gradient of the output layer remains: 4 V D bytes.
 Costs      A forward of the teacher in every step, and its weights. 16-bit weights of the output
            layers are copied to fp32 on a CPU without bf16 units.
 Use when   A student is to replace a trained model that is too slow or too large, and both have the
-           same tokens. After layers or channels were cut away: see `student`.
+           same tokens (`require_same_tokens`). After parts were cut away: see `student`.
 Not when   The teacher is hardly better than the student, or the text is not what the teacher is
-           good at: then the text itself is the better teacher. The tokens differ.
+           good at: then the text itself is the better teacher. A loss with a router's part.
 In production   NVIDIA Model Optimizer `modelopt.torch.distill` (after its Minitron pruning);
            TRL `trl.experimental.gkd.GKDTrainer`, also on the student's own answers, and with
            `use_liger_kernel` chunk by chunk; Liger `LigerFusedLinearJSDLoss`; torchtune
@@ -34,65 +29,58 @@ Source     Hinton et al., "Distilling the Knowledge in a Neural Network", arXiv 
            hidden states: Sanh et al., "DistilBERT", arXiv 1910.01108; Muralidharan et al.,
            "Compact Language Models via Pruning and Knowledge Distillation", arXiv 2407.14679.
 
-Shapes: T tokens, N of them with a target, D and E hidden of student and teacher, V vocabulary,
-C rows of a chunk, B batch, S sequence.
+Shapes: T tokens, N of them with a target, D hidden of the student, V vocabulary, B batch,
+S sequence.
 
-autograd  ... the loss of a chunk and its gradients
-checks  ... what student and teacher must have in common
-hf  ... the glue to two Hugging Face models
-hidden  ... hidden states brought together block by block
+chunks  the loss of two models from what their output layers read, chunk by chunk
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.compression.distillation.autograd import (
-    ChunkedDistillation,
-    Mixture,
-    TwoTablesPlan,
-    plan_chunks,
-)
-from recipes_lib.compression.distillation.checks import check_models, check_options, check_shapes
-from recipes_lib.compression.distillation.hf import PlainLoss, Ran, Taught, Teaching
-from recipes_lib.compression.distillation.hidden import (
-    checked_pairs,
-    hidden_state_loss,
-    pair_bytes,
-)
-from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.chunked_loss import (
-    check_labels,
-    divisor_of_mean,
-    hidden_bytes,
-    last_block_bytes,
-    planned_autocast,
-    planned_targets,
-    rows_with_a_target,
-)
+from recipes_lib.compression.distillation.chunks import distillation_loss
+from recipes_lib.core.checks import check_number, check_share, check_whole
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.chunked_loss import divisor_of_mean, rows_with_a_target
+from recipes_lib.core.model.marks import QUANTIZED_BY, marked
 from recipes_lib.core.model.mixing import mix_in, unmix
-from recipes_lib.core.model.output_layer import OutputLayer, require_plain_loss
-from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import head_of, head_trains
+from recipes_lib.core.model.output_layer import (
+    OutputLayer,
+    beside_weight_and_bias,
+    makes_plain_logits,
+    options_by_name,
+    output_layer_of,
+    require_plain_loss,
+    run_to_the_output_layer,
+    targets_of,
+    with_loss,
+)
+from recipes_lib.core.model.probe import proves
+
+__all__ = ["apply_distillation", "distillation_loss", "remove_distillation"]
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
 def plain_distillation_loss(
-    logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
     *,
     temperature: float,
     teacher_share: float,
-) -> torch.Tensor:
+) -> Tensor:
     """The mean loss of logits [T, V] against teacher_logits [T, V] and labels [T]."""
     # What both say about the next token, at a temperature that shows the unlikely ones as well.
     log_p = (teacher_logits / temperature).log_softmax(dim=-1)  # [T, V]
@@ -108,6 +96,7 @@ def plain_distillation_loss(
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("changes")
 def apply_distillation(
     student: Any,
     teacher: Any,
@@ -131,34 +120,27 @@ def apply_distillation(
             are brought together: `hidden_state_loss` of each pair, their mean times
             `hidden_weight`, is added to the loss.
         chunk_size: most rows of logits at a time. None: 32 MiB of them, 128 on a GPU.
-    Raises ValueError for options outside their bounds; for models that are no causal LMs, are the
-    same, have vocabularies of different sizes, or (with pairs) hidden states of different widths;
-    for a student that has a teacher, is quantized, has no parameter that trains, or computes its
-    loss itself; and for an output layer with adapters or in few bits. The forward of the student
-    raises it for logits that are more than a linear layer, the factor and the soft cap of the
-    configuration, for a teacher on another device, and for `inputs_embeds`.
+    Raises ValueError for options outside their bounds, for vocabularies of different sizes, for a
+    student that is its own teacher, for an output layer with adapters or in few bits, and for
+    models whose loss or logits are not the usual ones.
     """
     require_causal_lm(student)
     require_causal_lm(teacher)
-    check_options(temperature, teacher_share, chunk_size)
+    check_number(above=0, temperature=temperature, teacher_share=teacher_share)
+    check_share(teacher_share=teacher_share)
     check_number(least=0, hidden_weight=hidden_weight)
-    causal = without_adapters(student)
-    if isinstance(causal, Taught):
-        raise ValueError("this student has a teacher: call remove_distillation(student) first")
-    check_models(causal, without_adapters(teacher))
-    pairs = checked_pairs(student, teacher, block_pairs)
-    require_plain_loss(causal)
+    if chunk_size is not None:
+        check_whole(chunk_size=chunk_size)
+    _check_models(without_adapters(student), without_adapters(teacher))
+    pairs = list(block_pairs)
+    for ours, theirs in pairs:
+        check_whole(least=0, most=len(decoder_blocks(student)) - 1, block_of_student=ours)
+        check_whole(least=0, most=len(decoder_blocks(teacher)) - 1, block_of_teacher=theirs)
 
-    loss = partial(
-        _loss_of_a_step,
-        temperature=temperature,
-        teacher_share=teacher_share,
-        hidden_weight=hidden_weight,
-        chunk_size=chunk_size,
-    )
-    of_student = tuple(ours for ours, _ in pairs)
-    of_teacher = tuple(theirs for _, theirs in pairs)
-    mix_in(causal, Taught, teaching=Teaching(teacher, loss, of_student, of_teacher))
+    options = {"temperature": temperature, "teacher_share": teacher_share, "chunk_size": chunk_size}
+    causal = without_adapters(student)
+    require_plain_loss(causal)
+    mix_in(causal, Taught, teaching=Teaching(teacher, pairs, hidden_weight, options))
     causal.loss_function = PlainLoss()
     return student
 
@@ -166,75 +148,102 @@ def apply_distillation(
 def remove_distillation(student: Any) -> Any:
     """Give the student its own class back. Raises ValueError if there is nothing to remove."""
     causal = without_adapters(student)
-    if not isinstance(causal, Taught):
-        raise ValueError("this model has no teacher that apply_distillation() has given it")
     unmix(causal, Taught, attributes=["teaching"])
     del causal._loss_function  # from here on transformers finds the usual one again
     return student
 
 
-def distillation_loss(
-    hidden: torch.Tensor,
-    layer: OutputLayer,
-    teacher_hidden: torch.Tensor,
-    teacher_layer: OutputLayer,
-    labels: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    teacher_share: float = 0.5,
-    chunk_size: int | None = None,
-    ignore_index: int = -100,
-    num_items: int | torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`plain_distillation_loss` of two models, from what their output layers read.
+@dataclass(frozen=True)
+class Teaching:
+    """How a student is taught. A copy of the student has the same teacher, not a copy of it."""
 
-    Args:
-        hidden: [..., D]; teacher_hidden: [..., E]; labels: [...], shifted: what each position has
-            to predict. Positions with `ignore_index` count in neither loss.
-        layer: OutputLayer(weight [V, D], bias [V] or None, soft cap or None); teacher_layer: the
-            same with E. The teacher's get no gradients.
-        num_items: divides the sum, instead of the number of targets: that of the whole batch, when
-            `labels` are those of one micro-batch.
-    Returns the mean in fp32 or fp64. Backward runs once. Raises ValueError for wrong options,
-    shapes and labels, and for a mean over no target.
+    teacher: Any
+    pairs: list[tuple[int, int]]  # numbers of blocks whose outputs are compared
+    hidden_weight: float
+    options: dict[str, Any]  # of `distillation_loss`
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Teaching:
+        return self
+
+
+class Taught:
+    """What is mixed into the class of a student: in training, its loss has a teacher.
+
+    Both models run up to their output layers:
+
+        teacher   hidden [B, S, E]   first, without gradients: what it computes with is free again
+        student   hidden [B, S, D]   before the student begins to keep activations for backward
     """
-    check_options(temperature, teacher_share, chunk_size)
-    check_whole(ignore_index=ignore_index, least=-(2**63))
-    check_shapes(hidden, layer, teacher_hidden, teacher_layer, labels)
-    rows = rows_with_a_target(labels, ignore_index)  # [N]
-    targets = labels.flatten()[rows]  # [N]
-    check_labels(targets, len(layer.weight), ignore_index)
-    plan = plan_chunks(
-        hidden, layer.weight, teacher_hidden, teacher_layer.weight, chunk_size=chunk_size
-    )
-    training = torch.is_grad_enabled()  # inside a Function it is always off
-    # The plan knows the dtype of each product: autocast would choose another one.
-    with torch.autocast(hidden.device.type, enabled=False):
-        return ChunkedDistillation.apply(
-            hidden.reshape(-1, hidden.shape[-1]),  # [T, D]
-            *layer,
-            teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),  # [T, E]
-            OutputLayer(*map(_detached, teacher_layer)),
-            rows,
-            targets,
-            divisor_of_mean(len(rows), num_items),
-            Mixture(temperature, teacher_share),
-            plan,
-            training,
+
+    teaching: Teaching
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever; but with labels in training mode the output has no logits."""
+        kwargs = options_by_name(super().forward, args, kwargs)
+        if kwargs.get("labels") is None or not self.training:
+            return super().forward(**kwargs)
+        _check_inputs(kwargs)
+        teaching = self.teaching
+        teacher = without_adapters(teaching.teacher)
+        inputs = {name: value for name, value in kwargs.items() if name not in OF_THE_LOSS}
+        inputs["return_dict"] = True
+        with evaluating(teacher):
+            run_teacher = partial(teacher, **inputs | {"use_cache": False})
+            taught_by = _run(teacher, run_teacher, [theirs for _, theirs in teaching.pairs])
+        run_student = partial(super().forward, **inputs)
+        student = _run(self, run_student, [ours for ours, _ in teaching.pairs])
+        if "aux_loss" in student.output:
+            raise ValueError(
+                f"{type(self).__name__} adds a router's loss, which distillation would leave out: "
+                f"train it on its own loss, or with output_router_logits=False"
+            )
+        loss = _loss_of_a_step(student, taught_by, teaching, kwargs)
+        return with_loss(self, student.output, loss, kwargs)
+
+
+# Options of a forward that are about its loss. The teacher has none.
+OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a model did on a batch, as far as a loss on hidden states needs it."""
+
+    output: Any  # of the model's forward; its logits are those of two tokens
+    hidden: Tensor  # [B, S, D], what the output layer would have read
+    after_blocks: list[Tensor]  # [B, S, D] each, what the chosen blocks returned
+    layer: OutputLayer
+
+
+def _run(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
+    """Run `forward` of a causal LM up to its output layer, and keep what the `blocks` returned.
+
+    Raises ValueError if the model makes its logits otherwise than `OutputLayer` says.
+    """
+    kept: dict[int, Tensor] = {}
+
+    def keep(number: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
+        kept[number] = output[0] if isinstance(output, tuple) else output
+
+    with contextlib.ExitStack() as stack:
+        for number in blocks:
+            block = decoder_blocks(causal)[number]
+            stack.enter_context(block.register_forward_hook(partial(keep, number)))
+        output, hidden = run_to_the_output_layer(causal, forward)
+    layer = output_layer_of(causal)
+    if not makes_plain_logits(output, hidden, layer):
+        raise ValueError(
+            f"{type(causal).__name__} changes its logits behind its output layer, and the loss of "
+            f"distillation would not: give models whose logits come straight from that layer"
         )
+    return Ran(output, hidden, [kept[number] for number in blocks], layer)
 
 
-def _loss_of_a_step(
-    student: Ran,
-    teacher: Ran,
-    targets: torch.Tensor,
-    *,
-    num_items: int | torch.Tensor | None,
-    ignore_index: int,
-    hidden_weight: float,
-    **options: Any,
-) -> torch.Tensor:
-    """The loss of what both models did on a batch with these targets [B, S]."""
+def _loss_of_a_step(student: Ran, teacher: Ran, teaching: Teaching, kwargs: dict) -> Tensor:
+    """The loss of what both models did on a batch, with the options of the student's forward."""
+    targets = targets_of(kwargs).to(student.hidden.device)  # [B, S]
+    ignored = kwargs.get("ignore_index", IGNORED)
+    num_items = kwargs.get("num_items_in_batch")
     loss = distillation_loss(
         student.hidden,
         student.layer,
@@ -242,28 +251,50 @@ def _loss_of_a_step(
         teacher.layer,
         targets,
         num_items=num_items,
-        ignore_index=ignore_index,
-        **options,
+        ignore_index=ignored,
+        **teaching.options,
     )
-    if not student.after_blocks:
+    if not teaching.pairs:
         return loss
-    rows = rows_with_a_target(targets, ignore_index)
+    rows = rows_with_a_target(targets, ignored)
     divisor = divisor_of_mean(len(rows), num_items)
     of_pairs = [
         hidden_state_loss(ours, theirs, rows, divisor=divisor)
         for ours, theirs in zip(student.after_blocks, teacher.after_blocks)
     ]
-    return loss + hidden_weight * torch.stack(of_pairs).mean()
+    return loss + teaching.hidden_weight * torch.stack(of_pairs).mean()
 
 
-def _detached(value: Any) -> Any:
-    """A tensor without its graph; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return value
+def hidden_state_loss(
+    hidden: Tensor, teacher_hidden: Tensor, rows: Tensor, *, divisor: Tensor
+) -> Tensor:
+    """How far hidden [..., D] is from teacher_hidden [..., D], in the `rows` [N] that count.
+
+    Of one position: the squared distance over the squared length of the teacher's. So each counts
+    the same. The first tokens of a text often have hidden states hundreds of times as long as the
+    others; in a mean of squared distances there would be nothing else.
+    """
+    ours = hidden.reshape(-1, hidden.shape[-1])[rows].float()  # [N, D]
+    theirs = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])[rows].float()  # [N, D]
+    length = theirs.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # [N]
+    distance = (ours - theirs).square().sum(-1)  # [N]
+    return (distance / length).sum() / divisor
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+class PlainLoss:
+    """The loss of a student in eval mode: the usual one, as an object of its own.
+
+    A technique that replaces the usual loss sees that this is another one, and refuses. Otherwise
+    it would take the labels away, and the student would train without its teacher.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return ForCausalLMLoss(*args, **kwargs)
+
+
+# --- guards ---------------------------------------------------------------------------------------
 
 
 def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
@@ -272,92 +303,38 @@ def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
     The models alone cannot show it: two vocabularies of one size may hold other tokens, and the
     student would learn the teacher's distribution over the wrong ones.
     """
-    for given in (tokenizer, teacher_tokenizer):
-        if not hasattr(given, "get_vocab"):
-            raise ValueError(
-                f"{type(given).__name__} is no tokenizer: give two, such as "
-                f"AutoTokenizer.from_pretrained(…) returns"
-            )
-    ours = tokenizer.get_vocab()
-    theirs = teacher_tokenizer.get_vocab()
-    different = [token for token in ours if theirs.get(token) != ours[token]]
-    different += [token for token in theirs if token not in ours]
+    different = set(tokenizer.get_vocab().items()) ^ set(teacher_tokenizer.get_vocab().items())
     if different:
+        tokens = sorted({token for token, _ in different})
         raise ValueError(
-            f"the tokenizers differ in {len(different):,} tokens, such as {different[0]!r}: "
+            f"the tokenizers differ in {len(tokens):,} tokens, such as {tokens[0]!r}: "
             f"logit distillation needs a teacher with the student's tokens"
         )
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+def _check_models(student: Any, teacher: Any) -> None:
+    if student is teacher:  # what changes a model in place returns the same model
+        raise ValueError("student and teacher are the same model: give two, such as make_student's")
+    for model in (student, teacher):
+        head = model.get_output_embeddings()
+        if marked(head, QUANTIZED_BY) or beside_weight_and_bias(head):
+            raise ValueError(
+                f"the output layer of {type(model).__name__} has adapters or is quantized: "
+                f"distillation multiplies with its plain weight; leave that layer as it was"
+            )
+    sizes = [len(model.get_output_embeddings().weight) for model in (student, teacher)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the student has a vocabulary of {sizes[0]:,} tokens and the teacher one of "
+            f"{sizes[1]:,}: give models with the same tokens; where only unused rows at the end "
+            f"differ, teacher.resize_token_embeddings({sizes[0]}) cuts or adds them"
+        )
 
 
-@estimate(Order.LOSS)
-def estimate_distillation(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    teacher: Any,
-    block_pairs: int = 0,
-    chunk_size: int | None = None,
-    targets: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> Budget:
-    """The budget of a student `model` with a teacher.
-
-    Args:
-        block_pairs: how many pairs of blocks are compared.
-        targets: tokens of a micro-batch that have a label. None: all but the first of each row.
-        dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
-            or if there is none.
-    It is assumed that the teacher's forward, which keeps nothing, needs less than the student's
-    backward. Raises ValueError for a wrong chunk size, and if no token has a label.
-    """
-    check_options(1.0, 1.0, chunk_size)
-    check_whole(least=0, block_pairs=block_pairs)
-    targets = planned_targets(shape, targets)
-    head = head_of(model)
-    teacher_head = head_of(teacher)
-    with planned_autocast(head, dtype):
-        plan = plan_chunks(head, head, teacher_head, teacher_head, chunk_size=chunk_size)
-
-    weight_gradient = 0
-    if head_trains(budget, model):
-        weight_gradient = head.numel() * plan.sums.itemsize
-    of_pairs = block_pairs * pair_bytes(model, teacher, shape, targets)
-    teacher_hidden = shape.tokens * teacher_head.shape[1] * teacher.dtype.itemsize
-    in_last_chunk = hidden_bytes(budget, model, shape) + teacher_hidden
-    in_last_chunk += _chunk_bytes(budget, model, teacher, plan, targets)
-    in_last_block = last_block_bytes(budget, model, shape)
-    return budget.change(
-        weights=budget.weights + weight_bytes(teacher),
-        loss=weight_gradient + of_pairs + max(in_last_chunk, in_last_block),
-    )
-
-
-def _chunk_bytes(
-    budget: Budget, model: Any, teacher: Any, plan: TwoTablesPlan, targets: int
-) -> int:
-    """What is alive at the largest moment of one chunk, beside the gradients."""
-    head = head_of(model)
-    vocabulary, width = head.shape
-    rows = min(plan.rows, targets)
-    size = plan.products.itemsize
-    tables = rows * vocabulary * (size + plan.teacher_products.itemsize)
-    # Of this chunk; and beside them their gradient, or those of the chunk before.
-    inputs = 2 * rows * width * size
-
-    copies = 0
-    for weight, products in ((head, plan.products), (head_of(teacher), plan.teacher_products)):
-        if weight.dtype != products:
-            copies += weight.numel() * products.itemsize
-    # In fp32, of a block: log q, log p and p of the two losses' four tables; and of 16 bits a copy.
-    of_a_block = 4 * min(rows, plan.block_rows) * vocabulary
-    between_products = 4 * of_a_block
-    if size == 2:
-        between_products += of_a_block
-    in_products = 0
-    if head_trains(budget, model) and plan.products != plan.sums:
-        in_products = head.numel() * size  # the chunk's part of the weight's gradient
-    return tables + inputs + copies + max(between_products, in_products)
+def _check_inputs(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for inputs that mean nothing to the teacher."""
+    for name in ("inputs_embeds", "past_key_values"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} belongs to the student, and the teacher cannot read it: give input_ids"
+            )

@@ -2,70 +2,51 @@
 
 Problem    A smaller model with random weights has everything to learn. The large one holds most of
            it already, and not all of its parts do equally much.
-Idea       Measure on some text what each part does, and keep the parts that do most.
+Idea       Measure on some text what each part does, and keep the parts that do most:
 
-           A block adds something to the hidden states h. If h points where it pointed before, the
-           block has done little:
+               influence of a block          1 - mean cosine(h before, h after)
+               importance of channel c       mean(a[c]²) |W[:, c]|²     a [F], which W multiplies
+               importance of a head group    mean |W a|²     its outputs a, its columns W
 
-               influence of a block = 1 - mean cosine(h before, h after)
-
-           An MLP multiplies its channels a [F] by W. Without channel c its output changes by
-           a[c] W[:, c], so
-
-               importance of channel c = mean(a[c]²) |W[:, c]|²
-
-           The same goes for attention heads, with all columns of a head at once (`student_heads`).
            The student is a model of the same class with a smaller configuration, and with the
            weights that were kept.
 Saves      The share of blocks that go, of weights, KV cache and time per token. Fewer heads save
-           the same of the attention, a narrower MLP weights and time alone. Embedding and output
-           layer stay as they are.
+           the same of the attention, a narrower MLP weights and time alone.
 Costs      The loss jumps: the student has to be trained again, best by its teacher
            (`distillation`). The measurement takes a few forwards.
 Use when   A trained model is too slow or too large, and text to train on is there.
 Not when   Nothing can be trained afterwards. Where 8 or 4 bits are small enough: they cost less.
-In production   NVIDIA Model Optimizer `mtp.prune(…, mode="mcore_minitron")` on Megatron models,
-           blocks, MLPs, heads and hidden size; mergekit copies chosen layers
-           (`merge_method: passthrough`), without a measurement.
+           Adapters or few bits are on the teacher: merge, or take the model in full precision.
+In production   NVIDIA Model Optimizer `mtp.prune(…, mode="mcore_minitron")` on Megatron models;
+           mergekit copies chosen layers (`merge_method: passthrough`), without a measurement.
 Source     Men et al., "ShortGPT", arXiv 2403.03853 (influence of blocks); Muralidharan et al.,
            "Compact Language Models via Pruning and Knowledge Distillation", arXiv 2407.14679
            (channels by their activations); Sun et al., "Wanda", arXiv 2306.11695 (activation times
            weight).
 
 Shapes: B batch, S sequence, T positions, D hidden, F channels of the feed-forward, K of them kept,
-G groups of heads, each with one head of keys and values.
+G groups of heads, R heads of queries in each, E features of a head.
 
-choice  ... the numbers of the parts that stay, chosen and checked
-heads  ... attention heads: what each group adds, and its rows and columns
-mlps  ... which rows and columns belong to a channel of an MLP
-parts  ... what a smaller model takes from the larger one: settings and tensors
-watch  ... text runs through a model, and its parts are looked at
+parts  which rows and columns of a block belong to a channel, or to a group of heads
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from recipes_lib.compression.student.choice import checked_numbers, checked_parts, largest
-from recipes_lib.compression.student.heads import attention_of
-from recipes_lib.compression.student.mlps import mlp_of
-from recipes_lib.compression.student.parts import (
-    require_plain_model,
-    require_same_settings,
-    require_same_shapes,
-    smaller_config,
-    tensors_of_student,
-)
-from recipes_lib.compression.student.watch import watch
-from recipes_lib.core.checks import check_number, check_several, check_whole
+from recipes_lib.compression.student.parts import attention_of, mlp_of
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+
+Batches = Iterable[dict[str, Tensor]]
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -84,7 +65,7 @@ def plain_student(teacher: Any, blocks: Sequence[int]) -> Any:
 
 
 @torch.no_grad()
-def plain_influence(hidden_states: Sequence[torch.Tensor]) -> list[float]:
+def plain_influence(hidden_states: Sequence[Tensor]) -> list[float]:
     """Of L blocks, from the L + 1 hidden states [B, S, D] before, between and after them.
 
     The last of transformers' `output_hidden_states` is no such state: it comes from behind the
@@ -97,6 +78,13 @@ def plain_influence(hidden_states: Sequence[torch.Tensor]) -> list[float]:
     return influence
 
 
+def plain_head_importance(outputs: Tensor, weight: Tensor) -> Tensor:
+    """Of groups with these outputs [T, G, R E], read by weight [D, G R E]: [G]."""
+    columns = weight.view(len(weight), *outputs.shape[1:])  # [D, G, R E]
+    added = torch.einsum("tge,dge->tgd", outputs, columns)  # what each group adds
+    return added.square().sum(dim=-1).mean(dim=0)
+
+
 # --- the technique --------------------------------------------------------------------------------
 
 
@@ -104,8 +92,8 @@ def make_student(
     teacher: Any,
     *,
     blocks: Sequence[int] | None = None,
-    channels: Sequence[torch.Tensor] | None = None,
-    heads: Sequence[torch.Tensor] | None = None,
+    channels: Sequence[Tensor] | None = None,
+    heads: Sequence[Tensor] | None = None,
 ) -> Any:
     """A new model with these blocks of the teacher, channels of its MLPs and heads of attention.
 
@@ -121,75 +109,39 @@ def make_student(
         heads: for each block of the *teacher* the groups of heads to keep [G], as `choose_heads`
             returns them: a head of keys and values with all heads of queries that read it. None:
             all.
-    Raises ValueError for blocks, channels or heads that do not exist or are in no order; for a
-    model that is no causal LM, is quantized or has adapters; for blocks that share their keys and
-    values or compute otherwise at another place; for narrower MLPs or fewer heads in a model of
-    which these are unknown; and for a number of heads that its configuration does not allow.
+    Raises ValueError for parts that do not exist or are in no order, for blocks that share their
+    keys and values or compute otherwise at another place, and for a model of which transformers
+    makes no such student.
     """
     require_causal_lm(teacher)
-    require_plain_model(teacher)
     of_teacher = decoder_blocks(teacher)
     if blocks is None:
         blocks = range(len(of_teacher))
-    blocks = checked_numbers(below=len(of_teacher), blocks=blocks)
+    blocks = _checked_numbers("blocks", blocks, below=len(of_teacher))
+    narrower = []  # the units of each block of the teacher, and those of them that stay
     if channels is not None:
-        available = [mlp_of(block).channels for block in of_teacher]
-        channels = checked_parts(available, channels=channels)
+        narrower.append(([mlp_of(block) for block in of_teacher], list(channels)))
     if heads is not None:
-        available = [attention_of(block, teacher.config).groups for block in of_teacher]
-        heads = checked_parts(available, heads=heads)
-
-    with _as_refusal(teacher, or_refuses_itself=True):
-        config = smaller_config(teacher, blocks=blocks, channels=channels, heads=heads)
-    with _as_refusal(teacher):
+        units = [attention_of(block, teacher.config) for block in of_teacher]
+        narrower.append((units, list(heads)))
+    for units, kept in narrower:
+        _check_kept([each.count for each in units], kept)
+    _require_no_shared_keys(teacher)
+    try:
+        config = _smaller_config(teacher, blocks, channels, heads)
         student = _empty_model(teacher, config)
-    tensors = tensors_of_student(teacher, blocks=blocks, channels=channels, heads=heads)
-    require_same_settings(student, teacher, blocks=blocks)
-    require_same_shapes(student, tensors)
-    with _as_refusal(teacher):
-        student.load_state_dict(tensors)
+        student.load_state_dict(_tensors(teacher, blocks, narrower))
         student.tie_weights()
         _try_out(student)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"transformers makes no such student of {type(teacher).__name__} ({reason}): keep all "
+            f"blocks, channels and heads, and give a model without adapters in full precision"
+        ) from error
+    _require_same_settings(student, teacher, blocks)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student.train(teacher.training)
-
-
-def block_influence(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> list[float]:
-    """What each block does to the hidden states: 1 - the mean cosine of its input and its output.
-
-    The mean is over all positions of all batches; with an `attention_mask`, over those that it
-    shows. Every module keeps its mode. Raises ValueError for no batch, batches that are no token
-    ids [B, S] of the model, and for no causal LM.
-    """
-    require_causal_lm(model)
-    blocks = list(decoder_blocks(model))
-    sums = [0.0] * len(blocks)
-
-    def add(number: int, before: torch.Tensor, after: torch.Tensor) -> None:
-        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [T]
-        sums[number] += cosine.sum().item()
-
-    positions = watch(model, blocks, batches, add)
-    return [1 - total / positions for total in sums]
-
-
-def channel_importance(
-    model: Any, batches: Iterable[dict[str, torch.Tensor]]
-) -> list[torch.Tensor]:
-    """What each channel of each block's MLP adds to its output: mean(a²) |W|², fp32 [F] per block.
-
-    Positions count as in `block_influence`. Raises ValueError as it does, and for MLPs whose parts
-    are unknown.
-    """
-    require_causal_lm(model)
-    mlps = [mlp_of(block) for block in decoder_blocks(model)]
-    sums = [torch.zeros(mlp.channels, device=model.device) for mlp in mlps]
-
-    def add(number: int, activations: torch.Tensor, _output: torch.Tensor) -> None:
-        sums[number] += activations.float().square().sum(0)  # of [T, F]
-
-    positions = watch(model, [mlp.out for mlp in mlps], batches, add)
-    return [total / positions * mlp.out_norms().square() for total, mlp in zip(sums, mlps)]
 
 
 def choose_blocks(
@@ -200,17 +152,12 @@ def choose_blocks(
     Args:
         longest_gap: at most so many neighbours go together; 1 takes no two of them. None: as many
             as the influence says.
-    Raises ValueError for influence that is no list of numbers, `keep` outside 1 … number of blocks,
-    a gap below 1, and if the gaps are too short for so few blocks.
+    Raises ValueError for `keep` outside 1 … number of blocks, and if the gaps are too short for so
+    few blocks.
     """
-    check_several(influence=influence)
-    if isinstance(influence, torch.Tensor):
-        influence = influence.tolist()
-    check_number(**{f"influence[{number}]": one for number, one in enumerate(influence)})
     check_whole(keep=keep, most=len(influence))
     if longest_gap is None:
         longest_gap = len(influence)
-    check_whole(longest_gap=longest_gap)
     kept = set(range(len(influence)))
     for number in sorted(kept, key=lambda number: influence[number]):
         if len(kept) == keep:
@@ -225,24 +172,15 @@ def choose_blocks(
     return sorted(kept)
 
 
-def _gap_at(number: int, kept: set[int], blocks: int) -> int:
-    """How many neighbours would be gone together, if this block went as well."""
-    before = number
-    while before > 0 and before - 1 not in kept:
-        before -= 1
-    after = number
-    while after < blocks - 1 and after + 1 not in kept:
-        after += 1
-    return after - before + 1
+def choose_channels(importance: Sequence[Tensor], *, keep: int) -> list[Tensor]:
+    """For each block the numbers of its `keep` most important channels [keep], in rising order."""
+    check_whole(keep=keep, most=min(len(of_block) for of_block in importance))
+    return [of_block.topk(keep).indices.sort().values for of_block in importance]
 
 
-def choose_channels(importance: Sequence[torch.Tensor], *, keep: int) -> list[torch.Tensor]:
-    """For each block the numbers of its `keep` most important channels [keep], in rising order.
-
-    Raises ValueError for importance that is no list of tensors [F], as `channel_importance` makes
-    it, and for `keep` outside 1 … number of channels.
-    """
-    return largest(importance, keep=keep, made_by="channel_importance")
+def choose_heads(importance: Sequence[Tensor], *, keep: int) -> list[Tensor]:
+    """For each block the numbers of its `keep` most important groups of heads, in rising order."""
+    return choose_channels(importance, keep=keep)
 
 
 def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
@@ -254,31 +192,224 @@ def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
 
     Args:
         of: how many blocks the teacher has.
-    Raises ValueError for blocks that do not exist or are in no order.
     """
-    check_whole(of=of)
-    blocks = checked_numbers(below=of, blocks=blocks)
+    blocks = _checked_numbers("blocks", blocks, below=of)
     next_kept = [*blocks[1:], of]
     return [(number, following - 1) for number, following in enumerate(next_kept)]
 
 
-@contextlib.contextmanager
-def _as_refusal(teacher: Any, *, or_refuses_itself: bool = False) -> Iterator[None]:
-    """Say in one sentence that transformers makes no smaller model of a family.
+def _gap_at(number: int, kept: set[int], blocks: int) -> int:
+    """How many neighbours would be gone together, if this block went as well."""
+    before = number
+    while before > 0 and before - 1 not in kept:
+        before -= 1
+    after = number
+    while after < blocks - 1 and after + 1 not in kept:
+        after += 1
+    return after - before + 1
 
-    Args:
-        or_refuses_itself: a ValueError inside is such a sentence already.
+
+# --- what is measured on a text -------------------------------------------------------------------
+
+
+def block_influence(model: Any, batches: Batches) -> list[float]:
+    """What each block does to the hidden states: 1 - the mean cosine of its input and its output.
+
+    The mean is over all positions of all batches; with an `attention_mask`, over those that it
+    shows. Every module keeps its mode.
     """
-    try:
-        yield
-    except Exception as error:
-        if or_refuses_itself and isinstance(error, ValueError):
-            raise
-        first_line = (str(error).splitlines() or [""])[0]
+    require_causal_lm(model)
+    blocks = list(decoder_blocks(model))
+    sums = [0.0] * len(blocks)
+
+    def add(number: int, before: Tensor, after: Tensor) -> None:
+        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [T]
+        sums[number] += cosine.sum().item()
+
+    positions = _watch(model, blocks, batches, add)
+    return [1 - total / positions for total in sums]
+
+
+def channel_importance(model: Any, batches: Batches) -> list[Tensor]:
+    """What each channel of each block's MLP adds to its output: mean(a²) |W|², fp32 [F] per block.
+
+    Positions count as in `block_influence`. Raises ValueError for MLPs whose parts are unknown.
+    """
+    require_causal_lm(model)
+    mlps = [mlp_of(block) for block in decoder_blocks(model)]
+    sums = [torch.zeros(mlp.count, device=model.device) for mlp in mlps]
+
+    def add(number: int, activations: Tensor, _output: Tensor) -> None:
+        sums[number] += activations.float().square().sum(0)  # of [T, F]
+
+    positions = _watch(model, [mlp.reader for mlp in mlps], batches, add)
+    norms = [mlp.columns().square().sum(dim=(0, 2)) for mlp in mlps]  # [F] each
+    return [total / positions * norm for total, norm in zip(sums, norms)]
+
+
+def head_importance(model: Any, batches: Batches) -> list[Tensor]:
+    """What each group of heads adds to its block's attention: mean |W a|², fp32 [G] per block.
+
+    It is the sum over W * (W mean(a aᵀ)), and that mean, a small matrix, is all that is kept of the
+    text. Positions count as in `block_influence`. Raises ValueError for attention whose parts are
+    unknown.
+    """
+    require_causal_lm(model)
+    attentions = [attention_of(block, model.config) for block in decoder_blocks(model)]
+    sums = [torch.zeros(1, device=model.device)] * len(attentions)
+
+    def add(number: int, outputs: Tensor, _output: Tensor) -> None:
+        grouped = outputs.float().unflatten(-1, (attentions[number].count, -1))  # [T, G, R E]
+        sums[number] = sums[number] + torch.einsum("tge,tgf->gef", grouped, grouped)
+
+    positions = _watch(model, [attention.reader for attention in attentions], batches, add)
+    importance = []
+    for total, attention in zip(sums, attentions):
+        columns = attention.columns()
+        importance.append(torch.einsum("dge,gef,dgf->g", columns, total / positions, columns))
+    return importance
+
+
+# see(number of the module, its input [T, D], its output [T, D]), in the model's dtype
+See = Callable[[int, Tensor, Tensor], None]
+
+
+def _watch(model: Any, modules: Sequence[nn.Module], batches: Batches, see: See) -> int:
+    """Run all batches and call `see` after each module's forward; returns how many positions count.
+
+    All do, or with an `attention_mask` those that it shows.
+    """
+    positions = 0
+    shown = torch.empty(0)
+
+    def hook_of(number: int) -> Callable:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            before = args[0] if args else kwargs["hidden_states"]
+            after = output[0] if isinstance(output, tuple) else output
+            # [B, S, D]; some models flatten it to [B * S, D]
+            see(number, *(each.reshape(*shown.shape, -1)[shown] for each in (before, after)))
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for number, module in enumerate(modules):
+            stack.enter_context(module.register_forward_hook(hook_of(number), with_kwargs=True))
+        stack.enter_context(evaluating(model))
+        for batch in batches:
+            # Without labels, for with them there would be all logits.
+            inputs = {name: batch[name].to(model.device) for name in batch if name != "labels"}
+            ids = inputs["input_ids"]
+            shown = inputs.get("attention_mask", torch.ones_like(ids)).bool()  # [B, S]
+            positions += int(shown.sum())
+            model(**inputs, use_cache=False, logits_to_keep=1)
+    if positions == 0:
+        raise ValueError("there is no text to measure on: give batches with input_ids [B, S]")
+    return positions
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+# Settings of a configuration that are a list with one entry per block.
+PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
+# What a configuration calls the width of the feed-forward.
+WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")
+# Attributes of modules that tell where a block is, or how wide it is, and not what it computes.
+PLACE_AND_WIDTH = {"training", "layer_idx", "in_features", "out_features", "intermediate_size"}
+PLACE_AND_WIDTH |= {"nf", "nx", "num_heads", "num_attention_heads", "num_key_value_heads"}
+
+
+def _checked_numbers(name: str, numbers: Sequence[int], *, below: int) -> list[int]:
+    """The numbers as a list. Raises ValueError unless they are 0 … below - 1, in rising order."""
+    listed = [int(number) for number in numbers]
+    rising = all(first < second for first, second in pairwise(listed))
+    if not listed or not rising or listed[0] < 0 or listed[-1] >= below:
         raise ValueError(
-            f"transformers makes no smaller {type(teacher).__name__} in this way "
-            f"({type(error).__name__}: {first_line}): keep all blocks, channels and heads"
-        ) from error
+            f"{name}={listed[:8]}: give whole numbers from 0 to {below - 1} in rising order"
+        )
+    return listed
+
+
+def _check_kept(counts: list[int], kept: list[Tensor]) -> None:
+    """Raise ValueError unless every block keeps as many units, and all of them exist."""
+    if len(kept) != len(counts) or len({len(each) for each in kept}) != 1:
+        raise ValueError(
+            f"{[len(each) for each in kept]} channels or heads for {len(counts)} blocks: "
+            f"give each block of the teacher equally many"
+        )
+    for number, (each, count) in enumerate(zip(kept, counts)):
+        _checked_numbers(f"those of block {number}", each, below=count)
+
+
+def _require_no_shared_keys(teacher: Any) -> None:
+    """Blocks that read the keys of another one would read those of a third."""
+    if getattr(teacher.config.get_text_config(), "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"blocks of {type(teacher).__name__} share keys and values with others: "
+            f"a model without some of them computes something else; give one that shares none"
+        )
+
+
+def _smaller_config(
+    teacher: Any,
+    blocks: Sequence[int],
+    channels: Sequence[Tensor] | None,
+    heads: Sequence[Tensor] | None,
+) -> Any:
+    """A copy of the teacher's configuration for a model with these blocks, channels and heads."""
+    whole = copy.deepcopy(teacher.config)
+    config = whole.get_text_config()
+    config.num_hidden_layers = len(blocks)
+    for name in PER_BLOCK:
+        entries = vars(config).get(name)  # not what is computed of the number of blocks (Mamba)
+        if isinstance(entries, list | tuple) and len(entries) == len(decoder_blocks(teacher)):
+            setattr(config, name, [entries[number] for number in blocks])
+    if channels is not None:
+        for name in WIDTHS:
+            if hasattr(config, name):
+                setattr(config, name, len(channels[0]))
+    if heads is not None:
+        before = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or before
+        # Without a width of its own, a head would become wider: hidden size by the number of heads.
+        config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // before
+        config.num_attention_heads = before // groups * len(heads[0])
+        config.num_key_value_heads = len(heads[0])
+        type(config)(**config.to_dict())  # raises for a number that its class does not allow
+    return whole
+
+
+def _empty_model(teacher: Any, config: Any) -> Any:
+    """A model of this configuration, on the teacher's device and in its dtype.
+
+    Its weights are drawn, and then replaced. The random stream stays where it is.
+    """
+    from transformers import AutoModelForCausalLM
+
+    devices = [teacher.device] if teacher.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(teacher.device):
+        return AutoModelForCausalLM.from_config(config, dtype=teacher.dtype)
+
+
+def _tensors(teacher: Any, blocks: Sequence[int], narrower: list[tuple]) -> dict[str, Tensor]:
+    """The student's state dict, made of the teacher's."""
+    of_teacher = decoder_blocks(teacher)
+    names = {module: name for name, module in teacher.named_modules()}
+    prefix = f"{names[of_teacher]}."  # "model.layers."
+    found = {}
+    for name, tensor in teacher.state_dict().items():
+        if not name.startswith(prefix):
+            found[name] = tensor
+            continue
+        number, _, inside = name.removeprefix(prefix).partition(".")
+        old = int(number)
+        if old not in blocks:
+            continue
+        for units, kept in narrower:
+            tensor = units[old].narrowed(
+                of_teacher[old], inside, tensor, torch.as_tensor(kept[old])
+            )
+        found[f"{prefix}{blocks.index(old)}.{inside}"] = tensor
+    return found
 
 
 @torch.no_grad()
@@ -297,49 +428,32 @@ def _try_out(student: Any) -> None:
     config._attn_implementation = attention
 
 
-def _empty_model(teacher: Any, config: Any) -> Any:
-    """A model of this configuration, on the teacher's device and in its dtype.
+def _require_same_settings(student: Any, teacher: Any, blocks: Sequence[int]) -> None:
+    """Raise ValueError if a block of the student would compute otherwise than its original.
 
-    Its weights are drawn, and then replaced. The random stream stays where it is.
+    Blocks read settings by their number: a sliding window in every other block, no RoPE in every
+    fourth, scores that are scaled by the number itself (an option of GPT-2).
     """
-    from transformers import AutoModelForCausalLM
+    of_teacher = decoder_blocks(teacher)
+    for number, (old, block) in enumerate(zip(blocks, decoder_blocks(student), strict=True)):
+        ours = _settings(block)
+        theirs = _settings(of_teacher[old])
+        # What only the original has is a mark of a technique, and none of the model's settings.
+        different = [name for name in theirs if name in ours and ours[name] != theirs[name]]
+        if different:
+            raise ValueError(
+                f"block {old} of {type(teacher).__name__} computes otherwise as block {number} of "
+                f"a student, for its {different[0]} depends on its number or on the number of "
+                f"heads: keep all blocks and heads, or choose others"
+            )
 
-    devices = []
-    if teacher.device.type == "cuda":
-        devices = [teacher.device]
-    with torch.random.fork_rng(devices=devices), torch.device(teacher.device):
-        return AutoModelForCausalLM.from_config(config, dtype=teacher.dtype)
 
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_parameters(
-    model: Any,
-    *,
-    blocks: int | None = None,
-    channels: int | None = None,
-    heads: int | None = None,
-) -> int:
-    """How many parameters a student of `model` has with so many blocks, channels per MLP and groups
-    of heads per block.
-
-    Raises ValueError for more of them than the model has, and for no causal LM.
-    """
-    require_causal_lm(model)
-    of_model = decoder_blocks(model)
-    if blocks is None:
-        blocks = len(of_model)
-    check_whole(blocks=blocks, most=len(of_model))
-    first = of_model[0]
-    per_block = sum(parameter.numel() for parameter in first.parameters())
-    outside = model.num_parameters() - len(of_model) * per_block
-    if channels is not None:
-        mlp = mlp_of(first)
-        check_whole(channels=channels, most=mlp.channels)
-        per_block -= (mlp.channels - channels) * mlp.parameters_per_channel()
-    if heads is not None:
-        attention = attention_of(first, model.config)
-        check_whole(heads=heads, most=attention.groups)
-        per_block -= (attention.groups - heads) * attention.parameters_per_group(first)
-    return outside + blocks * per_block
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """The plain attributes of all modules in a block, but those of its place and its width."""
+    found = {}
+    for name, module in block.named_modules():
+        for attribute, value in vars(module).items():
+            plain = isinstance(value, bool | int | float | str | None)
+            if plain and not attribute.startswith("_") and attribute not in PLACE_AND_WIDTH:
+                found[f"{name}.{attribute}"] = value
+    return found

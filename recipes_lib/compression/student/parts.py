@@ -1,170 +1,141 @@
-"""What a smaller model takes from the larger one: its settings, and its tensors.
+"""Which rows and columns of a block belong to a channel of its MLP, or to a group of its heads.
 
-Part of student. Which rows and columns belong to a channel or a head say student_mlps and
-student_heads.
+Part of student. A unit, a channel or a group, has rows in the layers that make it and columns in
+the layer that reads it. Layers are known by their names:
+
+    Llama, Qwen, Mistral, Gemma    gate_proj, up_proj           down_proj
+    Phi-3                          gate_up_proj, stacked        down_proj
+    GPT-2                          c_fc (Conv1D)                c_proj (Conv1D)
+    GPT-NeoX                       dense_h_to_4h                dense_4h_to_h
+    Phi, OPT                       fc1                          fc2
+
+    Llama, Qwen, Mistral, Gemma    q_proj, k_proj, v_proj       o_proj
+    Phi-3                          qkv_proj, stacked            o_proj
+    Phi                            q_proj, k_proj, v_proj       dense
+
+Where several heads of queries read the same keys and values (GQA), they are a group and go together
+with them: q_proj has R E rows for a group of R heads of E features, k_proj and v_proj have E.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from recipes_lib.compression.student.heads import attention_of, with_fewer_heads
-from recipes_lib.compression.student.mlps import mlp_of
-from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.linears import refuse_quantized
-from recipes_lib.core.model.sizes import quantization_tensors
+from recipes_lib.core.model.causal_lm import EXPERTS, ROUTERS, leaf_names, projection_widths
+from recipes_lib.core.predict.plain_step import features, is_linear
 
-# Settings of a configuration that are a list with one entry per block.
-PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
-
-# What a configuration calls the width of the feed-forward, beside `intermediate_size`.
-NAMES_OF_WIDTH = ("intermediate_size", "n_inner", "ffn_dim")
-
-# Attributes of modules that tell where a block is, or how wide it is, and not what it computes.
-PLACE_AND_WIDTH = {"training", "layer_idx", "in_features", "out_features", "intermediate_size"}
-PLACE_AND_WIDTH |= {"nf", "nx", "num_heads", "num_attention_heads", "num_key_value_heads"}
+# Names of the layers that make the channels, how many stacked parts each has, and of the reader.
+KNOWN_MLPS = (
+    (("gate_proj", "up_proj"), 1, "down_proj"),
+    (("gate_up_proj",), 2, "down_proj"),
+    (("c_fc",), 1, "mlp.c_proj"),
+    (("dense_h_to_4h",), 1, "dense_4h_to_h"),
+    (("fc1",), 1, "fc2"),
+)
+SEPARATE = ("q_proj", "k_proj", "v_proj")
+KNOWN_ATTENTIONS = ((SEPARATE, "o_proj"), (("qkv_proj",), "o_proj"), (SEPARATE, "dense"))
 
 
-# --- settings -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Units:
+    """The channels of an MLP or the groups of heads, by the names of their layers in the block."""
+
+    count: int
+    makers: dict[
+        str, tuple[int, ...]
+    ]  # for each layer, rows of a unit in each of its stacked parts
+    reader_name: str
+    reader: nn.Module
+
+    def columns(self) -> Tensor:
+        """The weight of the reader [D, count, columns of a unit], in fp32."""
+        weight = self.reader.weight.detach().float()
+        if _is_transposed(self.reader):
+            weight = weight.T
+        return weight.unflatten(1, (self.count, -1))
+
+    def narrowed(self, block: nn.Module, name: str, tensor: Tensor, kept: Tensor) -> Tensor:
+        """A tensor of the block, by its name inside, with the units `kept` [K] alone."""
+        layer, _, kind = name.rpartition(".")
+        if layer == self.reader_name and kind == "weight":
+            numbers = _of_units(kept, start=0, each=features(self.reader)[0] // self.count)
+            dim = 0 if _is_transposed(self.reader) else 1
+        elif layer in self.makers:
+            numbers = self._rows(layer, kept)
+            dim = 1 if kind == "weight" and _is_transposed(block.get_submodule(layer)) else 0
+        else:
+            return tensor
+        return tensor.index_select(dim, numbers.to(tensor.device))
+
+    def _rows(self, layer: str, kept: Tensor) -> Tensor:
+        """Of stacked parts, such as gate and up in one layer, each has rows of every unit."""
+        found = []
+        start = 0
+        for each in self.makers[layer]:
+            found.append(_of_units(kept, start=start, each=each))
+            start += self.count * each
+        return torch.cat(found)
 
 
-def smaller_config(
-    teacher: Any,
-    *,
-    blocks: Sequence[int],
-    channels: Sequence[torch.Tensor] | None,
-    heads: Sequence[torch.Tensor] | None,
-) -> Any:
-    """A copy of the teacher's configuration for a model with these blocks, channels and heads."""
-    whole = copy.deepcopy(teacher.config)
-    config = whole.get_text_config()
-    config.num_hidden_layers = len(blocks)
-    for name in PER_BLOCK:
-        entries = vars(config).get(name)  # not what is computed of the number of blocks (Mamba)
-        if isinstance(entries, list | tuple) and len(entries) == len(decoder_blocks(teacher)):
-            setattr(config, name, [entries[number] for number in blocks])
-    if channels is not None:
-        known = [name for name in NAMES_OF_WIDTH if hasattr(config, name)]
-        if not known:
-            raise ValueError(
-                f"the configuration of {type(teacher).__name__} has none of "
-                f"{', '.join(NAMES_OF_WIDTH)}: leave its channels as they are"
-            )
-        for name in known:
-            setattr(config, name, len(channels[0]))
-    if heads is not None:
-        with_fewer_heads(config, groups=len(heads[0]))
-    return whole
+def _of_units(kept: Tensor, *, start: int, each: int) -> Tensor:
+    """The rows of the units `kept`, of which each has so many beside each other."""
+    return (start + kept[:, None] * each + torch.arange(each)).flatten()
 
 
-def require_plain_model(teacher: Any) -> None:
-    """Raise ValueError for a model whose weights cannot be copied block by block."""
-    config = teacher.config.get_text_config()
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(
-            f"blocks of {type(teacher).__name__} share keys and values with others: "
-            f"a model without some of them computes something else; give one that shares none"
-        )
-    if hasattr(teacher, "peft_config"):
-        raise ValueError("the teacher has adapters: give teacher.merge_and_unload()")
-    refuse_quantized(teacher, way_out="make the student of the model in full precision")
-    quantized = getattr(config, "quantization_config", None) is not None
-    for parameter in teacher.parameters():
-        quantized = quantized or not parameter.is_floating_point()
-        quantized = quantized or bool(quantization_tensors(parameter))
-    if quantized:
-        raise ValueError("the teacher is quantized: load it in 16 or 32 bits")
+def mlp_of(block: nn.Module) -> Units:
+    """The channels of a block's MLP. Raises ValueError if its layers have none of the names."""
+    mixture = leaf_names(block) & (ROUTERS | EXPERTS)
+    for names, parts, reader in KNOWN_MLPS:
+        found = _linears(block, (*names, reader))
+        if found and not mixture:
+            *makers, reader_name = found
+            channels = features(found[reader_name])[0]
+            rows = dict.fromkeys(makers, (1,) * parts)
+            return Units(channels, rows, reader_name, found[reader_name])
+    raise ValueError(
+        f"the MLP of {type(block).__name__} has none of the known forms "
+        f"(gate_proj, up_proj, down_proj; c_fc, c_proj; …): leave its channels as they are"
+    )
 
 
-def require_same_settings(student: Any, teacher: Any, *, blocks: Sequence[int]) -> None:
-    """Raise ValueError if a block of the student would compute otherwise than its original.
-
-    Blocks read settings by their number: a sliding window in every other block, no RoPE in every
-    fourth, scores that are scaled by the number itself (an option of GPT-2).
-    """
-    of_teacher = decoder_blocks(teacher)
-    of_student = decoder_blocks(student)
-    if len(of_student) != len(blocks):
-        raise ValueError(
-            f"{type(teacher).__name__} makes {len(of_student)} blocks where {len(blocks)} are "
-            f"asked for, because its configuration lists them elsewhere: keep all blocks"
-        )
-    for number, block in enumerate(of_student):
-        original = of_teacher[blocks[number]]
-        ours = _settings(block)
-        theirs = _settings(original)
-        # What only the original has is a mark of a technique, and none of the model's settings.
-        shared = [name for name in theirs if name in ours]
-        different = [name for name in shared if ours[name] != theirs[name]]
-        if different:
-            raise ValueError(
-                f"block {blocks[number]} of {type(teacher).__name__} computes otherwise as block "
-                f"{number} of a student, for its {different[0]} depends on its number or on the "
-                f"number of heads: keep all blocks and heads, or choose others"
-            )
+def attention_of(block: nn.Module, config: Any) -> Units:
+    """The groups of heads of a block. Raises ValueError if its layers have none of the names."""
+    config = config.get_text_config()
+    for names, reader in KNOWN_ATTENTIONS:
+        found = _linears(block, (*names, reader))
+        if not found:
+            continue
+        *makers, reader_name = found
+        groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        of_queries, of_keys, _ = projection_widths(config)
+        of_group = (of_queries // groups, of_keys // groups, of_keys // groups)  # and of values
+        rows = [of_group] if len(makers) == 1 else [(each,) for each in of_group]
+        widths = [features(found[name])[1] for name in makers]
+        if widths == [groups * sum(each) for each in rows]:
+            return Units(groups, dict(zip(makers, rows)), reader_name, found[reader_name])
+    raise ValueError(
+        f"the attention of {type(block).__name__} has none of the known forms "
+        f"(q_proj, k_proj, v_proj, o_proj; qkv_proj, o_proj; …): leave its heads as they are"
+    )
 
 
-def require_same_shapes(student: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError if the student's class makes a tensor in another shape than it was cut to.
-
-    With fewer heads: one norm over all heads, a parameter for each, or heads that get wider.
-    """
-    for name, tensor in student.state_dict().items():
-        if name in tensors and tensors[name].shape != tensor.shape:
-            raise ValueError(
-                f"{name} of {type(student).__name__} would be {list(tensor.shape)} in the student, "
-                f"and {list(tensors[name].shape)} of it are known: leave its heads as they are"
-            )
-
-
-def _settings(block: nn.Module) -> dict[str, Any]:
-    """The plain attributes of all modules in a block, but those of its place and its width."""
+def _linears(block: nn.Module, endings: Sequence[str]) -> dict[str, nn.Module]:
+    """The linear layers whose names end so, in this order; none unless there is one for each."""
+    layers = {name: module for name, module in block.named_modules() if is_linear(module)}
     found = {}
-    for name, module in block.named_modules():
-        for attribute, value in vars(module).items():
-            plain = isinstance(value, bool | int | float | str | None)
-            if plain and not attribute.startswith("_") and attribute not in PLACE_AND_WIDTH:
-                found[f"{name}.{attribute}"] = value
+    for ending in endings:
+        names = [name for name in layers if f".{name}".endswith(f".{ending}")]
+        if len(names) != 1:
+            return {}
+        found[names[0]] = layers[names[0]]
     return found
 
 
-# --- tensors --------------------------------------------------------------------------------------
-
-
-def tensors_of_student(
-    teacher: Any,
-    *,
-    blocks: Sequence[int],
-    channels: Sequence[torch.Tensor] | None,
-    heads: Sequence[torch.Tensor] | None,
-) -> dict[str, torch.Tensor]:
-    """The student's state dict, made of the teacher's."""
-    prefix = _name_of_blocks(teacher)
-    new_numbers = {old: new for new, old in enumerate(blocks)}
-    found = {}
-    for name, tensor in teacher.state_dict().items():
-        if not name.startswith(prefix):
-            found[name] = tensor
-            continue
-        number, _, inside = name.removeprefix(prefix).partition(".")
-        old = int(number)
-        if old not in new_numbers:
-            continue
-        block = decoder_blocks(teacher)[old]
-        if channels is not None:
-            tensor = mlp_of(block).narrowed(inside, tensor, channels[old])
-        if heads is not None:
-            tensor = attention_of(block, teacher.config).narrowed(inside, tensor, heads[old])
-        found[f"{prefix}{new_numbers[old]}.{inside}"] = tensor
-    return found
-
-
-def _name_of_blocks(model: Any) -> str:
-    """What the names of all tensors in blocks begin with: "model.layers."."""
-    blocks = decoder_blocks(model)
-    return next(f"{name}." for name, module in model.named_modules() if module is blocks)
+def _is_transposed(layer: nn.Module) -> bool:
+    """Conv1D stores its weight as [in, out], a linear layer as [out, in]."""
+    return not isinstance(layer, nn.Linear)

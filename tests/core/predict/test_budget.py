@@ -235,7 +235,6 @@ OPTIONS = {
     "estimate_tensor_parallel": {"ranks": 2},
     "estimate_zero": {"stage": 3},
     "estimate_completion_only_loss": {"targets": 10},
-    "estimate_distillation": {"teacher": model_of_shape("tiny-llama", layers=4, device="cpu")},
     "estimate_nested_checkpointing": {"group": 2},
     "estimate_pure_bf16": {"rounding": "stochastic"},
 }

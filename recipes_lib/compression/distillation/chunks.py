@@ -1,7 +1,7 @@
-"""The distillation loss of a chunk and its gradients, as one autograd function.
+"""The loss of two models from what their output layers read, chunk by chunk.
 
 Part of distillation. Forward goes through the chunks once, and makes the gradients too, as
-`core.chunked_loss` describes. Here a chunk has two tables of logits, the student's and the
+`core.model.chunked_loss` describes. Here a chunk has two tables of logits, the student's and the
 teacher's. The student's becomes the gradient.
 
 Shapes: T tokens, N of them with a target, D and E hidden of student and teacher, V vocabulary,
@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from recipes_lib.core.model.chunked_loss import (
     ChunkPlan,
     LayerProducts,
     LossWithGradients,
+    check_labels,
     device_type,
+    divisor_of_mean,
     dtype_of_products,
     rows_of_a_chunk,
+    rows_with_a_target,
     zero_gradients,
 )
 from recipes_lib.core.model.output_layer import OutputLayer
@@ -33,6 +37,54 @@ CHUNK_BYTES_ON_GPU = 2**27
 # Between the products, a chunk is worked on in blocks of so many logits.
 LOGITS_OF_A_BLOCK = 2**20
 LOGITS_OF_A_BLOCK_ON_GPU = 2**23
+
+
+def distillation_loss(
+    hidden: Tensor,
+    layer: OutputLayer,
+    teacher_hidden: Tensor,
+    teacher_layer: OutputLayer,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    teacher_share: float = 0.5,
+    chunk_size: int | None = None,
+    ignore_index: int = -100,
+    num_items: int | Tensor | None = None,
+) -> Tensor:
+    """`plain_distillation_loss` of two models, from what their output layers read.
+
+    Args:
+        hidden: [..., D]; teacher_hidden: [..., E]; labels: [...], shifted: what each position has
+            to predict. Positions with `ignore_index` count in neither loss.
+        layer: OutputLayer(weight [V, D], bias [V] or None, soft cap or None); teacher_layer: the
+            same with E. The teacher's get no gradients.
+        num_items: divides the sum, instead of the number of targets: that of the whole batch, when
+            `labels` are those of one micro-batch.
+    Returns the mean in fp32 or fp64. Backward runs once. Raises ValueError for labels outside the
+    vocabulary, and for a mean over no target.
+    """
+    rows = rows_with_a_target(labels, ignore_index)  # [N]
+    targets = labels.flatten()[rows]  # [N]
+    check_labels(targets, len(layer.weight), ignore_index)
+    plan = plan_chunks(
+        hidden, layer.weight, teacher_hidden, teacher_layer.weight, chunk_size=chunk_size
+    )
+    training = torch.is_grad_enabled()  # inside a Function it is always off
+    # The plan knows the dtype of each product: autocast would choose another one.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return ChunkedDistillation.apply(
+            hidden.reshape(-1, hidden.shape[-1]),  # [T, D]
+            *layer,
+            teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),  # [T, E]
+            teacher_layer,
+            rows,
+            targets,
+            divisor_of_mean(len(rows), num_items),
+            Mixture(temperature, teacher_share),
+            plan,
+            training,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,10 +103,10 @@ class TwoTablesPlan(ChunkPlan):
 
 
 def plan_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
     *,
     chunk_size: int | None,
 ) -> TwoTablesPlan:
@@ -85,19 +137,19 @@ class ChunkedDistillation(LossWithGradients):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         softcap: float | None,
-        teacher_hidden: torch.Tensor,
+        teacher_hidden: Tensor,
         teacher_layer: OutputLayer,
-        rows: torch.Tensor,
-        targets: torch.Tensor,
-        divisor: torch.Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        divisor: Tensor,
         mixture: Mixture,
         plan: TwoTablesPlan,
         training: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         student = _Layer(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
         teacher = _Layer(teacher_layer, plan.teacher_products, plan.sums)
@@ -132,7 +184,7 @@ class _Layer(LayerProducts):
         self.softcap = layer.softcap
         self.sums = sums
 
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+    def capped(self, logits: Tensor) -> Tensor:
         """The logits of a block as the model has them, in the dtype of the sums."""
         logits = logits.to(self.sums)
         if self.softcap:
@@ -141,13 +193,13 @@ class _Layer(LayerProducts):
 
 
 def _loss_and_gradient_(
-    logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    targets: Tensor,
     student: _Layer,
     teacher: _Layer,
     mixture: Mixture,
-) -> torch.Tensor:
+) -> Tensor:
     """The sum of the losses of a block of rows; the logits [C, V] become its gradient.
 
     Of one row, with w the teacher's share, t the temperature, p and q the softmax of the teacher's
