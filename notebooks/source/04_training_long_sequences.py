@@ -35,7 +35,7 @@
 #
 # | | recipe | makes smaller | file |
 # |---|---|---|---|
-# | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash/__init__.py) |
+# | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash.py) |
 # | 2 | chunked cross-entropy | loss: tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy/__init__.py) |
 # | 3 | activation checkpointing | activations: tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
 # | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp/__init__.py) |

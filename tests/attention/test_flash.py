@@ -1,3 +1,5 @@
+"""Flash attention equals eager attention, takes the kernel that fits, and says what has none."""
+
 import copy
 import functools
 import gc
@@ -7,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from recipes_lib.attention import flash
 from recipes_lib.attention.flash import (
     apply_flash_attention,
     best_kernel,
@@ -14,13 +17,11 @@ from recipes_lib.attention.flash import (
     plain_attention,
     running_softmax_attention,
 )
-from recipes_lib.attention.flash import hf as flash_hf
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import plain_step
-from recipes_lib.core.predict.budget import Applied, Order, Shape
+from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 from tests.small_models import small_model
 
@@ -59,11 +60,6 @@ def sdpa(q, k, v):
     return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def test_plain_attention_is_the_reference():
-    qkv = random_qkv()
-    torch.testing.assert_close(plain_attention(*qkv), sdpa(*qkv))
-
-
 @pytest.mark.parametrize("block_size", [1, 5, 19, 64])  # the last block is shorter, or the only one
 def test_the_running_softmax_equals_all_scores_at_once(block_size):
     """An old sum that is not corrected when a larger score comes."""
@@ -79,29 +75,18 @@ def test_the_running_softmax_equals_all_scores_at_once(block_size):
         torch.testing.assert_close(got, exact, atol=1e-13, rtol=1e-12)
 
 
-def test_the_running_softmax_does_not_overflow():
-    """Without the running maximum exp(800) is infinite."""
-    q, k, v = random_qkv()
-    out = running_softmax_attention(100 * q, 100 * k, v, block_size=5)
-    torch.testing.assert_close(out, sdpa(100 * q, 100 * k, v))
-
-
 # --- the technique ---------------------------------------------------------------------------
 
 
-def test_equal_to_eager(tiny, batch):
-    """Every family, rows padded on the right."""
-    model = without_cap(tiny)
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt2"])  # with rotary positions and without
+@pytest.mark.parametrize(("rows", "length"), [(4, 23), (1, 131)])
+def test_equal_to_eager(shape, rows, length):
+    """Rows padded on the right, and one long row."""
+    model = model_of_shape(shape, device="cpu")
+    batch = make_batch(rows, length)
     expected = run(eager_twin(model), batch)
     assert_same_gradients(run(apply_flash_attention(model), batch), expected)
     assert model.config._attn_implementation == "fused"
-
-
-@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 131), (2, 5)])
-def test_equal_to_eager_in_odd_shapes(llama, batch_size, seq_len):
-    batch = make_batch(batch_size, seq_len)
-    expected = run(eager_twin(llama), batch)
-    assert_same_gradients(run(apply_flash_attention(llama), batch), expected)
 
 
 @pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gpt2"])  # with rotary positions and without
@@ -120,32 +105,17 @@ def test_equal_to_eager_in_bf16_and_under_autocast(shape, batch):
     assert relative_error(got, expected) < 0.02
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma2"])
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
 def test_layers_with_a_window_of_their_own_keep_it(family, batch):
-    """23 tokens, a window of 6: in every layer, in the second, in the first."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 128,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "sliding_window": 6,
-    }
-    if family == "Qwen3":
-        sizes |= {"use_sliding_window": True, "max_window_layers": 1}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = without_cap(transformers.AutoModelForCausalLM.from_config(config))
+    """23 tokens, a window of 6, in every layer or in the first: the mask was left out."""
+    model = without_cap(small_model(family, sliding_window=6, **GROUPED))
     expected = run(eager_twin(model), batch)
     assert_same_gradients(run(apply_flash_attention(model), batch), expected)
-    wide = copy.deepcopy(model)
-    for part in (wide.config, *wide.modules()):
-        if getattr(part, "sliding_window", None):
-            part.sliding_window = 100
+    wide = without_cap(small_model(family, sliding_window=100, **GROUPED))
+    wide.load_state_dict(model.state_dict())
     assert relative_error(run(wide, batch), expected) > 1e-3  # the window matters
 
 
@@ -165,14 +135,17 @@ def masks_seen(monkeypatch):
 
 
 def test_padding_on_the_right_needs_no_mask(llama, batch, monkeypatch):
+    """On CUDA a mask [B, 1, S, S] takes the flash kernel away."""
     expected = run(eager_twin(llama), batch)
+    apply_flash_attention(llama)
     seen = masks_seen(monkeypatch)
     assert (batch["attention_mask"] == 0).any()
-    assert_same_gradients(run(apply_flash_attention(llama), batch), expected)
+    assert_same_gradients(run(llama, batch), expected)
     assert seen == [False, False]
 
 
 def test_padding_on_the_left_and_packed_rows_are_masked(llama, batch, monkeypatch):
+    """Without it a text reads padding, and a document the one before it."""
     left = {name: tensor.flip(1) for name, tensor in batch.items()}
     starts = torch.nn.functional.pad(left["attention_mask"].diff(dim=1), (1, 0)) == 1
     left["labels"][starts] = -100  # otherwise padding would have to predict the first token
@@ -183,8 +156,9 @@ def test_padding_on_the_left_and_packed_rows_are_masked(llama, batch, monkeypatc
     }
     for rows in (left, packed):
         expected = run(eager_twin(llama), rows)
+        fused = apply_flash_attention(copy.deepcopy(llama))
         seen = masks_seen(monkeypatch)
-        assert_same_gradients(run(apply_flash_attention(llama), rows), expected)
+        assert_same_gradients(run(fused, rows), expected)
         assert seen == [True, True]
 
 
@@ -198,24 +172,6 @@ def test_generation_with_the_cache_is_eagers(shape):
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = eager_twin(model).generate(prompt, **options)
     assert torch.equal(apply_flash_attention(model).generate(prompt, **options), expected)
-
-
-def test_adapters_and_deep_copies(llama, batch):
-    model = apply_lora(llama)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    expected = run(eager_twin(model), batch)
-    twin = copy.deepcopy(apply_flash_attention(model))
-    assert_same_gradients(run(twin, batch), expected)
-    assert twin.config._attn_implementation == "fused"
-
-
-def test_saved_models_do_not_name_the_kernel(llama, tmp_path):
-    apply_flash_attention(llama).save_pretrained(tmp_path)
-    assert "fused" not in (tmp_path / "config.json").read_text()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config._attn_implementation == "sdpa"
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -240,6 +196,7 @@ def test_capped_scores_are_refused(batch):
 
 
 def test_kernels_that_cannot_run_are_refused(llama, batch):
+    """transformers would take another one, or SDPA would give no weights."""
     with pytest.raises(ValueError, match="choose one of auto, flash_attention_3"):
         apply_flash_attention(llama, kernel="flash")
     with pytest.raises(ValueError, match="needs CUDA"):
@@ -249,14 +206,8 @@ def test_kernels_that_cannot_run_are_refused(llama, batch):
         apply_flash_attention(llama)(**batch, output_attentions=True)
 
 
-def test_a_model_without_attention_is_refused():
-    """Not by an AttributeError from its configuration."""
-    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=128)
-    with pytest.raises(ValueError, match="no attention in this model"):
-        apply_flash_attention(transformers.MambaForCausalLM(config))
-
-
 def test_dropout_has_no_kernel_on_a_cpu(batch):
+    """The scores would be back, in silence."""
     model = apply_flash_attention(model_of_shape("tiny-gpt2", device="cpu"))
     for module in model.modules():
         if hasattr(module, "attn_dropout"):
@@ -267,30 +218,37 @@ def test_dropout_has_no_kernel_on_a_cpu(batch):
 
 
 def test_another_techniques_attention_is_not_undone(llama):
-    transformers.AttentionInterface.register("other", flash_hf.fused_attention)
+    """A window would be gone, and the model another one."""
+    transformers.AttentionInterface.register("other", flash.fused_attention)
     llama.set_attn_implementation("other")
     with pytest.raises(ValueError, match=r"'other', which this would undo"):
         apply_flash_attention(llama)
 
 
-def test_cudnn_comes_first_only_inside_its_attention(llama, batch, monkeypatch):
-    from transformers.integrations import sdpa_attention
+def test_attention_that_is_never_called_is_refused():
+    """Mamba's configuration takes the name, and nothing happens."""
+    model = small_model("Mamba2", num_heads=8, head_dim=16, n_groups=1)
+    model.config.num_attention_heads = 4
+    model._supports_attention_backend = model._supports_sdpa = True
+    with pytest.raises(ValueError, match="no layer calls the attention that it names"):
+        apply_flash_attention(model)
+    assert model.config._attn_implementation != "fused"
 
-    expected = run(eager_twin(llama), batch)
-    order = torch._C._get_sdp_priority_order()
-    seen = []
-    real = sdpa_attention.sdpa_attention_forward
 
-    def spy(*args, **options):
-        seen.append(torch._C._get_sdp_priority_order()[0])
-        return real(*args, **options)
+def test_attention_that_selects_its_keys_is_refused():
+    """The indexer of DeepSeek-V3.2 gives its choice as an option that SDPA does not read."""
+    with torch.device("meta"):
+        model = small_model("DeepseekV32", q_lora_rank=16)
+    with pytest.raises(ValueError, match="not those that this model's indexer selects"):
+        apply_flash_attention(model)
 
-    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", spy)
-    # On a CPU the next in the order computes it.
-    apply_flash_attention(llama).set_attn_implementation("fused_cudnn")
-    assert_same_gradients(run(llama, batch), expected)
-    assert seen == [int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)] * 2
-    assert torch._C._get_sdp_priority_order() == order
+
+def test_heads_may_differ_from_layer_to_layer():
+    """Gemma 4 has no single width of a head, and asking for one ended in an error."""
+    kinds = ["sliding_attention", "full_attention"]
+    with torch.device("meta"):
+        model = small_model("Gemma4Text", layer_types=kinds, vocab_size_per_layer_input=128)
+    assert apply_flash_attention(model).config._attn_implementation == "fused"
 
 
 # --- the choice ------------------------------------------------------------------------------
@@ -323,6 +281,7 @@ CASES = [  # compute capability, dtype, flash-attn installed, config -> kernel, 
 
 @pytest.mark.parametrize(("capability", "dtype", "installed", "options", "kernel", "reason"), CASES)
 def test_the_choice_on_gpus(monkeypatch, capability, dtype, installed, options, kernel, reason):
+    """One row of the table of kernels is wrong: no machine here has all of these cards."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = SimpleNamespace(
         config=transformers.LlamaConfig(**sizes | options),
@@ -362,6 +321,7 @@ def peak_of(model, optimizer, ids):
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])  # grouped heads, and none
 def test_peak_falls_as_estimated(name):
+    """Scores that are left in the budget, or taken out of it twice."""
     gc.collect()  # the models before this one are not part of the step
     model = model_of_shape(name, layers=4, device="cpu")
     model.set_attn_implementation("eager")
@@ -387,7 +347,7 @@ def test_heads_that_are_repeated_for_a_kernel_are_counted(monkeypatch):
 
     A CPU repeats them likewise if it is told to, and its kernel saves what it is given.
     """
-    for place in (flash_hf, plain_step):
+    for place in (flash, plain_step):
         monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
     model = apply_flash_attention(model_of_shape("tiny-llama", layers=8, device="cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -396,34 +356,13 @@ def test_heads_that_are_repeated_for_a_kernel_are_counted(monkeypatch):
     assert plan.peak == pytest.approx(peak_of(model, optimizer, ids), rel=0.01)
 
 
-def test_the_estimate_sees_one_micro_batch(llama):
-    """Scores of the whole batch are more than are there at a time."""
-    llama.set_attn_implementation("eager")
-    one = Shape(batch=2, seq=64)
-    alone = estimate_flash_attention(budget_of(llama, one), llama, one)
-    four = Shape(batch=16, seq=64, micro_batches=4, ranks=2)
-    plan = budget_of(llama, one).change(shape=four)  # as gradient accumulation leaves it
-    assert estimate_flash_attention(plan, llama, four).terms() == alone.terms()
-
-
-def test_scores_that_mixed_precision_has_counted_are_refused(llama):
-    llama.set_attn_implementation("eager")
-    shape = Shape(batch=2, seq=64)
-    done = Applied(Order.PRECISION, "estimate_mixed_precision")
-    plan = budget_of(llama, shape).change(applied=(done,))
-    with pytest.raises(ValueError, match=r"estimate_mixed_precision has .* 'eager' .* apply_flash"):
-        estimate_flash_attention(plan, llama, shape)
-    assert llama.config._attn_implementation == "eager"
-    apply_flash_attention(llama)
-    assert estimate_flash_attention(plan, llama, shape).terms() == plan.terms()
-
-
 # --- on a GPU --------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equal_to_eager_for_less_memory_on_gpu(dtype):
+    """In fp32 no kernel takes grouped heads, and the scores would be back."""
     model = model_of_shape("tiny-llama", layers=4, dtype=dtype, device="cuda")
     batch = {name: tensor.cuda() for name, tensor in make_batch(2, 1024).items()}
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
@@ -448,21 +387,3 @@ def test_the_budget_of_repeated_heads_on_gpu():
     ids = torch.randint(0, 128, (shape.batch, shape.seq), device="cuda")
     measured = peak_of(model, optimizer, ids)
     assert budget_of(model, shape).peak == pytest.approx(measured, rel=0.02)
-
-
-def test_attention_that_selects_its_keys_is_refused():
-    """The indexer of DeepSeek-V3.2 gives its choice as an option that SDPA does not read."""
-    with torch.device("meta"):
-        model = small_model("DeepseekV32", q_lora_rank=16)
-    with pytest.raises(ValueError, match="not those that this model's indexer selects"):
-        apply_flash_attention(model)
-
-
-def test_heads_may_differ_from_layer_to_layer():
-    """Gemma 4 has no single width of a head, and asking for one ended in an error."""
-    kinds = ["sliding_attention", "full_attention"]
-    with torch.device("meta"):
-        model = small_model("Gemma4Text", layer_types=kinds, vocab_size_per_layer_input=128)
-    assert (
-        apply_flash_attention(model.to_empty(device="cpu")).config._attn_implementation == "fused"
-    )

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recipes_lib.attention import flash
 from recipes_lib.attention.flash import apply_flash_attention
-from recipes_lib.attention.flash import hf as flash_hf
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_model, model_of_shape
@@ -374,7 +374,7 @@ def test_estimate_before_ampere(monkeypatch, implementation):
 
     Flash attention repeats the heads. A CPU does both if it is told to.
     """
-    for place in (flash_hf, plain_step):
+    for place in (flash, plain_step):
         monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
     model = model_of_shape("tiny-llama", layers=8, device="cpu")
     model.set_attn_implementation("sdpa")

@@ -2,37 +2,31 @@
 
 Problem    Causal attention computes S^2 / 2 scores per head: in long texts, most of a step's time.
 Idea       Only a band of the matrix exists. A block of C queries shares the W + C keys that it can
-           reach:
+           reach, and all blocks are the heads of one SDPA call:
 
                key       1 2 3 4 5 6 7 8      W = 4, C = 2
                query 6   - - x x x x          one block: it shares the keys 2 to 7
                query 7   - - - x x x x
 
-           The keys of a block are a view into K, and all blocks have the same small mask
-           [C, W + C]. So one SDPA call takes the blocks as the heads of a batch. The first W
-           tokens are one small causal call. `sinks` keeps the first tokens of a text readable for
-           all.
+           `sinks` keeps the first tokens of a text readable for all.
 Saves      S^2 / 2 scores become S * (W + C), with C = W / 4: S / (2.5 W) times fewer. There is no
            [S, S] mask.
 Costs      Another model: L layers see L * (W - 1) tokens back, so one trained with full attention
-           must be tuned to it. config.json does not keep the window: after from_pretrained apply it
-           again. A layer keeps one more copy of its output, and backward makes the gradients of K
-           and V block by block, 1 + W / C times their size.
+           must be tuned to it. A layer keeps one more copy of its output, and backward makes the
+           gradients of K and V block by block, 1 + W / C times their size.
 Use when   Texts are much longer than W, and most of what a token needs is near: code, logs, books.
 Not when   S < 3 W; or the end of a text depends on its start: leave some layers full (`layers`), as
-           Gemma does.
+           Gemma does. Rows hold one text each, padded on the right.
 In production   `sliding_window` in config.json (Mistral, Qwen, Gemma) with flash-attn;
            FlexAttention, here on CUDA.
 Source     Longformer (arXiv 2004.05150); Mistral 7B (2310.06825); Xiao et al., attention sinks
            (2309.17453).
 
-The kernel of the drawing is in banded.py, what transformers calls in
-hf.py.
+Trap: config.json does not keep the window. After from_pretrained apply it again.
 
 Shapes: B batch, H heads of queries, KV heads of keys and values, S sequence, E head dimension.
 
-banded  its kernel for any device
-hf  what transformers calls for it
+banded  the kernel of the drawing, for any device
 """
 
 from __future__ import annotations
@@ -40,17 +34,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention.sliding_window.banded import banded_attention, block_length
-from recipes_lib.core.checks import check_heads, check_number, check_whole
-from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
+from recipes_lib.core.checks import check_choice, check_heads, check_whole
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, selects_keys
+from recipes_lib.core.model.probe import TOKENS, proves
+from recipes_lib.core.model.probe.documents import require_one_document
 from recipes_lib.core.predict.plain_step import without_grouped_heads
+
+NAME = "recipes_sliding_window"  # transformers takes "sdpa" or "flash" in a name for its own
+# What a layer may be called that has this attention, and no mask of another kind.
+KINDS = {"full_attention", "sliding_attention", "attention"}
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -75,6 +76,28 @@ def plain_sliding_window(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks:
 # --- the technique --------------------------------------------------------------------------------
 
 
+class Reach(NamedTuple):
+    """How far an attention module reads: its attribute `reach`, which a saved model has not."""
+
+    window: int | None  # the last tokens; None for all
+    sinks: int = 0  # the first tokens
+
+
+def _as_wide_as_the_text(model: Any) -> dict[str, Any]:
+    """Options under which nothing may change: layers with a window of their own keep it."""
+    own = [_own_window(model, layer) for layer, _ in _attentions(model)]
+    full = [layer for layer, _ in _attentions(model) if _own_window(model, layer) is None]
+    if full:
+        return {"window": TOKENS, "sinks": 0, "layers": full}
+    return {"window": min(own), "sinks": 0, "layers": None}
+
+
+@proves(
+    "exact",
+    tried_with=_as_wide_as_the_text,
+    narrow={"window": 2, "sinks": 0, "layers": None},
+    kernel=True,
+)
 def apply_sliding_window(
     model: Any, *, window: int, sinks: int = 0, layers: Iterable[int] | None = None
 ) -> Any:
@@ -83,23 +106,36 @@ def apply_sliding_window(
     Other blocks keep full causal attention, or the window that the model has, on PyTorch's SDPA.
     Apply it after what else sets the attention; a second call replaces the first, and
     `model.set_attn_implementation("sdpa")` takes it off. Returns `model`, each of whose attention
-    modules now has the attribute `reach`: how far it reads (see hf.py).
+    modules now has the attribute `reach`.
     Raises ValueError for a window below 1 or beyond the layer's own, an unknown layer, capped
-    scores, blocks without attention; in the forward for left padding, packed rows, a static KV
-    cache, attention dropout, output_attentions.
+    scores; in the forward for left padding, packed rows, a static KV cache, attention dropout,
+    output_attentions.
     """
-    # Here, because it imports this file.
-    from recipes_lib.attention.sliding_window.hf import attentions_of, reach_of_layers, register
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     require_causal_lm(model)
     check_whole(window=window)
     check_whole(sinks=sinks, least=0)
-    attentions = attentions_of(model)
-    reaches = reach_of_layers(model, attentions, window=window, sinks=sinks, layers=layers)
-    # From here on nothing is refused any more: the model changes.
-    for attention, reach in zip(attentions, reaches):
-        attention.reach = reach
-    model.set_attn_implementation(register())
+    _refuse_other_scores(model)
+    attentions = _attentions(model)
+    known = {layer for layer, _ in attentions}
+    chosen = known if layers is None else set(layers)
+    if not chosen or not chosen <= known:
+        raise ValueError(f"layers={sorted(chosen)}: give some of {sorted(known)}, or None for all")
+    for layer, attention in attentions:
+        own = _own_window(model, layer)
+        attention.reach = Reach(own)
+        if layer in chosen:
+            if own is not None and (window > own or sinks):
+                raise ValueError(
+                    f"window={window}, sinks={sinks}: "
+                    f"layer {layer} takes its own {own} at most, and no sinks"
+                )
+            attention.reach = Reach(window, sinks)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    model.set_attn_implementation(NAME)
+    require_one_document(model)
     return model
 
 
@@ -124,13 +160,9 @@ def sliding_window_attention(
     """
     check_whole(window=window)
     check_whole(sinks=sinks, least=0)
-    if scale is not None:
-        check_number(scale=scale)
     check_heads(q, k, v, allowed="[B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV")
-    if kernel not in ("auto", "banded", "flex") or (kernel == "flex" and not q.is_cuda):
-        raise ValueError(
-            f"kernel={kernel!r} on {q.device.type}: choose auto, banded or, on CUDA, flex"
-        )
+    kernels = ["auto", "banded", "flex"] if q.is_cuda else ["auto", "banded"]
+    check_choice(kernels, kernel=kernel)
     # Rotary embeddings leave q and k in fp32, beside a v in 16 bits.
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -180,6 +212,117 @@ def _flex(
         attend = compiled_flex_attention
     mask = make_mask(reads, None, None, length, length, device=device)
     return functools.partial(attend, block_mask=mask)
+
+
+# --- what transformers sees of it -----------------------------------------------------------------
+
+
+def _attentions(model: Any) -> list[tuple[int, nn.Module]]:
+    """The attention modules of the blocks, each with the number of its block."""
+    found = []
+    for layer, block in enumerate(decoder_blocks(model)):
+        causal = [module for module in block.modules() if getattr(module, "is_causal", False)]
+        found += [(layer, module) for module in causal]
+    return found
+
+
+def _refuse_other_scores(model: Any) -> None:
+    """Raise ValueError for what a few tokens of a new model do not show."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    for layer, _ in _attentions(model):
+        if kinds and kinds[layer] not in KINDS:
+            raise ValueError(f"layer {layer} is {kinds[layer]}, which has a mask of its own")
+    if selects_keys(model):
+        raise ValueError("an indexer selects the keys of each query: a window would leave it out")
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise ValueError(f"attn_logit_softcapping={cap}: SDPA caps no scores")
+
+
+def _own_window(model: Any, layer: int) -> int | None:
+    """The window that the model itself gives this layer; None for full attention."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[layer] != "sliding_attention":
+        return None
+    of_the_model = getattr(config, "sliding_window", None)
+    [attention, *_] = [module for number, module in _attentions(model) if number == layer]
+    return getattr(attention, "sliding_window", of_the_model)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, Q, E], the new tokens
+    key: Tensor,  # [B, KV, S, E], all tokens
+    value: Tensor,  # [B, KV, S, E]
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer -> [B, Q, H, E], and no attention weights."""
+    if not hasattr(module, "reach"):  # only the configuration was copied from another model
+        raise ValueError(
+            "this model has the attention of a sliding window and no window: call "
+            "apply_sliding_window(model, window=...), or model.set_attn_implementation('sdpa')"
+        )
+    _refuse_what_sdpa_ignores(attention_mask, dropout, options)
+    queries = query.shape[2]
+    keys = key.shape[2]
+    window = module.reach.window or keys
+    sinks = module.reach.sinks
+    if queries == keys:
+        out = sliding_window_attention(query, key, value, window=window, sinks=sinks, scale=scaling)
+    else:  # tokens after those in a KV cache: the last rows of the matrix
+        reads = band(queries, keys, window, sinks, query.device)  # [Q, S]
+        out = F.scaled_dot_product_attention(
+            query, key, value, reads, scale=scaling, enable_gqa=True
+        )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_what_sdpa_ignores(mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
+    asked = {"a mask [S, S]": mask}
+    if dropout:
+        asked["dropout"] = dropout
+    for name in ("output_attentions", "softcap", "s_aux", "position_bias", "indices"):
+        asked[name] = options.get(name)
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"sliding window attention takes no {name}: set it to 0 or None in the model"
+            )
+
+
+def _no_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    allow_is_causal_skip: bool,
+    **_: Any,
+) -> None:
+    """What transformers calls instead of making a mask [S, S]: there is none.
+
+    Padding on the right is read by padding only.
+    """
+    left_padding = False
+    if attention_mask is not None:
+        left_padding = (attention_mask[:, 1:] > attention_mask[:, :-1]).any()
+    # transformers forbids to leave the mask out where rows are packed, or the model adds one of its
+    # own. While torch.compile traces, it cannot look, and forbids it for all rows.
+    packed = not allow_is_causal_skip and not torch.compiler.is_compiling()
+    # A static cache has keys behind the last query.
+    static_cache = q_offset + q_length != kv_offset + kv_length
+    if left_padding or packed or static_cache:
+        raise ValueError(
+            "left padding, packed rows or a static cache: "
+            "give one text per row, padded on the right"
+        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from recipes_lib.core.measure import dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
-from recipes_lib.core.model.marks import LEAKS_UNDER, marked
+from recipes_lib.core.model.marks import ONE_DOCUMENT_UNDER, marked
 from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import TOKENS, proves
 from tests.conftest import run
@@ -199,7 +199,7 @@ def test_a_model_whose_documents_leak_refuses_positions_that_restart(llama):
     leaking = model_of_shape("tiny-llama", device="cpu")
     mix_in(decoder_blocks(leaking)[0].mlp, Leaks)
     leaking = copy.deepcopy(apply(leaking))
-    assert marked(trunk(leaking), LEAKS_UNDER)
+    assert marked(trunk(leaking), ONE_DOCUMENT_UNDER)
     leaking(ids)
     with pytest.raises(ValueError, match="give one document per row"):
         leaking(**restart)

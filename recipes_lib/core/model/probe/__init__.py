@@ -43,10 +43,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.model.causal_lm import decoder_blocks, is_causal_lm
+from recipes_lib.core.model.causal_lm import FULL_ATTENTIONS, decoder_blocks, is_causal_lm
 from recipes_lib.core.model.probe.documents import refuse_documents_that_leak
 from recipes_lib.core.model.probe.outcome import TOKENS, Limits, difference, outcome
-from recipes_lib.core.model.probe.undo import Snapshot, undone_on_error
+from recipes_lib.core.model.probe.undo import Snapshot, restored, undone_on_error
 
 __all__ = ["TOKENS", "can_be_probed", "proves"]
 
@@ -85,13 +85,17 @@ def proves(
                 with undone_on_error(model, apply.__name__):
                     return apply(model, *args, **options)
             limits = Limits(promise, bound, loss_bound)
-            proof = Proof(model, apply, args, limits, kernel, options.get(autocast))
             if tried_with is None:
+                proof = Proof(model, apply, args, limits, kernel, options.get(autocast))
                 return proof.of(options)
-            proof.of(options | _for_model(tried_with, model), keep=False)
-            if narrow is not None:
-                proof.limits = Limits("changes")
-                proof.of(options | _for_model(narrow, model), keep=False)
+            with restored(model):
+                if narrow is not None:
+                    give_full_attention(model)
+                proof = Proof(model, apply, args, limits, kernel, options.get(autocast))
+                proof.of(options | _for_model(tried_with, model), keep=False)
+                if narrow is not None:
+                    proof.limits = Limits("changes")
+                    proof.of(options | _for_model(narrow, model), keep=False)
             with undone_on_error(model, apply.__name__):
                 changed = apply(model, *args, **options)
                 if narrow is not None:
@@ -111,6 +115,13 @@ def proves(
 
 def _for_model(options: Options, model: Any) -> dict[str, Any]:
     return options(model) if callable(options) else options
+
+
+def give_full_attention(model: Any) -> None:
+    """A pattern is tried beside full attention, also where it replaces another pattern."""
+    now = str(model.config.get_text_config()._attn_implementation)
+    if not any(part in now for part in FULL_ATTENTIONS):
+        model.set_attn_implementation("eager")
 
 
 def can_be_probed(model: Any) -> bool:
@@ -176,10 +187,8 @@ class Proof:
         return difference(self.before, got, self.limits, self.dtype or changed.dtype)
 
     def _outcome(self, model: Any) -> dict[str, Any]:
-        autocast = contextlib.nullcontext()
-        if self.dtype is not None:
-            autocast = torch.autocast(model.device.type, self.dtype)
-        with autocast:
+        # Also off where a user has it on: limits are those of the model's own dtype.
+        with torch.autocast(model.device.type, self.dtype, enabled=self.dtype is not None):
             return outcome(model, self.limits.promise)
 
 

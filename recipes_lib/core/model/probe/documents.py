@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import trunk
-from recipes_lib.core.model.marks import LEAKS_UNDER, mark, marked
+from recipes_lib.core.model.marks import ONE_DOCUMENT_UNDER, mark, marked
 from recipes_lib.core.model.output_layer import options_by_name
 from recipes_lib.core.model.probe.outcome import TOKENS, TOLERANCE, largest, undisturbed, words_of
 
@@ -20,12 +21,16 @@ LEAST = 0.01  # of the largest logit: what 16 bits may differ by, and a leak exc
 
 def refuse_documents_that_leak(model: Any) -> None:
     """Let `model` refuse positions that restart, if a document reads the one before it."""
-    if not documents_leak(model):
-        return
+    if documents_leak(model):
+        require_one_document(model)
+
+
+def require_one_document(model: Any) -> None:
+    """Let `model` refuse positions that restart, for as long as it has the attention of now."""
     module = trunk(model)
-    if not marked(module, LEAKS_UNDER):
+    if not marked(module, ONE_DOCUMENT_UNDER):
         module.register_forward_pre_hook(_refuse_restarts, with_kwargs=True)
-    mark(module, LEAKS_UNDER, module.config._attn_implementation)
+    mark(module, ONE_DOCUMENT_UNDER, module.config._attn_implementation)
 
 
 def documents_leak(model: Any) -> bool:
@@ -44,12 +49,12 @@ def documents_leak(model: Any) -> bool:
 
 
 def _refuse_restarts(module: Any, args: tuple, options: dict[str, Any]) -> None:
-    now = module.config._attn_implementation
     positions = options_by_name(module.forward, args, options).get("position_ids")
-    if positions is None or getattr(module, LEAKS_UNDER) != now:
+    another = getattr(module, ONE_DOCUMENT_UNDER) != module.config._attn_implementation
+    if positions is None or another or dry():
         return
     if (positions.diff() != 1).any():
         raise ValueError(
-            f"positions restart, and {type(module).__name__} lets each document of a row read the "
-            f"one before it: give one document per row, without position_ids"
+            f"positions restart, as in packed rows, and in this {type(module).__name__} each "
+            f"document would read the one before it: give one document per row"
         )

@@ -29,6 +29,16 @@ def undone_on_error(model: Any, name: str, snapshot: Snapshot | None = None) -> 
         ) from error
 
 
+@contextlib.contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Give `model` everything back in the end, whatever happens."""
+    snapshot = Snapshot(model)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
 class Snapshot:
     """All that modules, parameters and configurations refer to; no copy of a weight.
 

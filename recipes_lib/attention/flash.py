@@ -1,53 +1,40 @@
 """Flash attention: exact attention that never stores the matrix of scores.
 
-Problem    softmax(Q K^T) V keeps H scores for every pair of tokens: S^2 of them, written and read
-           again and again.
+Problem    softmax(Q K^T) V keeps H scores for every pair of tokens: S^2 of them.
 Idea       A block of queries meets the keys block by block, with a running maximum m, a running
-           sum and a running output:
+           sum and a running output; in the end out / sum is the result:
 
                m'   = max(m, scores)
                sum' = sum * exp(m - m') + sum of exp(scores - m')
                out' = out * exp(m - m') + exp(scores - m') V
-
-           In the end out / sum is the result. Backward makes each block of scores again from
-           Q, K and the saved log of the sums.
 Saves      Per token and block, H * S scores and the repeated K and V; Q, K, V and the output stay.
            And the traffic of the scores to memory and back.
 Costs      Sums come in another order: equal to rounding, not to the bit.
 Use when   Always: most models have it by default, and `best_kernel` tells where they do not.
-Not when   You want to look at the attention weights (`output_attentions`).
+Not when   You want to look at the attention weights (`output_attentions`); scores are capped
+           (Gemma 2) and there is no flash-attn, for SDPA has no cap.
 In production   `from_pretrained(attn_implementation=…)`: "sdpa", "flash_attention_2" or
            "flash_attention_3".
 Source     Dao et al., FlashAttention (arXiv 2205.14135); Dao, -2 (2307.08691); Shah et al., -3
            (2407.08608).
 
-Traps, and what happens here:
-
-- Capped scores (Gemma 2): SDPA has no cap, and such a model is refused.
-- Grouped KV heads on CUDA, in fp32 or before Ampere: no fast kernel takes them, and the S^2 scores
-  would be back. So K and V are repeated.
-- A padding mask is [B, 1, S, S], for which CUDA has no flash kernel. Padding on the right gets no
-  mask, because no token reads what follows it.
-- Padding on the left, packed rows and a model's own window do get the mask. For them flash-attn is
-  the remedy on CUDA.
-
-What transformers calls is in hf.py.
+Traps: in fp32 on CUDA and before Ampere no fast kernel takes grouped KV heads, and the S^2 scores
+would be back; so K and V are repeated. A padding mask is [B, 1, S, S], for which CUDA has no flash
+kernel; padding on the right gets none, because no token reads what follows it.
 
 Shapes: B batch, H heads, KV key and value heads, S sequence, E head dimension, C keys of one block.
-
-hf  what transformers calls for it
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recipes_lib.attention.flash.hf import register
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
@@ -55,6 +42,7 @@ from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     selects_keys,
 )
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate, require_adapters
 from recipes_lib.core.predict.closed_formula import why_no_formula
 from recipes_lib.core.predict.plain_step import (
@@ -111,6 +99,134 @@ def running_softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, block_size: in
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("exact", kernel=True, autocast="dtype")
+def apply_flash_attention(
+    model: Any, *, kernel: str = "auto", dtype: torch.dtype | None = None
+) -> Any:
+    """Put the best exact attention kernel for this machine under `model`, or the one you name.
+
+    Args:
+        kernel: "auto", or one of KERNELS.
+        dtype: what attention computes in, by default the model's. Give torch.bfloat16 for training
+            under autocast.
+    Raises ValueError for a kernel that cannot run here or cannot compute this model, and for a
+    model that has another technique's attention; in the forward for output_attentions and, on a
+    CPU, attention dropout.
+    """
+    require_causal_lm(model)
+    check_choice(["auto", *KERNELS], kernel=kernel)
+    now = model.config._attn_implementation
+    if now not in ("eager", "sdpa", "flex_attention", *KERNELS):
+        raise ValueError(
+            f"the model's attention is {now!r}, which this would undo: apply flash attention first"
+        )
+    if kernel == "auto":
+        kernel = best_kernel(model, dtype=dtype).implementation
+    obstacle = _obstacle(model, kernel, dtype)
+    if obstacle:
+        raise ValueError(f"{kernel} {obstacle}: kernel='auto' takes what can")
+    register()
+    model.set_attn_implementation(kernel)
+    return model
+
+
+def register() -> None:
+    """Make our two kernels known to transformers: both are PyTorch's SDPA, in another order.
+
+    transformers looks two functions up by the name of the kernel: one makes the mask, once per
+    forward, and one computes attention, in every layer.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in ("fused", "fused_cudnn"):
+        AttentionInterface.register(name, fused_attention)
+        AttentionMaskInterface.register(name, _mask)
+
+
+def kernel_function(implementation: str) -> Callable[..., Any]:
+    """What transformers calls in every layer of a model with this kernel."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    register()
+    return ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def fused_attention(
+    module: Any,
+    query: Tensor,  # [B, H, S, E]
+    key: Tensor,  # [B, KV, S, E]
+    value: Tensor,  # [B, KV, S, E]
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    **options: Any,
+) -> Any:
+    """What transformers calls in every layer, in a model with one of our two kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+    _refuse_what_sdpa_ignores(query.device, dropout, options)
+    order = contextlib.nullcontext()
+    if module.config._attn_implementation == "fused_cudnn":
+        # The first of these that can compute the call does.
+        backends = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        order = sdpa_kernel(backends, set_priority=True)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and without_grouped_heads(value.device, value.dtype):
+        key = repeat_kv(key, groups)  # [B, H, S, E]
+        value = repeat_kv(value, groups)  # [B, H, S, E]
+        # A stand-in that does not name its groups, so that transformers does not treat them again.
+        module = SimpleNamespace(is_causal=True)
+    with order:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, **options
+        )
+
+
+def _refuse_what_sdpa_ignores(
+    device: torch.device, dropout: float, options: dict[str, Any]
+) -> None:
+    asked = []
+    for name in ("softcap", "s_aux", "indices", "output_attentions"):
+        value = options.get(name)
+        if value is not None and value is not False:
+            asked.append(name)
+    # On a CPU dropout leaves the flash kernel, and the S^2 scores are back.
+    if dropout and device.type == "cpu":
+        asked.append("dropout")
+    if asked:
+        raise ValueError(
+            f"the fused kernels have no {asked[0]} here: "
+            f"set it to 0 or None, or take 'eager' attention"
+        )
+
+
+def _mask(
+    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any
+) -> Any:
+    """What transformers calls for a mask: none if padding only follows text, else [B, 1, S, S]."""
+    from transformers.masking_utils import sdpa_mask
+
+    # A filled cache, a window or packed rows need their mask. While it compiles, nobody can look at
+    # the values of another one.
+    may_be_left_out = options.get("allow_is_causal_skip") and q_length == kv_length
+    if may_be_left_out and attention_mask is not None and not torch.compiler.is_compiling():
+        text_never_follows_padding = (attention_mask[:, 1:] <= attention_mask[:, :-1]).all()
+        if text_never_follows_padding:
+            attention_mask = None
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **options
+    )
+
+
+# --- the choice of a kernel -----------------------------------------------------------------------
+
+
 class Ability(NamedTuple):
     """What a kernel can compute."""
 
@@ -129,8 +245,6 @@ KERNELS: dict[str, Ability] = {
     # SDPA, PyTorch's own choice of a kernel: it runs everywhere.
     "fused": Ability(range(100), 10**6, frozenset({"dropout", "fp32"})),
 }
-# Attention that every model may have before. Another name is that of another technique.
-REPLACEABLE = ("eager", "sdpa", "flex_attention", *KERNELS)
 
 
 class Kernel(NamedTuple):
@@ -138,37 +252,6 @@ class Kernel(NamedTuple):
 
     implementation: str  # its name in transformers
     why: str
-
-
-def apply_flash_attention(
-    model: Any, *, kernel: str = "auto", dtype: torch.dtype | None = None
-) -> Any:
-    """Put the best exact attention kernel for this machine under `model`, or the one you name.
-
-    Args:
-        kernel: "auto", or one of KERNELS.
-        dtype: what attention computes in, by default the model's. Give torch.bfloat16 for training
-            under autocast.
-    Raises ValueError for a kernel that cannot run here or cannot compute this model, and for a
-    model that has another technique's attention; in the forward for output_attentions and, on a
-    CPU, attention dropout.
-    """
-    require_causal_lm(model)
-    check_choice(["auto", *KERNELS], kernel=kernel)
-    if kernel != "auto":
-        obstacle = _obstacle(model, kernel, dtype)
-        if obstacle:
-            raise ValueError(f"{kernel} {obstacle}: kernel='auto' takes what can")
-    now = model.config._attn_implementation
-    if now not in REPLACEABLE:
-        raise ValueError(
-            f"the model's attention is {now!r}, which this would undo: apply flash attention first"
-        )
-    if kernel == "auto":
-        kernel = best_kernel(model, dtype=dtype).implementation
-    register()
-    model.set_attn_implementation(kernel)
-    return model
 
 
 def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
@@ -193,15 +276,12 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
     """What keeps `kernel` from computing this model here; None if nothing does."""
     able = KERNELS[kernel]
     config = model.config.get_text_config()
-    no_place = _why_no_place(model)
-    if no_place:
-        return no_place
     cap = getattr(config, "attn_logit_softcapping", None)
     drops = getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0)
-    computes_in = dtype
-    if dtype is None:
-        computes_in = model.dtype
+    computes_in = dtype or model.dtype
 
+    if selects_keys(model):
+        return "would read all keys, not those that this model's indexer selects"
     if _cuda_generation(model.device) not in able.generations:
         return f"needs CUDA capability {able.generations[0]}.x"
     if _largest_head(model) > able.largest_head:
@@ -216,15 +296,6 @@ def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
         return "is not installed"
     if not _is_supported(model, kernel):
         return "is not supported by this model"
-    return None
-
-
-def _why_no_place(model: Any) -> str | None:
-    """Why no kernel whatever could stand in this model; None if one could."""
-    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
-        return "finds no attention in this model"
-    if selects_keys(model):
-        return "would read all keys, not those that this model's indexer selects"
     return None
 
 
@@ -275,17 +346,6 @@ def _description(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
     if kv == q:
         return "SDPA's memory-efficient kernel"
     return "SDPA's memory-efficient kernel with K and V repeated, because it takes no grouped heads"
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def kernel_function(implementation: str) -> Callable[..., Any]:
-    """What transformers calls in every layer of a model with this kernel."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    register()
-    return ALL_ATTENTION_FUNCTIONS[implementation]
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
