@@ -77,10 +77,10 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
         if kind == "base":  # in 4 bits, a base has other names on one rank than on several
             names = [name for name in here if name in there]
         for name in names:
-            # As text: NaN is not equal to itself.
-            if str(there.get(name)) != str(here.get(name)):
-                told = f"{there.get(name)!r} there, {here.get(name)!r} here"
-                odd.append(f"{kind} {name}: {told}")
+            then, now = there.get(name), here.get(name)
+            # Also as text: NaN is not equal to itself.
+            if then != now and str(then) != str(now):
+                odd.append(f"{kind} {name}: {then!r} there, {now!r} here")
     if odd:
         raise ValueError(
             f"{place} belongs to another run ({'; '.join(odd[:3])}; {len(odd)} in all): resume "
