@@ -7,43 +7,38 @@ Idea       y = W x + (alpha / r) * B A x        W [out, in] frozen,  A [r, in], 
                x --+------ W ------+--> y       B starts at zero, so the adapted model *is* the base
                    '-- A -- r -- B-'            model until the first step.
 Saves      Gradients and states: from 12 bytes per weight to 12 bytes per adapter parameter, of
-           which a layer has r * (in + out). A fine-tuned model is a file of megabytes. Frozen norms
-           also save less for backward.
-Costs      Activations stay, and so does backward, but for the gradients of frozen weights. Each
-           adapter keeps its own copy of its input where the dtypes differ (peft trains fp32
-           adapters, also on a bf16 base) or where dropout > 0, which is why dropout is 0 here.
-Use when   The weights fit and gradients and states do not, or when one base serves many tasks.
+           which a layer has r * (in + out). A fine-tuned model is a file of megabytes.
+Costs      Activations stay, and so does backward, but for the gradients of frozen weights. Where
+           the dtypes differ (peft trains fp32 adapters, also on a bf16 base) or dropout > 0, each
+           adapter keeps its own copy of its input.
+Use when   The weights fit and gradients and states do not, or one base serves many tasks.
 Not when   The weights alone do not fit (QLoRA), or there is much new to learn (full fine-tuning).
 In production   `peft.get_peft_model(model, LoraConfig(target_modules="all-linear"))`, which this
            calls; its "all-linear" also takes routers of a mixture of experts.
-           `model.save_pretrained(folder)` writes the adapters,
-           `PeftModel.from_pretrained(base, folder)` puts them on a fresh base.
-Source     Hu et al., "LoRA" (arXiv 2106.09685); all linear layers: Dettmers et al. (arXiv
-           2305.14314).
+Source     Hu et al., "LoRA" (arXiv 2106.09685); all linear layers: Dettmers et al. (2305.14314).
 
 Shapes: r rank, B batch, S sequence.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
+import contextlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
-from recipes_lib.core.checks import check_number, check_several, check_whole
-from recipes_lib.core.measure.machine import require
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.model.causal_lm import (
     ROUTERS,
     decoder_blocks,
     projection_widths,
     require_causal_lm,
 )
+from recipes_lib.core.model.linears import read_by_the_model
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import (
     all_frozen,
@@ -53,15 +48,6 @@ from recipes_lib.core.predict.plain_step import (
     is_linear,
     with_activations_of,
 )
-
-# Layers of a block that read the same tensor, which is saved once for all of them. The attention's
-# output layer is not listed: what it reads is saved by the attention itself.
-READERS = (
-    ("q_proj", "k_proj", "v_proj", "c_attn"),
-    ("gate_proj", "up_proj", "c_fc"),
-    ("down_proj", "mlp.c_proj"),
-)
-
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -88,6 +74,7 @@ def plain_merge(
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("grows")
 def apply_lora(
     model: Any,
     *,
@@ -109,33 +96,32 @@ def apply_lora(
             (those of the attention: what is left in a mixture of experts), or names.
         peft_options: more fields of peft's `LoraConfig`, such as use_dora, or use_rslora (scale by
             alpha / sqrt(r)).
-    Raises ValueError for rank < 1, alpha <= 0, dropout outside [0, 1), a name that matches no
-    linear layer of the blocks, layers that the model runs without calling them (Mamba), layers that
-    share a weight with another one (Zamba), and a model that already has adapters.
+    Raises ValueError for numbers out of range, and what `target_linears` refuses.
     """
+    from peft import LoraConfig, get_peft_model
+
     require_causal_lm(model)
-    config = lora_config(
-        model,
-        rank=rank,
-        alpha=alpha,
-        dropout=dropout,
-        target_modules=target_modules,
+    check_adapters(rank=rank, alpha=alpha, dropout=dropout)
+    targets = target_linears(model, target_modules=target_modules)
+    transposed = not any(isinstance(layer, torch.nn.Linear) for layer in targets.values())
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        fan_in_fan_out=transposed,  # GPT-2 stores its weights as [in, out]
+        task_type="CAUSAL_LM",
         **peft_options,
     )
-    return add_adapters(model, config)
+    with without_peft_warnings():
+        return get_peft_model(model, config)
 
 
 def merge_lora(model: Any) -> Any:
     """Fold the adapters into the weights: a plain model again, every weight trainable.
 
-    Raises ValueError for a model without adapters, for 4-bit weights, and if a merged weight is not
-    finite.
+    Raises ValueError for 4-bit weights, and if a merged weight is not finite.
     """
-    if not isinstance(model, require("peft").PeftModel):
-        raise ValueError(
-            f"{type(model).__name__} has no adapters to merge: "
-            f"give the model that apply_lora returned"
-        )
     if any(getattr(parameter, "quant_state", None) for parameter in model.parameters()):
         raise ValueError(
             "peft would round the merged weights to 4 bits again: "
@@ -144,35 +130,7 @@ def merge_lora(model: Any) -> Any:
     return model.merge_and_unload(safe_merge=True).requires_grad_(True)
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def lora_config(
-    model: Any, *, rank: int, alpha: float, dropout: float, target_modules: Any, **more: Any
-) -> Any:
-    """Check the arguments of `apply_lora` against `model` and make peft's `LoraConfig` of them."""
-    check_whole(rank=rank)
-    check_number(above=0, alpha=alpha)
-    check_number(least=0, below=1, dropout=dropout)
-    targets = target_linears(model, target_modules=target_modules)
-    # GPT-2 stores its weights as [in, out].
-    transposed = not any(isinstance(layer, torch.nn.Linear) for layer in targets.values())
-    return require("peft").LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(targets),
-        fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM",
-        **more,
-    )
-
-
-def add_adapters(model: Any, config: Any) -> Any:
-    """`peft.get_peft_model`, without a warning about peft itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return require("peft").get_peft_model(model, config)
+# --- which layers ---------------------------------------------------------------------------------
 
 
 def target_linears(
@@ -180,162 +138,106 @@ def target_linears(
 ) -> dict[str, torch.nn.Module]:
     """The linear layers of the blocks that `target_modules` selects, by their full names.
 
-    Raises ValueError for a model with adapters, and for targets that are not there.
+    Raises ValueError for a model with adapters, for names that no layer of the blocks has, for
+    "all-linear" where most weights are no linear layers (experts), and for layers on which an
+    adapter would not count (Mamba's kernels) or would count twice (a shared weight).
     """
-    if not isinstance(target_modules, str):
-        check_several(target_modules=target_modules)
     if hasattr(model, "peft_config"):
-        raise ValueError(
-            "the model already has adapters: give the base model, or merge them first (merge_lora)"
-        )
-    blocks = decoder_blocks(model)
-    prefix = next(name for name, module in model.named_modules() if module is blocks)
-    linears = {}
-    for name, module in blocks.named_modules():
-        # A router picks experts: a small change of it sends tokens elsewhere.
-        is_router = not ROUTERS.isdisjoint(name.split("."))
-        if is_linear(module) and not is_router:
-            linears[f"{prefix}.{name}"] = module
-    chosen = linears
+        raise ValueError("the model has adapters already: merge them first (merge_lora)")
+    linears = linears_of_blocks(model)
     if target_modules == "all-linear":
-        _require_all_weights(model, prefix, blocks, linears)
+        _require_all_weights(model, linears)
+        chosen = list(linears)
     elif target_modules == "attention":
-        chosen = {name: layer for name, layer in linears.items() if _is_attention(name)}
-        _require_some(model, chosen)
+        chosen = [name for name in linears if "attn" in name or "attention" in name]
     else:
         chosen = _by_name(linears, target_modules)
-    _refuse_read_past(model, chosen, linears)
-    _refuse_shared(model, chosen, linears)
-    return chosen
+    _refuse_unfit(model, chosen, linears)
+    return {name: linears[name] for name in chosen}
 
 
-def _leaf(name: str) -> str:
-    """The last part of a full name, as `target_modules` takes it."""
-    return name.rpartition(".")[2]
+def linears_of_blocks(model: Any) -> dict[str, torch.nn.Module]:
+    """All linear layers of the blocks but routers, by their full names.
 
-
-def _is_attention(name: str) -> bool:
-    """Whether a layer of this full name belongs to an attention: "h.0.attn.c_proj" does."""
-    return any("attn" in part or "attention" in part for part in name.split("."))
-
-
-def _require_some(model: Any, chosen: dict[str, torch.nn.Module]) -> None:
-    if not chosen:
-        raise ValueError(
-            f"target_modules='attention': {type(model).__name__} has no linear layer in an "
-            f"attention; give names, or 'all-linear'"
-        )
-
-
-def _refuse_read_past(
-    model: Any, chosen: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Module]
-) -> None:
-    """Raise ValueError for layers whose weight another module reads or changes by itself.
-
-    Mixers of state space models hand it to a kernel, Gemma 3n clamps it in each step of training.
-    The layer is not called then. An adapter on it would not count, and a weight in four bits would
-    be read as a matrix.
+    A router picks experts: a small change of it sends tokens elsewhere.
     """
-    read_past = [name for name in chosen if _is_read_past(model, name)]
-    if read_past:
-        names = sorted({_leaf(name) for name in read_past})
-        left = sorted({_leaf(name) for name in linears if not _is_read_past(model, name)})
-        raise ValueError(
-            f"{type(model).__name__} runs {', '.join(names)} without calling these layers, so "
-            f"neither an adapter nor 4 bits would reach them: use LoRA on others, "
-            f"target_modules={left}"
-        )
+    inside = set(decoder_blocks(model).modules())
+    linears = {}
+    for name, module in model.named_modules():
+        if module in inside and is_linear(module) and ROUTERS.isdisjoint(name.split(".")):
+            linears[name] = module
+    return linears
 
 
-def _is_read_past(model: Any, name: str) -> bool:
-    """Whether the code around the layer `name` takes its weight, beyond asking for its dtype."""
-    owner_name, _, leaf = name.rpartition(".")
-    owner = type(model.get_submodule(owner_name))
-    if owner.__module__.startswith("torch."):  # a container, which calls its layers
-        return False
-    asks = r"\.(dtype|device|shape)\b"
-    return re.search(rf"self\.{leaf}\.weight\b(?!{asks})", _source(owner)) is not None
-
-
-@functools.cache
-def _source(kind: type) -> str:
-    """The code of a class; nothing for one that was written at a prompt."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
-
-
-def _refuse_shared(
-    model: Any, chosen: dict[str, torch.nn.Module], linears: dict[str, torch.nn.Module]
-) -> None:
-    """Raise ValueError for layers that have one weight together.
-
-    Each would get an adapter of its own, and training would pull them apart. Merged into the one
-    weight, every adapter would count for all of these layers.
-    """
-    names_of: dict[int, list[str]] = {}
-    for name, layer in linears.items():
-        names_of.setdefault(id(layer.weight), []).append(name)
-    shared = {name for names in names_of.values() if len(names) > 1 for name in names}
-    first = next((name for name in chosen if name in shared), None)
-    if first is not None:
-        second = next(name for name in names_of[id(chosen[first].weight)] if name != first)
-        bad = {name for name in linears if name in shared or _is_read_past(model, name)}
-        left = sorted({_leaf(name) for name in linears} - {_leaf(name) for name in bad})
-        raise ValueError(
-            f"{first} and {second} of {type(model).__name__} share one weight, and an adapter on "
-            f"each would pull them apart: use LoRA on others, target_modules={left}"
-        )
-
-
-def _require_all_weights(
-    model: Any, prefix: str, blocks: torch.nn.ModuleList, linears: dict[str, torch.nn.Module]
-) -> None:
-    """Raise ValueError if "all-linear" would leave out most of the model without a word.
-
-    A mixture of experts keeps the weights of all its experts in one tensor, and no layer holds it.
-    """
-    fused = []
-    for name, _ in blocks.named_parameters():
-        full_name = f"{prefix}.{name}"
-        owner, _, _ = full_name.rpartition(".")
+def _require_all_weights(model: Any, linears: dict[str, torch.nn.Module]) -> None:
+    """A mixture of experts keeps the weights of all its experts in one tensor, in no layer."""
+    for name, _ in model.named_parameters():
+        owner, _, _ = name.rpartition(".")
         if ".experts." in name and owner not in linears:
-            fused.append(full_name)
-    if fused or not linears:
-        examples = ", ".join(fused[:2]) or "there is none in its blocks"
-        raise ValueError(
-            f"'all-linear' does not reach the weights of {type(model).__name__}, which are no "
-            f"linear layers ({examples}): for LoRA give target_modules='attention', or names; "
-            f"QLoRA cannot store them in 4 bits"
-        )
+            raise ValueError(
+                f"'all-linear' does not reach the experts, which are no linear layers ({name}): "
+                f"for LoRA give target_modules='attention', or names; QLoRA cannot store them"
+            )
 
 
-def _by_name(
-    linears: dict[str, torch.nn.Module], target_modules: str | Sequence[str]
-) -> dict[str, torch.nn.Module]:
-    """Those of `linears` whose names end with one of `target_modules`.
+def _by_name(linears: dict[str, torch.nn.Module], names: str | Sequence[str]) -> list[str]:
+    """The names in `linears` that end with one of `names`; a misspelt one must not pass."""
+    endings = [names] if isinstance(names, str) else names
+    chosen = set()
+    for ending in endings:
+        # With the dot in front, "proj" does not match "q_proj".
+        matching = {name for name in linears if f".{name}".endswith(f".{ending}")}
+        if not matching:
+            check_choice(["all-linear", "attention", *_leaves(linears)], target_modules=ending)
+        chosen |= matching
+    return [name for name in linears if name in chosen]
 
-    Raises ValueError if there is none for one of them: a misspelt name must not pass.
+
+def _refuse_unfit(model: Any, chosen: Sequence[str], linears: dict[str, torch.nn.Module]) -> None:
+    """Layers that nobody calls, whose adapter would do nothing, and layers that share a weight.
+
+    Adapters on both of these would pull them apart, and merged, each would count for both.
     """
-    endings = [target_modules] if isinstance(target_modules, str) else list(target_modules)
-    matches = [_ending_with(ending, linears) for ending in endings]
-    if not matches or not all(matches):
-        known = sorted({name.rsplit(".", 1)[-1] for name in linears})
+    weights = [id(layer.weight) for layer in linears.values()]
+    shared = {name for name, layer in linears.items() if weights.count(id(layer.weight)) > 1}
+    unfit = shared | read_by_the_model(model)
+    wrong = _leaves([name for name in chosen if name in unfit])
+    fit = _leaves([name for name in linears if name not in unfit])
+    if not chosen or wrong:
         raise ValueError(
-            f"target_modules={target_modules!r}: each name must match a linear layer of the "
-            f"blocks; give 'all-linear', 'attention' or some of {known}"
+            f"{type(model).__name__} reads {wrong} without a call, or in several places: "
+            f"use LoRA on others, target_modules={fit}"
         )
-    chosen = set().union(*matches)
-    return {name: layer for name, layer in linears.items() if name in chosen}
 
 
-def _ending_with(ending: str, names: Iterable[str]) -> set[str]:
-    # With the dot in front, "proj" does not match "q_proj".
-    return {name for name in names if f".{name}".endswith(f".{ending}")}
+def _leaves(names: Sequence[str]) -> list[str]:
+    """The last parts of full names, as `target_modules` takes them."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
+    check_whole(rank=rank)
+    check_number(above=0, alpha=alpha)
+    check_number(least=0, below=1, dropout=dropout)
+
+
+@contextlib.contextmanager
+def without_peft_warnings() -> Iterator[None]:
+    """Without warnings about peft's own calls, which no user can change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
+
+# Layers of a block that read the same tensor, which is saved once for all of them. The attention's
+# output layer is not listed: what it reads is saved by the attention itself.
+READERS = (
+    ("q_proj", "k_proj", "v_proj", "c_attn"),
+    ("gate_proj", "up_proj", "c_fc"),
+    ("down_proj", "mlp.c_proj"),
+)
 
 
 def lora_parameters(
@@ -402,8 +304,9 @@ def _estimate_by_dry_step(
     def adapted(copy: Any) -> Any:
         # peft converts new adapters in place, which tensors without data do not allow. Made where
         # the base is, in fp32, they are what its conversions end with, so there is nothing to swap.
-        layers = require("peft").tuners.tuners_utils.BaseTunerLayer
-        stays = mock.patch.object(layers, "_move_adapter_to_device_of_base_layer")
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        stays = mock.patch.object(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")
         nothing_to_swap = mock.patch("torch.utils.swap_tensors")
         made_at = copy.get_input_embeddings().weight.device
         with warnings.catch_warnings(), stays, nothing_to_swap, made_at:

@@ -34,13 +34,18 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_flag, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.marks import ONLY_LOOKS, mark
 from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.fine_tuning.lora import add_adapters, estimate_lora, lora_config, target_linears
+from recipes_lib.fine_tuning.lora import (
+    apply_lora,
+    check_adapters,
+    estimate_lora,
+    target_linears,
+)
 
 BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row
 BLOCK_OF_SCALES = 256  # with double quantization, scales that share a scale
@@ -86,19 +91,20 @@ def apply_qlora(
     """Quantize the blocks of `model` in place, put LoRA adapters on them; returns the `PeftModel`.
 
     A model that is in 4 bits already gets the guards and the adapters. Raises what `quantize_nf4`
-    and `apply_lora` raise.
+    and `apply_lora` raise. What was rounded cannot be undone, so there is no run on a few tokens
+    here: `check_gradient_flow` looks whether the adapters learn.
     """
     require_causal_lm(model)
     # Bad arguments are refused before the weights are gone.
-    config = lora_config(
-        model, rank=rank, alpha=alpha, dropout=dropout, target_modules=target_modules
-    )
+    adapters = {"rank": rank, "alpha": alpha, "dropout": dropout}
+    check_adapters(**adapters)
+    target_linears(model, target_modules=target_modules)
     if not quantized_layers(model):
         quantize_nf4(model, compute_dtype=compute_dtype)
     for name, layer in quantized_layers(model).items():
         _refuse_wrong_scales(name, layer.in_features, layer.weight.blocksize)
         _guard(layer, compute_dtype)
-    return add_adapters(model, config)
+    return apply_lora(model, **adapters, target_modules=target_modules, check=False)
 
 
 def quantize_nf4(
@@ -122,7 +128,6 @@ def quantize_nf4(
     Raises ValueError for a model in 4 bits or with adapters, and for weights of the blocks, norms
     aside, that no `nn.Linear` holds.
     """
-    check_flag(double_quant=double_quant)
     require_causal_lm(model)
     if quantized_layers(model):
         raise ValueError("the model is quantized already: give one in full precision")
@@ -152,7 +157,6 @@ def nf4_layer(
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
     """The frozen 4-bit layer that takes the place of `linear`; arguments as in `quantize_nf4`."""
-    check_flag(double_quant=double_quant)
     check_whole(block_size=block_size)
     bnb = require("bitsandbytes")
     if compute_dtype is None:
@@ -306,7 +310,6 @@ def _refuse_wrong_scales(name: str, in_features: int, block_size: int) -> None:
 
 def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
     """Bytes of the linear layers of the blocks in NF4, with their scales and code tables."""
-    check_flag(double_quant=double_quant)
     total = 0
     for name, layer in target_linears(model).items():
         weights = layer.weight.numel()

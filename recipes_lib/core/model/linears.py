@@ -15,10 +15,6 @@ scale.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,6 +24,12 @@ from recipes_lib.core.checks import check_several
 from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.decoding import require_causal_lm_or_decoder
 from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, QUANTIZED_BY, marked
+
+# Kernels of Mamba, AltUp of Gemma 3n, hashed attention of Reformer, and routers and indexers that
+# are asked for the dtype of their weight.
+READ_WITHOUT_A_CALL = {"x_proj", "dt_proj", "correction_coefs", "prediction_coefs", "query_key"}
+READ_WITHOUT_A_CALL |= {"weights_proj", "wg", "classifier"}
+SCALED_IN_PLACE = ("attention.output", "feed_forward.value")  # by RWKV
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -54,38 +56,18 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def read_by_the_model(model: nn.Module) -> set[str]:
-    """The linear layers whose weight the code of the model reads, and does not only call.
+    """The linear layers whose weight the code of a model reads by itself, on some device at least.
 
-    Such are layers of Mamba, and routers that ask for a dtype. Found in the source of the classes:
-    another kind of layer in their place would be left out, or has no weight to read.
+    Another kind of layer in their place would not be called, or has no weight to read.
     """
     names = set()
-    sources = {type(module): _source_of(type(module)) for module in model.modules()}
     for name in linear_layers(model):
-        path, _, child = name.rpartition(".")
-        parent = path.rpartition(".")[2]
-        own = sources[type(model.get_submodule(path))]
-        # A slice, `weight[`, and a shape are of weights that were trained in parts (BLOOM).
-        by_its_module = re.search(rf"self\.{child}\.weight\b(?!\[|\.shape)", own)
-        from_outside = rf"\b{parent}\.{child}\.weight\b(?!\[|\.shape)"
-        by_another = any(re.search(from_outside, source) for source in sources.values())
-        if by_its_module or (parent and by_another):
+        owner, _, leaf = name.rpartition(".")
+        # The kernels of state space models; out_proj is an ordinary name elsewhere.
+        of_a_mixer = leaf == "out_proj" and hasattr(model.get_submodule(owner), "conv1d")
+        if of_a_mixer or leaf in READ_WITHOUT_A_CALL or name.endswith(SCALED_IN_PLACE):
             names.add(name)
     return names
-
-
-@functools.cache
-def _source_of(kind: type) -> str:
-    """The source of the methods of a class that run in a forward; empty if there is none."""
-    if not kind.__module__.startswith("transformers"):
-        return ""
-    methods = [method for name, method in vars(kind).items() if "init" not in name]
-    sources = []
-    for method in methods:
-        if inspect.isfunction(method):
-            with contextlib.suppress(OSError):
-                sources.append(inspect.getsource(inspect.unwrap(method)))
-    return "\n".join(sources)
 
 
 def require_module(model: Any) -> None:
