@@ -50,7 +50,7 @@ def packing(facts: dict[str, Any]) -> str:
 
 
 def merge(facts: dict[str, Any]) -> str:
-    return f"logits off by {facts['merge_error']:.1e} in a fresh process"
+    return f"logits off by {facts['merge_error']:.1e} when it is loaded again"
 
 
 def resume(facts: dict[str, Any]) -> str:

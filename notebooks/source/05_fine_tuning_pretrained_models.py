@@ -922,7 +922,7 @@ save_merged(
     merge_qlora(copy.deepcopy(trained)), folder / "merged", tokenizer=tokenizer
 )
 merge_error = check_merged(folder / "merged", trained, packed["input_ids"])
-print(f"merged, in a fresh process: logits differ by {merge_error:.1%} of their norm")
+print(f"merged, loaded again: logits differ by {merge_error:.1%} of their norm")
 
 # The same adapter on the base as it was before QLoRA rounded it: another model.
 on_full = load_adapter(fresh(here.compute_dtype), folder / "adapter")
