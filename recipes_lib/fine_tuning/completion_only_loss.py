@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import Batch
 from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.model.causal_lm import without_adapters
@@ -129,9 +128,6 @@ def _problem_of(row: Row, ends: set[int], markers: set[int]) -> str | None:
     """What the labels of `row` teach that they should not; None if all is well."""
     ids = row["input_ids"]
     labels = row["labels"]
-    if len(ids) != len(labels):
-        return f"has {len(ids)} tokens and {len(labels)} labels: give one label per token"
-
     learnt = [i for i, label in enumerate(labels) if label != IGNORED]
     if not [i for i in learnt if i > 0]:  # nothing predicts the first token
         return f"has no target: every label is {IGNORED}"
@@ -191,10 +187,6 @@ def _end_marks(tokenizer: Any) -> set[int]:
 def estimate_completion_only_loss(
     budget: Budget, model: Any, shape: Shape, *, targets: int
 ) -> Budget:
-    """The budget when only `targets` logits (B*K) of a micro-batch are computed.
-
-    Raises ValueError for targets < 1.
-    """
-    check_whole(targets=targets)
+    """The budget when only `targets` logits (B*K) of a micro-batch are computed."""
     kept = loss_bytes(model, targets, head_trains=head_trains(budget, model))
     return budget.change(loss=min(budget.loss, kept))

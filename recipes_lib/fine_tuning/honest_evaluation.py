@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_number
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import row_losses
 
@@ -111,13 +111,11 @@ class RowLosses:
     ) -> tuple[float, float]:
         """The bootstrap interval of `mean`, by percentiles.
 
-        Raises ValueError for fewer than 2 rows, level outside (0, 1), and fewer than 100 resamples.
+        Raises ValueError for fewer than 2 rows, and for level outside (0, 1).
         """
         rows = len(self.losses)
         _check_rows(rows)
         check_number(above=0, below=1, level=level)
-        check_whole(least=100, resamples=resamples)
-        check_whole(least=0, most=2**64 - 1, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         at_once = max(1, 2**20 // rows)  # so that a part takes some megabytes
         means = []
@@ -182,7 +180,6 @@ def predicted_interval(pilot: RowLosses, *, rows: int) -> float:
         pilot: the losses of 2 rows or more, drawn like those to come.
     """
     _check_rows(len(pilot.losses))
-    check_whole(rows=rows)
     # The delta method for a ratio: 1.96 * sd(loss - mean * targets) / (mean targets *
     # sqrt(rows)).
     residuals = pilot.losses - pilot.mean * pilot.targets  # [N]
@@ -196,7 +193,6 @@ def rows_needed(pilot: RowLosses, *, difference: float, power: float = 0.8) -> i
     It does so with probability `power`. For a comparison the pilot is `after - before`. With
     power 0.5 half the interval is as wide as the difference.
     """
-    check_number(difference=difference)
     if difference == 0:
         raise ValueError("difference=0: no number of rows shows it; give another difference")
     check_number(least=0.5, below=1, power=power)

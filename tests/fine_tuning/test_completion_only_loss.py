@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes_lib.core.data import load_instructions
-from recipes_lib.core.data.chat import IGNORED, tokenize_chat, tokenize_pair
+from recipes_lib.core.data.chat import IGNORED, tokenize_chat
 from recipes_lib.core.measure import measure
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.core.predict.budget import Shape
@@ -27,18 +27,14 @@ def tokenizer():
 # --- the loss -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])  # which caps its logits
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((4, 23), torch.float32),
-        ((1, 23), torch.float32),
-        ((3, 2), torch.float32),
-        ((4, 23), torch.bfloat16),
-    ],
+    [((4, 23), torch.float32), ((3, 2), torch.float32), ((4, 23), torch.bfloat16)],
 )
-def test_equals_the_loss_over_all_logits(tiny, shape, dtype):
-    """Five families: with soft-capped logits (Gemma), tied heads, and rows whose targets differ."""
-    tiny = tiny.to(dtype)
+def test_equals_the_loss_over_all_logits(family, shape, dtype):
+    """The mistake: a position that another row learns from is left out, or counted."""
+    tiny = model_of_shape(family, dtype=dtype, device="cpu")
     batch = make_batch(*shape)
     batch["labels"][0, -1] = batch["input_ids"][0, -1]  # at least one target
     # Padding stands on the right, where no target looks: without the mask both see the same.
@@ -56,14 +52,14 @@ def test_equals_the_loss_over_all_logits(tiny, shape, dtype):
 
 
 def test_with_adapters(llama, batch):
-    """The model that peft wraps has another signature: its own is asked for `logits_to_keep`."""
+    """The mistake: peft's wrapper, which has another signature, is asked for `logits_to_keep`."""
     expected = completion_only_loss(llama, batch).item()
     model = apply_lora(llama, rank=2)
     assert completion_only_loss(model, batch).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_labels_shifted_twice_learn_another_task(llama, batch):
-    """The bug that check_labels refuses: it trains, but on the token after the next."""
+    """The mistake that check_labels refuses: it trains, but on the token after the next."""
     labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     shifted = batch | {"labels": labels}
     optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-3)
@@ -89,7 +85,7 @@ def peak_of(model, loss_of, batch):
 
 
 def test_estimate_meets_the_measurement():
-    """A wide vocabulary, a quarter of the tokens are targets: the logits were the peak."""
+    """The mistake: logits that nobody learns from are in memory for a moment."""
     model = model_of_shape("smollm2-135m", layers=1, device="cpu").requires_grad_(False)
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
     ids = torch.randint(1, 128, (1, 128))
@@ -104,7 +100,7 @@ def test_estimate_meets_the_measurement():
 
 
 def test_estimate_after_adapters_on_a_base_that_has_none_yet():
-    """The output layer will be frozen: its gradient must not count."""
+    """The mistake: the gradient of the output layer counts, which will be frozen."""
     shape = Shape(batch=1, seq=16)
     model = model_of_shape("tiny-llama", device="cpu")
     planned = estimate_lora(budget_of(model, shape), model, shape, rank=2)
@@ -118,6 +114,7 @@ def test_estimate_after_adapters_on_a_base_that_has_none_yet():
 
 
 def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer):
+    """The mistake: only the last answer is learnt, or the template with it."""
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1 + 2?"},
@@ -138,6 +135,7 @@ def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer):
 
 
 def test_check_labels_accepts_the_real_data(tokenizer):
+    """The mistake: a check that is too strict for real conversations."""
     rows = load_instructions(tokenizer, max_tokens=128, limit=50)
     targets = sum(label != IGNORED for row in rows for label in row["labels"])
     tokens = sum(map(len, rows["input_ids"]))
@@ -153,10 +151,10 @@ def test_check_labels_accepts_the_real_data(tokenizer):
         ("masked", "has no target"),
         ("only the first", "has no target"),
         ("foreign", "learns other tokens"),
-        ("short", "has 40 tokens and 39 labels"),
     ],
 )
 def test_check_labels_refuses_what_trains_silently(tokenizer, problem, match):
+    """The mistake: labels that teach the prompt, the token after the next, or never to stop."""
     (good,) = tokenize_chat(tokenizer, chat_of(3))
     (row,) = tokenize_chat(tokenizer, chat_of(4))
     ids = row["input_ids"]
@@ -170,13 +168,13 @@ def test_check_labels_refuses_what_trains_silently(tokenizer, problem, match):
         "masked": [IGNORED] * len(ids),
         "only the first": [ids[0]] + [IGNORED] * (len(ids) - 1),
         "foreign": [label if label == IGNORED else label + 1 for label in labels],
-        "short": labels[:-1],
     }[problem]
     with pytest.raises(ValueError, match=f"row 1 {match}"):
         check_labels([good, row], tokenizer)
 
 
 def test_check_labels_looks_at_the_end_mark_of_every_answer(tokenizer):
+    """The mistake: only the last answer of a row learns to stop."""
     (row,) = tokenize_chat(tokenizer, chat_of(3) + chat_of(4))
     first = row["labels"].index(tokenizer.eos_token_id)
     row["labels"] = [IGNORED if i == first else label for i, label in enumerate(row["labels"])]
@@ -184,16 +182,8 @@ def test_check_labels_looks_at_the_end_mark_of_every_answer(tokenizer):
         check_labels([row], tokenizer)
 
 
-def test_check_labels_where_the_end_mark_is_the_unknown_token(monkeypatch):
-    """As in GPT-2."""
-    tokenizer = load_tokenizer()
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    tokenizer.unk_token = tokenizer.eos_token
-    assert check_labels([tokenize_pair(tokenizer, "2 + 2?", "Four.")], tokenizer) > 0
-
-
 def test_check_labels_accepts_base_models_whose_text_ends_otherwise_than_an_answer():
-    """Base models of Qwen: answers end with the special token <|im_end|>, a text with another."""
+    """The mistake: <|im_end|> is taken for a token of the template (base models of Qwen)."""
     tokenizer = load_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -208,7 +198,7 @@ def chat_of(n):
 
 
 def test_a_model_with_a_loss_of_its_own_is_refused(llama, batch):
-    """A router's auxiliary loss would be left out without a word."""
+    """The mistake: a router's auxiliary loss is left out without a word."""
     forward = llama.forward
 
     def with_auxiliary_loss(logits_to_keep=0, **inputs):
@@ -221,14 +211,10 @@ def test_a_model_with_a_loss_of_its_own_is_refused(llama, batch):
         completion_only_loss(llama, batch)
 
 
-def test_bad_input(llama, batch, tokenizer):
+def test_batches_and_models_without_what_is_needed(llama, batch):
+    """The mistake: a mean over no targets is NaN; a model ignores what it should keep."""
     with pytest.raises(ValueError, match="no token to train on"):
         completion_only_loss(llama, batch | {"labels": torch.full_like(batch["labels"], IGNORED)})
-    with pytest.raises(ValueError, match="data set is empty"):
-        check_labels([], tokenizer)
-    with pytest.raises(ValueError, match="targets=0"):
-        shape = Shape(batch=1, seq=8)
-        estimate_completion_only_loss(budget_of(llama, shape), llama, shape, targets=0)
     llama.forward = lambda input_ids, use_cache: None
     with pytest.raises(ValueError, match="no logits_to_keep"):
         completion_only_loss(llama, batch)

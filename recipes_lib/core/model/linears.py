@@ -25,9 +25,10 @@ from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.decoding import require_causal_lm_or_decoder
 from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, QUANTIZED_BY, marked
 
-# Kernels of Mamba, AltUp of Gemma 3n, hashed attention of Reformer, and routers and indexers that
-# are asked for the dtype of their weight.
-READ_WITHOUT_A_CALL = {"x_proj", "dt_proj", "correction_coefs", "prediction_coefs", "query_key"}
+READ_BY_KERNELS = {"x_proj", "dt_proj", "out_proj"}  # of Mamba and its kin
+# By AltUp of Gemma 3n, hashed attention of Reformer, and by routers and indexers, which are asked
+# for the dtype of their weight.
+READ_WITHOUT_A_CALL = {"correction_coefs", "prediction_coefs", "query_key"}
 READ_WITHOUT_A_CALL |= {"weights_proj", "wg", "classifier"}
 SCALED_IN_PLACE = ("attention.output", "feed_forward.value")  # by RWKV
 
@@ -63,9 +64,11 @@ def read_by_the_model(model: nn.Module) -> set[str]:
     names = set()
     for name in linear_layers(model):
         owner, _, leaf = name.rpartition(".")
-        # The kernels of state space models; out_proj is an ordinary name elsewhere.
-        of_a_mixer = leaf == "out_proj" and hasattr(model.get_submodule(owner), "conv1d")
-        if of_a_mixer or leaf in READ_WITHOUT_A_CALL or name.endswith(SCALED_IN_PLACE):
+        beside = dict(model.get_submodule(owner).named_children())
+        is_mixer = "conv1d" in beside and "in_proj" in beside  # of a state space model
+        if leaf in READ_WITHOUT_A_CALL or (is_mixer and leaf in READ_BY_KERNELS):
+            names.add(name)
+        if name.endswith(SCALED_IN_PLACE):
             names.add(name)
     return names
 
