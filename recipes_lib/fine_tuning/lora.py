@@ -216,6 +216,7 @@ def _leaves(names: Sequence[str]) -> list[str]:
 
 
 def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
+    """Raise ValueError for numbers with which adapters would be nothing."""
     check_whole(rank=rank)
     check_number(above=0, alpha=alpha)
     check_number(least=0, below=1, dropout=dropout)

@@ -24,8 +24,7 @@ Not when   S is far below P / (L Q): then nothing is saved. Not for a short fine
            inputs.
 In production   DeepSpeed: "curriculum_learning" with "curriculum_type": "seqlen", and MosaicML
            Composer's `SeqLengthWarmup`: both cut the rows shorter and keep their number, so a step
-           then has fewer tokens. Megatron: `--variable-seq-lengths` only lets pipeline
-           stages exchange rows of changing length.
+           then has fewer tokens.
 Source     Li et al., "The Stability-Efficiency Dilemma" (arXiv 2108.06084); Press et al.,
            "Shortformer" (2012.15832); Pouransari et al., "Dataset Decomposition" (2405.13226).
 
@@ -47,7 +46,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_number, check_several, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
 
 Batch = dict[str, torch.Tensor]
@@ -92,41 +91,28 @@ def curriculum_batches(
         tokens: a stream of ids [tokens], or a list of documents, which are joined.
         stages: (length, share of the steps) in ascending order of length; each length divides the
             longest.
-    Raises ValueError for stages that do not fit each other or the sizes, and for a stream below one
-    step.
+    Raises ValueError for stages that do not fit each other or the sizes.
     """
     schedule = curriculum_schedule(stages=stages, tokens_per_step=tokens_per_step, steps=steps)
     check_whole(start_step=start_step, least=0, most=steps)
-    check_whole(seed=seed, least=0)
-    stream = _joined(tokens)
-    if stream.ndim != 1 or len(stream) < tokens_per_step:
-        raise ValueError(
-            f"tokens {[*stream.shape]}: give a stream [tokens] of at least one step, "
-            f"{tokens_per_step} tokens"
-        )
-    # The length of every step's rows.
-    lengths = []
+    if not isinstance(tokens, torch.Tensor):
+        tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)))
+    check_whole(stream_tokens=len(tokens), least=tokens_per_step)
+    lengths = []  # of every step's rows
     for length, count in schedule:
         lengths += [length] * count
     # Not inside the generator: the errors come with the call, not with the first batch.
-    return _batches(
-        stream,
-        lengths=lengths,
-        tokens_per_step=tokens_per_step,
-        seed=seed,
-        start_step=start_step,
-        device=device,
-    )
+    return _batches(tokens, lengths, tokens_per_step, seed=seed, start_step=start_step, to=device)
 
 
 def _batches(
     stream: torch.Tensor,
-    *,
     lengths: list[int],
     tokens_per_step: int,
+    *,
     seed: int,
     start_step: int,
-    device: str,
+    to: str,
 ) -> Iterator[Batch]:
     longest = lengths[-1]
     pieces_per_step = tokens_per_step // longest
@@ -142,7 +128,7 @@ def _batches(
                 known_epoch = epoch
             start = starts[place]
             pieces.append(stream[start : start + longest])
-        ids = torch.cat(pieces).long().view(-1, lengths[step]).to(device)  # [B, S]
+        ids = torch.cat(pieces).long().view(-1, lengths[step]).to(to)  # [B, S]
         # The model shifts the labels itself. A copy: who masks labels must not change the input.
         yield {"input_ids": ids, "labels": ids.clone()}
 
@@ -158,12 +144,6 @@ def _piece_starts(epoch: int, *, tokens: int, longest: int, seed: int) -> list[i
     return [first + piece * longest for piece in order]
 
 
-def _joined(tokens: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
-    if isinstance(tokens, torch.Tensor):
-        return tokens
-    return torch.tensor(list(itertools.chain.from_iterable(tokens)))
-
-
 def curriculum_schedule(
     *, stages: Stages, tokens_per_step: int, steps: int
 ) -> list[tuple[int, int]]:
@@ -171,12 +151,17 @@ def curriculum_schedule(
 
     Raises ValueError for stages that do not fit each other or the sizes.
     """
-    check_whole(tokens_per_step=tokens_per_step, steps=steps)
-    _check_pairs(stages)
     lengths = [length for length, _ in stages]
     shares = [share for _, share in stages]
-    _check_lengths(lengths, tokens_per_step)
-    _check_shares(shares)
+    longest = lengths[-1]
+    if lengths != sorted(set(lengths)) or any(longest % length for length in lengths):
+        raise ValueError(
+            f"stages have the lengths {lengths}: give ascending ones that divide the longest"
+        )
+    if tokens_per_step % longest:
+        raise ValueError(f"tokens_per_step={tokens_per_step}: give a multiple of {longest}")
+    if min(shares) <= 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise ValueError(f"stages have the shares {shares}: give positive ones that sum to 1")
     # The ends are rounded and not the counts, so that the counts sum to `steps`.
     ends = [round(steps * share) for share in itertools.accumulate(shares)]
     counts = [end - start for start, end in itertools.pairwise([0, *ends])]
@@ -185,38 +170,6 @@ def curriculum_schedule(
             f"steps={steps} gives the stages {counts} steps: raise it, or drop a stage"
         )
     return list(zip(lengths, counts))
-
-
-def _check_pairs(stages: Any) -> None:
-    """Raise ValueError unless each stage is two numbers, a length and a share."""
-    check_several(stages=stages)
-    for stage in stages:
-        if not isinstance(stage, Sequence) or isinstance(stage, str) or len(stage) != 2:
-            raise ValueError(f"stage {stage!r}: give pairs (length, share), such as (256, 0.5)")
-        length, share = stage
-        check_whole(length=length)
-        check_number(share=share)
-
-
-def _check_lengths(lengths: list[int], tokens_per_step: int) -> None:
-    ascending = all(after > before for before, after in itertools.pairwise(lengths))
-    # A row of one token predicts nothing.
-    if not lengths or lengths[0] < 2 or not ascending:
-        raise ValueError(f"stages have the lengths {lengths}: give ascending ones of 2 or more")
-    longest = lengths[-1]
-    if tokens_per_step % longest or any(longest % length for length in lengths):
-        raise ValueError(
-            f"lengths {lengths}, tokens_per_step={tokens_per_step}: each length must divide the "
-            f"longest, and the longest the tokens of a step, so that whole rows fill it"
-        )
-
-
-def _check_shares(shares: list[float]) -> None:
-    if min(shares) <= 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise ValueError(
-            f"stages have the shares {shares}: give positive ones that sum to 1, "
-            f"not to {sum(shares):g}"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -228,7 +181,6 @@ def flops_per_token(model: Any, *, seq_len: int) -> float:
     Two per multiplied weight in forward and four in backward. Causal attention reads S/2 keys on
     average, in two products.
     """
-    check_whole(seq_len=seq_len)
     # What is looked up multiplies nothing, unless it is the output layer as well.
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     looked_up = {id(embedding.weight) for embedding in embeddings}

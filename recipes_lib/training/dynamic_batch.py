@@ -36,10 +36,11 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_flag, check_number, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.predict.budget import Budget, Shape
+from recipes_lib.core.ranks import world_size
 
 # What torch says when memory ends in a library or driver call instead of its own allocator. A
 # failure of NCCL is not listed: it breaks the communicator, so a repeated step cannot succeed.
@@ -141,7 +142,6 @@ def fit_micro_batches(
     torch.OutOfMemoryError if even micro-batches of one row do not fit. Any other error of `step`
     passes through.
     """
-    check_flag(measure_peaks=measure_peaks)
     _check(model, batch_size, micro_batches)
     random_states = _random_states()
     versions = _versions(model)  # to see whether `step` updates the weights
@@ -237,23 +237,13 @@ def _check(model: Any, batch_size: int, micro_batches: int) -> None:
         raise ValueError(
             f"micro_batches={micro_batches}: give a number that divides batch_size={batch_size}"
         )
+    # A failed attempt must be able to take back what it did.
     parameters = list(model.parameters())
-    # Either the weights have changed already, or gradients wait on the host, where those of a
-    # failed attempt cannot be told from those before.
-    updated = any_marked(parameters, STEPS_IN_BACKWARD)
-    taken = any_marked(parameters, GRADIENT_TAKER)
-    if updated or taken:
-        raise ValueError(
-            "the optimizer takes gradients in backward, so a failed step cannot be taken back: "
-            "use one of the two"
-        )
+    if any_marked(parameters, STEPS_IN_BACKWARD) or any_marked(parameters, GRADIENT_TAKER):
+        raise ValueError("the optimizer takes gradients in backward: use one of the two")
     if any(parameter.grad is not None for parameter in parameters):
-        raise ValueError(
-            "gradients are already there, and a failed attempt must be able to drop its own: call "
-            "optimizer.step() and optimizer.zero_grad() first"
-        )
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1:
+        raise ValueError("gradients are already there: call optimizer.zero_grad() first")
+    if world_size() > 1:
         raise ValueError(
             "one process cannot repeat its step while the others wait for it: find micro_batches "
             "on one process and pass the same number to all"
@@ -263,9 +253,8 @@ def _check(model: Any, batch_size: int, micro_batches: int) -> None:
 def _nothing_fits(attempts: list[Attempt]) -> str:
     tried = "; ".join(str(attempt) for attempt in attempts)
     return (
-        f"even one row at a time does not fit ({tried}). The batch is no longer what fills the "
-        f"memory: checkpoint the activations, shorten the sequences or shrink the optimizer "
-        f"states; recipes_lib.workflows.out_of_memory_doctor.diagnose says what saves how much"
+        f"even one row at a time does not fit ({tried}), so it is not the batch that fills the "
+        f"memory: recipes_lib.workflows.out_of_memory_doctor.diagnose says what saves how much"
     )
 
 
@@ -285,7 +274,6 @@ def predicted_micro_batches(
 
     Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
     """
-    check_number(above=0, limit_bytes=limit_bytes)
     rows = shape.batch // shape.ranks  # each rank splits its own part of the batch
     while True:
         peak = plan(shape).peak

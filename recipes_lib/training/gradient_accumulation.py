@@ -6,8 +6,8 @@ Idea       Split the batch, add up the gradients, step once:
                full batch     L   = sum over all tokens of CE / N     N = targets of the batch
                micro-batch i  L_i = sum over its tokens of CE / N     the same N: dL = sum_i dL_i
 
-           The popular bug divides each micro-batch by its *own* token count and then by the number
-           of micro-batches: with unequal lengths a token in a short micro-batch then weighs more.
+           The popular bug divides each micro-batch by its *own* token count and then by k: with
+           unequal lengths a token in a short micro-batch then weighs more.
 Saves      (1 - 1/k) of activations and loss for k micro-batches; 2-16x the batch at flat memory.
 Costs      Gradients stay alive between micro-batches, so gradient memory adds to activation memory;
            small micro-batches use the device less well.
@@ -104,8 +104,8 @@ def accumulate_gradients(
 
     Args:
         batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target), or a
-            sequence of such batches, of any lengths, that make up the whole one. Every micro-batch
-            gets what has no rows: tensors [1, ...], such as `position_ids` [1, S], and options.
+            sequence of such micro-batches, of any lengths. Every micro-batch gets what has no rows:
+            tensors [1, ...], such as `position_ids` [1, S], and options.
         micro_batches: k, into which one batch is split; must divide B. Not for a sequence, which is
             split already.
         loss_sum: the sum of the losses of a micro-batch's targets.
@@ -113,10 +113,12 @@ def accumulate_gradients(
         backward: replaces `loss.backward()` (loss scaling).
     Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its
     target tokens.
-    Raises ValueError if k does not divide B, for a tensor with another number of rows, if no label
-    is left to train on, or if the model adds a loss of its own.
+    Raises ValueError if k does not divide B, if no label is left to train on, if the model adds a
+    loss of its own, or if the optimizer steps in backward.
     """
-    micros = _split(batch, micro_batches)
+    micros = batch
+    if isinstance(batch, Mapping):  # a tokenizer returns one that is no dict
+        micros = split(batch, micro_batches)
     _refuse_steps_in_backward(model, len(micros))
     # Counted before the first forward: every micro-batch is divided by the targets of all.
     targets = torch.stack([count_targets(micro) for micro in micros]).sum()
@@ -131,75 +133,23 @@ def accumulate_gradients(
     return total
 
 
-def _split(batch: Batch | Sequence[Batch], micro_batches: int | None) -> list[Batch]:
-    """The micro-batches, checked."""
-    is_one_batch = isinstance(batch, Mapping)  # a tokenizer returns one that is no dict
-    has_count = micro_batches is not None
-    # One batch needs a count. A sequence is split already, and a count would contradict it.
-    if is_one_batch != has_count or not isinstance(batch, Sequence | Mapping) or not batch:
-        raise ValueError(
-            "give one batch and the number of micro_batches, or a sequence of micro-batches alone"
-        )
-    if not is_one_batch:
-        for micro in batch:
-            _require_ids_and_labels(micro)
-        return list(batch)
-
-    _require_ids_and_labels(batch)
+def split(batch: Batch, micro_batches: int | None) -> list[Batch]:
+    """The k micro-batches [B/k, S] of a batch. Raises ValueError if k does not divide B."""
     check_whole(micro_batches=micro_batches)
-    rows = batch["input_ids"].shape[0]
-    if rows == 0 or rows % micro_batches:
+    rows = len(batch["input_ids"])
+    if rows % micro_batches:
         raise ValueError(
             f"micro_batches={micro_batches}: give a number that divides the batch size {rows}"
         )
-    parts = {name: _parts_of(name, value, rows, micro_batches) for name, value in batch.items()}
+    size = rows // micro_batches
     micros = []
-    for number in range(micro_batches):
-        micros.append({name: chunks[number] for name, chunks in parts.items()})
+    for start in range(0, rows, size):
+        micro = {}
+        for name, value in batch.items():
+            has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+            micro[name] = value[start : start + size] if has_rows else value
+        micros.append(micro)
     return micros
-
-
-def _parts_of(name: str, value: Any, rows: int, micro_batches: int) -> Sequence[Any]:
-    """What each of the micro-batches gets of one entry: k x [B/k, S], or k times the same."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return [value] * micro_batches  # an option of the model
-    if len(value) == rows:
-        return value.chunk(micro_batches)
-    if len(value) == 1:
-        return [value] * micro_batches  # the same for all rows
-    raise ValueError(
-        f"{name} {[*value.shape]} beside {rows} rows of input_ids: give tensors with {rows} rows, "
-        f"or with one row that counts for all"
-    )
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _require_ids_and_labels(batch: Batch) -> None:
-    if not isinstance(batch, Mapping):
-        raise ValueError(
-            f"a micro-batch is of type {type(batch).__name__}: give a dictionary of tensors"
-        )
-    if not {"input_ids", "labels"} <= batch.keys():
-        raise ValueError(f"the batch has {sorted(batch)}: input_ids and labels are needed")
-    shapes = {name: _shape_of_ids(name, batch[name]) for name in ("input_ids", "labels")}
-    # A tensor with another number of rows is refused as all tensors are.
-    if shapes["input_ids"][1:] != shapes["labels"][1:]:
-        raise ValueError(
-            f"input_ids {shapes['input_ids']} and labels {shapes['labels']}: "
-            f"give one label for each token, unshifted"
-        )
-
-
-def _shape_of_ids(name: str, value: Any) -> list[int]:
-    is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor or value.dim() != 2 or value.is_floating_point():
-        kind = type(value).__name__
-        if is_tensor:
-            kind = f"tensor of {value.dtype} {[*value.shape]}"
-        raise ValueError(f"{name} is a {kind}: give a tensor [B, S] of whole numbers")
-    return [*value.shape]
 
 
 def _refuse_steps_in_backward(model: Any, micro_batches: int) -> None:
@@ -227,14 +177,8 @@ def estimate_gradient_accumulation(budget: Budget, model: Any, shape: Shape) -> 
     """The budget of the full batch, split in k = `shape.micro_batches`.
 
     What grows with the batch shrinks; gradients are carried from one micro-batch to the next.
-    Comes first: all other estimates then see one micro-batch. Raises ValueError for a budget that
-    is split already.
+    Comes first: all other estimates then see one micro-batch.
     """
-    if budget.shape is not None and budget.shape.micro_batches > 1:
-        raise ValueError(
-            f"the budget is that of {budget.shape.micro_batches} micro-batches already: "
-            f"give the one of the whole batch, budget_of(model, shape)"
-        )
     k = shape.micro_batches
     if k == 1:
         return budget

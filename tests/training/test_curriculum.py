@@ -23,7 +23,7 @@ def ids_of(tokens=STREAM, **options):
 
 
 def test_rows_grow_and_tokens_per_step_stay():
-    """A constant number of rows would train early steps on few tokens."""
+    """The mistake: a constant number of rows trains early steps on few tokens."""
     batches = list(curriculum_batches(STREAM, **SIZES))
     shapes = [tuple(batch["input_ids"].shape) for batch in batches]
     assert shapes == [(8, 16)] * 4 + [(4, 32)] * 3 + [(2, 64)] * 3
@@ -34,7 +34,7 @@ def test_rows_grow_and_tokens_per_step_stay():
 
 
 def test_rows_are_those_of_the_loop_by_hand():
-    """On the stream in the order that training at a fixed length reads it in."""
+    """The mistake: a step that holds other tokens than under another schedule."""
     in_order = torch.cat(ids_of(stages=[(64, 1.0)])).flatten()
     by_hand = rows_that_grow(in_order, **SIZES)
     for got, expected in zip(ids_of(), by_hand, strict=True):
@@ -42,7 +42,7 @@ def test_rows_are_those_of_the_loop_by_hand():
 
 
 def test_every_token_once_per_epoch():
-    """T is no multiple of the longest row: what is left over is another part in every epoch."""
+    """The mistake: tokens that are left over are the same ones in every epoch, and never learnt."""
     read = torch.cat([ids.flatten() for ids in ids_of(steps=40)])
     epochs = read.view(4, 20 * 64)  # ten steps each
     for epoch in epochs:
@@ -55,7 +55,7 @@ def test_every_token_once_per_epoch():
 
 
 def test_an_epoch_may_end_inside_a_step():
-    """Five pieces, two per step: a step that began a new epoch would drop the fifth."""
+    """The mistake: five pieces, two per step, and each new epoch drops the fifth."""
     stream = torch.arange(5 * 64)
     read = torch.cat([ids.flatten() for ids in ids_of(stream)])
     starts = read.view(-1, 64)[:, 0]  # of all pieces
@@ -64,8 +64,9 @@ def test_an_epoch_may_end_inside_a_step():
 
 
 def test_resumed_at_any_step_and_repeated_by_seed():
+    """The mistake: an order that depends on the steps before."""
     whole = ids_of(steps=25)
-    for start in (0, 1, 9, 10, 24, 25):
+    for start in (0, 9, 10, 25):
         rest = ids_of(steps=25, start_step=start)
         assert len(rest) == 25 - start
         assert all(map(torch.equal, rest, whole[start:]))
@@ -73,12 +74,13 @@ def test_resumed_at_any_step_and_repeated_by_seed():
 
 
 def test_documents_are_joined():
+    """The mistake: a list of documents is taken for a list of rows."""
     documents = [list(range(start, start + 50)) for start in range(0, 1300, 50)]
     assert all(map(torch.equal, ids_of(documents), ids_of(torch.arange(1300))))
 
 
 def test_shares_become_steps():
-    """Rounding each count by itself would lose a step, or invent one."""
+    """The mistake: rounding each count by itself loses a step, or invents one."""
 
     def counts(steps, stages=STAGES):
         schedule = curriculum_schedule(stages=stages, tokens_per_step=64, steps=steps)
@@ -91,11 +93,13 @@ def test_shares_become_steps():
     assert all(sum(counts(steps)) == steps for steps in range(4, 60))
 
 
-def test_flops_per_token_are_those_of_the_matrix_products(tiny):
-    """Eager attention multiplies the upper triangle too, as causal attention in rows twice as long.
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])  # tied, heads wider than D
+def test_flops_per_token_are_those_of_the_matrix_products(family):
+    """The mistake: a tied output layer is taken for a table, or Q for as wide as the model.
 
-    Would catch a tied output layer that is taken for a table, and heads wider than the model.
+    Eager attention multiplies the upper triangle too, as causal attention in rows twice as long.
     """
+    tiny = model_of_shape(family, device="cpu")
     tiny.set_attn_implementation("eager")
     ids = torch.randint(1, 128, (2, 129))
     with FlopCounterMode(display=False) as counter:
@@ -121,6 +125,7 @@ def causal_attention_flops():
 
 
 def test_predicted_share_is_that_of_the_counted_operations(llama):
+    """The mistake: the share counts steps, and not what a token costs at each length."""
     tokens = torch.randint(0, 128, (4096,))
 
     def count(stages):
@@ -139,33 +144,18 @@ def test_predicted_share_is_that_of_the_counted_operations(llama):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": []}, "ascending"),
         ({"stages": [(64, 0.5), (32, 0.5)]}, "ascending"),
-        ({"stages": [(32, 0.5), (32, 0.5)]}, "ascending"),
-        ({"stages": [(1, 0.5), (64, 0.5)]}, "2 or more"),
         ({"stages": [(24, 0.5), (64, 0.5)]}, "divide the longest"),
-        ({"tokens_per_step": 96}, "divide the longest"),
-        ({"tokens_per_step": 0}, "tokens_per_step=0"),
-        ({"stages": [(32, 0.5), (64, 0.4)]}, "sum to 1, not to 0.9"),
-        ({"stages": [(32, 1.5), (64, -0.5)]}, "positive"),
+        ({"tokens_per_step": 96}, "multiple of 64"),
+        ({"stages": [(32, 0.5), (64, 0.4)]}, "sum to 1"),
         ({"steps": 2}, "raise it, or drop a stage"),
-        ({"start_step": 11}, "0 to 10"),
-        ({"start_step": -1}, "0 to 10"),
-        ({"stages": None}, "stages is of type NoneType: give a list"),
-        ({"stages": [64]}, r"stage 64: give pairs \(length, share\)"),
-        ({"stages": [("64", 1.0)]}, "length='64': give a whole number"),
-        ({"stages": [(64, None)]}, "share=None: give a finite number"),
+        ({"tokens": STREAM[:100]}, "stream_tokens=100: give a whole number of 128 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(options, message):
+    """The mistake: found hours later, at the first step of the next stage."""
     with pytest.raises(ValueError, match=message):
-        curriculum_batches(STREAM, **SIZES | options)
-
-
-@pytest.mark.parametrize("stream", [torch.arange(127), torch.zeros(4, 128), [[1, 2], [3]]])
-def test_a_stream_that_is_too_short_is_refused(stream):
-    with pytest.raises(ValueError, match="at least one step, 128 tokens"):
-        curriculum_batches(stream, **SIZES)
+        curriculum_batches(**{"tokens": STREAM} | SIZES | options)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import pytest
 import torch
@@ -10,18 +11,18 @@ from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, mark
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.optimizer_offload import offload_optimizer
+from recipes_lib.training import dynamic_batch
 from recipes_lib.training.dynamic_batch import (
     Attempt,
     fit_micro_batches,
     halve_until_it_fits,
-    is_out_of_memory,
     predicted_micro_batches,
 )
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
     estimate_gradient_accumulation,
 )
-from tests.conftest import FAMILIES, assert_same_gradients, gradients, make_batch
+from tests.conftest import assert_same_gradients, gradients, make_batch
 
 SHAPE = Shape(batch=8, seq=48)
 
@@ -60,9 +61,9 @@ def out_of_memory(k):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
 def test_equals_the_full_batch_after_running_out_of_memory(family):
-    """A gradient that a failed attempt leaves behind would be added to the right one."""
+    """The mistake: a gradient that a failed attempt leaves behind is added to the right one."""
     model, _, batch = trained(family)
     expected_loss = accumulate_gradients(model, batch, micro_batches=1)
     expected = gradients(model)
@@ -77,7 +78,7 @@ def test_equals_the_full_batch_after_running_out_of_memory(family):
 
 
 def test_the_loop_by_hand_finds_the_same(llama):
-    """The failed attempts have added gradients: both drop them."""
+    """The mistake: another k than the plain loop finds, or other gradients."""
     batch = make_batch(batch_size=8)
 
     def step(k):
@@ -96,7 +97,7 @@ def test_the_loop_by_hand_finds_the_same(llama):
 
 @pytest.mark.parametrize("micro_batches", [2, 8])
 def test_finds_what_the_arithmetic_predicts(micro_batches):
-    """4 is found, and not predicted, by the tests above."""
+    """The mistake: the budget of another number of micro-batches is compared with the limit."""
     model, _, batch = trained()
     limit = limit_for(model, micro_batches)
     with PeakMemory(limit_bytes=limit):
@@ -113,7 +114,7 @@ def test_finds_what_the_arithmetic_predicts(micro_batches):
 
 
 def test_the_prediction_splits_the_rows_of_a_rank(llama):
-    """Twelve rows on two ranks are six per rank: 1, 2 and 6 micro-batches, never 4."""
+    """The mistake: 4 micro-batches, where twelve rows on two ranks are six per rank."""
     asked = []
 
     def plan(shape):
@@ -126,7 +127,7 @@ def test_the_prediction_splits_the_rows_of_a_rank(llama):
 
 
 def test_failed_attempts_leave_no_memory_behind():
-    """A traceback that is kept would keep the activations of its frames."""
+    """The mistake: a traceback is kept, and with it the activations of its frames."""
     model, _, batch = trained()
     alive = []
     with PeakMemory(limit_bytes=limit_for(model, 4)) as memory:
@@ -145,6 +146,7 @@ def test_failed_attempts_leave_no_memory_behind():
 
 
 def test_an_error_that_gives_up_leaves_no_memory_behind():
+    """The mistake: the last error keeps the tensors of all frames below it alive."""
     model, _, batch = trained()
     with PeakMemory(limit_bytes=limit_for(model, 8) - 2**20) as memory:
         before = memory.current
@@ -157,7 +159,7 @@ def test_an_error_that_gives_up_leaves_no_memory_behind():
 
 
 def test_dropout_draws_what_a_direct_step_draws():
-    """A failed attempt moves the random state on."""
+    """The mistake: a failed attempt moves the random state on."""
     model, _, batch = trained()
     for block in decoder_blocks(model):
         block.self_attn.attention_dropout = 0.5
@@ -176,11 +178,9 @@ def test_dropout_draws_what_a_direct_step_draws():
     assert_same_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "start", "tried"),
-    [(8, 1, [1, 2, 4, 8]), (6, 1, [1, 2, 6]), (9, 1, [1, 3, 9]), (12, 3, [3, 6, 12])],
-)
+@pytest.mark.parametrize(("batch_size", "start", "tried"), [(6, 1, [1, 2, 6]), (12, 3, [3, 6, 12])])
 def test_goes_through_the_divisors(llama, batch_size, start, tried):
+    """The mistake: 4 micro-batches of 6 rows, of which two would be left out."""
     calls = []
 
     def step(k):
@@ -195,16 +195,14 @@ def test_goes_through_the_divisors(llama, batch_size, start, tried):
 @pytest.mark.parametrize(
     "text",
     [
-        "CUDA out of memory. Tried to allocate 20.00 MiB",
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: "
         "you tried to allocate 9 bytes",
     ],
 )
 def test_retries_what_libraries_report_as_out_of_memory(llama, text):
-    """Not all of it is a torch.OutOfMemoryError."""
+    """The mistake: only torch.OutOfMemoryError is caught, and libraries raise others."""
     failures = itertools.chain([RuntimeError(text)], itertools.repeat(None))
 
     def step(k):
@@ -217,45 +215,34 @@ def test_retries_what_libraries_report_as_out_of_memory(llama, text):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    "text",
     [
-        (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)"),
+        "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
         # No retry can help: the communicator is broken.
-        (RuntimeError, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
-        (RuntimeError, "CUDA error: an illegal memory access was encountered"),
-        (ValueError, "CUDA out of memory"),
-        (KeyboardInterrupt, ""),
+        "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'",
     ],
 )
-def test_other_errors_pass_untouched(llama, kind, text):
-    # Made here: among the parameters it would live on, and with it its frames and the model.
-    error = kind(text)
+def test_other_errors_pass_untouched(llama, text):
+    """The mistake: a bug is tried again and again, with smaller batches."""
     calls = []
 
     def step(k):
         calls.append(k)
-        raise error
+        raise RuntimeError(text)
 
-    with pytest.raises(kind) as caught:
+    with pytest.raises(RuntimeError, match=re.escape(text)):
         fit_micro_batches(step, model=llama, batch_size=8)
-    assert caught.value is error
     assert calls == [1]
-    assert not is_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "micro_batches", "message"),
-    [(8, 0, "1 or more"), (0, 1, "1 or more"), (8, 3, "divides batch_size=8"), (4, 8, "divides")],
-)
-def test_count_that_does_not_divide(llama, batch_size, micro_batches, message):
-    with pytest.raises(ValueError, match=message):
-        fit_micro_batches(
-            out_of_memory, model=llama, batch_size=batch_size, micro_batches=micro_batches
-        )
+def test_count_that_does_not_divide(llama):
+    """The mistake: micro-batches that leave rows out."""
+    with pytest.raises(ValueError, match="divides batch_size=8"):
+        fit_micro_batches(out_of_memory, model=llama, batch_size=8, micro_batches=3)
 
 
 def test_gradients_from_before_are_refused_and_kept(llama, batch):
-    """A failed attempt would drop them with its own."""
+    """The mistake: a failed attempt drops them with its own."""
     accumulate_gradients(llama, batch, micro_batches=2)
     before = gradients(llama)
     with pytest.raises(ValueError, match="gradients are already there"):
@@ -264,6 +251,7 @@ def test_gradients_from_before_are_refused_and_kept(llama, batch):
 
 
 def test_a_step_that_changed_the_weights_is_not_repeated(llama, batch):
+    """The mistake: the optimizer's step runs twice."""
     optimizer = torch.optim.AdamW(llama.parameters())
 
     def step(k):
@@ -275,22 +263,19 @@ def test_a_step_that_changed_the_weights_is_not_repeated(llama, batch):
         fit_micro_batches(step, model=llama, batch_size=4)
 
 
-def test_optimizer_in_backward_and_several_processes_are_refused(llama, monkeypatch):
+def test_what_cannot_be_taken_back_is_refused(llama, monkeypatch):
+    """The mistake: a weight or a gradient on the host keeps what a failed attempt has added."""
     with monkeypatch.context() as patch:
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        patch.setattr(dynamic_batch, "world_size", lambda: 2)
         with pytest.raises(ValueError, match="on one process"):
             fit_micro_batches(out_of_memory, model=llama, batch_size=4)
-    mark(next(llama.parameters()), STEPS_IN_BACKWARD)
-    with pytest.raises(ValueError, match="takes gradients in backward"):
-        fit_micro_batches(out_of_memory, model=llama, batch_size=4)
-
-
-def test_offloaded_gradients_are_refused(llama):
-    """They are on the host, where a failed attempt's could not be told from those before."""
     offload_optimizer(llama, lr=1e-3, micro_batches=None, allow_cpu=True)
     with pytest.raises(ValueError, match="takes gradients in backward"):
         fit_micro_batches(out_of_memory, model=llama, batch_size=4)
+    other = model_of_shape("tiny-llama", device="cpu")
+    mark(next(other.parameters()), STEPS_IN_BACKWARD)
+    with pytest.raises(ValueError, match="takes gradients in backward"):
+        fit_micro_batches(out_of_memory, model=other, batch_size=4)
 
 
 @pytest.mark.gpu
