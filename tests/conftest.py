@@ -10,7 +10,7 @@ import torch
 from recipes_lib.attention.sliding_window import banded as sliding_window_banded
 from recipes_lib.core.measure.machine import release_memory
 from recipes_lib.core.model import model_of_shape
-from tests.copied_ranks import copied_ranks
+from recipes_lib.core.ranks.rank_pool import RankPool
 
 FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
 
@@ -76,14 +76,14 @@ def seed():
 @pytest.fixture(scope="session")
 def two_ranks():
     """Two processes for all tests: `two_ranks.run(function, **arguments)`; started when used."""
-    with copied_ranks(ranks=2) as pool:
+    with RankPool(ranks=2, device="cpu") as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def four_ranks():
     """Four of them, for what two cannot show."""
-    with copied_ranks(ranks=4) as pool:
+    with RankPool(ranks=4, device="cpu") as pool:
         yield pool
 
 

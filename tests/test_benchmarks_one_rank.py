@@ -2,18 +2,10 @@
 
 import json
 
-import pytest
 import torch
 
 from benchmarks import one_rank, parts
 from recipes_lib.core.measure.machine import Machine
-from tests.copied_ranks import copied_ranks
-
-
-@pytest.fixture(autouse=True)
-def ranks_of_tests(monkeypatch):
-    """The rank imports nothing anew."""
-    monkeypatch.setattr(one_rank, "RankPool", copied_ranks)
 
 
 def kept(folder):

@@ -35,7 +35,7 @@
 #
 # | | recipe | what is split | file |
 # |---|---|---|---|
-# | 1 | launch and bandwidth test | nothing: who is there, and how fast do they talk | [launch.py](../recipes_lib/core/ranks/launch.py), [bandwidth.py](../recipes_lib/parallel/bandwidth.py) |
+# | 1 | launch and bandwidth test | nothing: who is there, and how fast do they talk | [rank_pool.py](../recipes_lib/core/ranks/rank_pool.py), [bandwidth.py](../recipes_lib/parallel/bandwidth.py) |
 # | 2 | data parallel (DDP) | rows | [data_parallel.py](../recipes_lib/parallel/data_parallel/__init__.py) |
 # | 3 | ZeRO 1, 2, 3 | states, gradients, weights | [zero.py](../recipes_lib/parallel/zero/__init__.py) |
 # | 4 | FSDP2, HSDP, mixed precision | all three, block by block | [fully_sharded.py](../recipes_lib/parallel/fully_sharded/__init__.py) |
@@ -172,7 +172,7 @@ for rank, process, total in answers:
 # %% [markdown]
 # Both ranks hold 1 + 2 = 3: an all-reduce gives the sum to every rank.
 #
-# **How do I use it?** In a notebook as above, or once with `recipes_lib.core.ranks.launch.launch(function, ranks=4)`. A script is started with `torchrun --standalone --nproc-per-node 4 train.py`.
+# **How do I use it?** In a notebook as above. A script is started with `torchrun --standalone --nproc-per-node 4 train.py`.
 #
 # **What does it cost?** Each process imports PyTorch and takes memory of its own. That is why the first call takes seconds, and the second does not. The functions have to be in a module, and a process reads a module once. After a change of the file, `pools[2].close()` lets the next call start new processes, which read it again.
 #

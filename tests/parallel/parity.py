@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from recipes_lib.core.ranks.rank_rows import rank_rows
+from recipes_lib.core.ranks.rank_step import rank_rows
 from tests.small_models import as_if_trained
 
 VOCABULARY = 256

@@ -18,7 +18,7 @@ from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.parallel.checkpoint import (
     latest_checkpoint,
     load_by_hand,

@@ -15,8 +15,7 @@ from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
-from recipes_lib.core.ranks.rank_rows import rank_rows
-from recipes_lib.core.ranks.rank_step import rank_step
+from recipes_lib.core.ranks.rank_step import rank_rows, rank_step
 from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora, quantized_layers
 from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
 from recipes_lib.parallel.quantized_shards import (

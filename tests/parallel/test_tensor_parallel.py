@@ -17,7 +17,7 @@ from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
-from recipes_lib.core.ranks.rank_rows import counted_tokens, rank_rows
+from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,

@@ -1,26 +1,19 @@
 """Who am I among the ranks?
 
-A rank is one of the processes that train one model together. `core.launch`, `core.rank_pool` and
-`torchrun` start them. A process that is alone is rank 0 of 1.
+A rank is one of the processes that train one model together; `rank_pool` and `torchrun` start them.
+A process that is alone is rank 0 of 1. What ranks do together:
 
-What ranks do together is in files of its own: `meshes` gives them places, `agreement` finds the one
-that differs, `collectives` sends, `rank_rows` divides a batch, `gradient_norm` clips.
-
-agreement  ranks that differ, or of which one fails: an error on all of them
-collectives  gather and scatter one tensor, sum a few numbers over ranks
+agreement      ranks that differ, or of which one fails: an error on all of them
+collectives    gather and scatter one tensor, sum a few numbers over ranks
 gradient_norm  clip by the norm of all gradients, of which each rank holds a part
-launch  a function on several ranks, with no process left behind
-launch_rank  one of these ranks: join the others, take tasks, answer
-meshes  places of the ranks along named axes
-pipeline_grid  which rank computes what from when to when, and what of it is idle
-rank_bytes  what one rank holds: bytes of parameters, gradients and optimizer states
-rank_pool  ranks that stay alive: several functions on the same processes
-rank_process  one rank of a pool, seen from the process that has started it
-rank_rows  which rows of a batch are this rank's, and the loss over those of all
-rank_run  what a training run on several ranks leaves behind, as plain numbers
-rank_step  one optimizer step of rows that are spread over ranks: every token weighs the same
-shard_groups  the groups in which a model is sharded, made, and what is refused before
-traffic  what a step sends to other ranks: calls and bytes by kind of collective
+meshes         places of the ranks along named axes
+pipeline_grid  which rank computed what from when to when, and what of it is idle
+rank_bytes     what one rank holds: bytes of parameters, gradients and optimizer states
+rank_pool      ranks that stay alive: several functions on the same processes
+rank_run       what a training run on several ranks leaves behind, as plain numbers
+rank_step      a rank's rows, and one optimizer step in which every token weighs the same
+shard_groups   the groups in which a model is sharded, made, and what is refused before
+traffic        what a step sends to other ranks: calls and bytes by kind of collective
 """
 
 from __future__ import annotations
@@ -40,16 +33,12 @@ def require_group() -> None:
 
 def rank() -> int:
     """The number of this rank; 0 in a process that is alone."""
-    if not distributed.is_initialized():
-        return 0
-    return distributed.get_rank()
+    return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def world_size() -> int:
     """How many ranks there are; 1 in a process that is alone."""
-    if not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def group_device() -> torch.device:

@@ -37,31 +37,18 @@ def agree(**values: Any) -> None:
     mine = {name: _described(value) for name, value in values.items()}
     of_ranks: list[Any] = [None] * world_size()
     distributed.all_gather_object(of_ranks, mine)
-    names = dict.fromkeys(name for given in of_ranks for name in given)
-    for name in names:
-        who_gives: dict[str, list[int]] = {}
-        for number, given in enumerate(of_ranks):
-            who_gives.setdefault(given.get(name, "nothing"), []).append(number)
-        if len(who_gives) > 1:
-            told = ", ".join(_who(ranks, text) for text, ranks in who_gives.items())
+    for name in dict.fromkeys(name for given in of_ranks for name in given):
+        texts = [given.get(name, "nothing") for given in of_ranks]
+        if len(set(texts)) > 1:
+            told = ", ".join(f"rank {rank} gives {text}" for rank, text in enumerate(texts))
             raise ValueError(f"{name}: {told}; give the same on all ranks")
-
-
-def _who(ranks: list[int], text: str) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} gives {text}"
-    return f"ranks {ranks} give {text}"
 
 
 def _described(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         return f"a mesh {value.mesh_dim_names} of {tuple(value.mesh.shape)}"
-    if isinstance(value, nn.Module):
-        return _described_module(value)
-    return repr(value)
-
-
-def _described_module(value: nn.Module) -> str:
+    if not isinstance(value, nn.Module):
+        return repr(value)
     lines = [
         f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
         for name, parameter in value.named_parameters()
@@ -80,22 +67,19 @@ def same_error_on_all_ranks(*, group: distributed.ProcessGroup | None = None) ->
     be a collective itself, unless it raises on all ranks alike.
     """
     error = None
-    mine = None
     try:
         yield
     except Exception as raised:
         error = raised
-        mine = str(raised)
-    if not distributed.is_initialized():
-        if error is not None:
-            raise ValueError(mine) from error
-        return
-    texts: list[str | None] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(texts, mine, group=group)
+    mine = None if error is None else str(error)
+    texts: list[str | None] = [mine]
+    if distributed.is_initialized():
+        texts = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(texts, mine, group=group)
     told: dict[str, int] = {}
     for number, text in enumerate(texts):
-        if text is not None and text not in told:  # the same mistake on all ranks is told once
-            told[text] = number
+        if text is not None:
+            told.setdefault(text, number)  # the same mistake on all ranks is told once
     if told:
         reports = [f"rank {number}: {text}" for text, number in told.items()]
         raise ValueError("; ".join(reports)) from error

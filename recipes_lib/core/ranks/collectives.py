@@ -8,31 +8,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.ranks import group_device
 
-# --- collectives whose names have changed ---------------------------------------------------------
+Group = distributed.ProcessGroup | None
+
+# PyTorch 2.13 has new names for the collectives on one tensor, and warns of the old ones.
+_NEW_NAMES = hasattr(distributed, "all_gather_single")
 
 
-def all_gather(
-    whole: torch.Tensor, part: torch.Tensor, *, group: distributed.ProcessGroup | None = None
-) -> None:
+def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Group = None) -> None:
     """Fill `whole` [N x rows, ...] with the `part` [rows, ...] of every rank, in their order."""
-    # PyTorch 2.13 has new names for the collectives on one tensor, and warns of the old ones.
-    if hasattr(distributed, "all_gather_single"):
-        distributed.all_gather_single(whole, part, group=group)
-    else:
-        distributed.all_gather_into_tensor(whole, part, group=group)
+    call = distributed.all_gather_single if _NEW_NAMES else distributed.all_gather_into_tensor
+    call(whole, part, group=group)
 
 
-def reduce_scatter(
-    part: torch.Tensor, whole: torch.Tensor, *, group: distributed.ProcessGroup | None = None
-) -> None:
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Group = None) -> None:
     """Fill `part` [rows, ...] with this rank's rows of the sum of every rank's `whole`."""
-    if hasattr(distributed, "reduce_scatter_single"):
-        distributed.reduce_scatter_single(part, whole, group=group)
-    else:
-        distributed.reduce_scatter_tensor(part, whole, group=group)
-
-
-# --- sums -----------------------------------------------------------------------------------------
+    call = distributed.reduce_scatter_single if _NEW_NAMES else distributed.reduce_scatter_tensor
+    call(part, whole, group=group)
 
 
 def sums_over_ranks(*numbers: float, mesh: DeviceMesh | None = None) -> list[float]:
@@ -43,13 +34,9 @@ def sums_over_ranks(*numbers: float, mesh: DeviceMesh | None = None) -> list[flo
     if not distributed.is_initialized():
         return list(numbers)
     sums = torch.tensor(numbers, dtype=torch.float64, device=group_device())
-    for group in _groups(mesh):
+    groups: list[Group] = [None]  # all ranks
+    if mesh is not None:  # one axis after the other reaches all ranks of a mesh
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for group in groups:
         distributed.all_reduce(sums, group=group)
     return sums.tolist()
-
-
-def _groups(mesh: DeviceMesh | None) -> list[distributed.ProcessGroup | None]:
-    """Groups over which to reduce, one after the other, to reach all ranks of a mesh."""
-    if mesh is None:
-        return [None]  # the default group
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
@@ -22,6 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from recipes_lib.core.checks import check_number
 from recipes_lib.core.ranks.collectives import sums_over_ranks
+
+# Where the parts of a tensor are: over which axes of which mesh it is split, if over any.
+Place = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def clip_gradients(
@@ -60,14 +62,6 @@ def check_max_norm(max_norm: float) -> None:
         check_number(above=0, max_norm=max_norm)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the parts of a tensor are: over which axes of which mesh it is split, if over any."""
-
-    mesh: DeviceMesh | None = None
-    axes: tuple[int, ...] = ()
-
-
 def _by_place(parameters: list[nn.Parameter]) -> dict[Place, list[torch.Tensor]]:
     """This rank's parts of the gradients.
 
@@ -86,10 +80,10 @@ def _by_place(parameters: list[nn.Parameter]) -> dict[Place, list[torch.Tensor]]
 
 def _place_of(tensor: torch.Tensor) -> Place:
     if not isinstance(tensor, DTensor):
-        return Place()
+        return None, ()
     whole = [place.is_replicate() or place.is_partial() for place in tensor.placements]
     axes = [axis for axis, is_whole in enumerate(whole) if not is_whole]
-    return Place(tensor.device_mesh, tuple(axes))
+    return tensor.device_mesh, tuple(axes)
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,19 +108,16 @@ def _sum_of_squares(tensors: list[torch.Tensor], place: Place) -> float:
     total = 0.0
     if tensors:
         # The norm of a 16-bit tensor would have 16 bits as well.
-        dtype = torch.float32
-        if any(tensor.dtype == torch.float64 for tensor in tensors):
-            dtype = torch.float64
+        exact = any(tensor.dtype == torch.float64 for tensor in tensors)
+        dtype = torch.float64 if exact else torch.float32
         norms = torch._foreach_norm(tensors, 2, dtype=dtype)
         # Offloaded gradients are elsewhere. One wait for the device serves all norms.
         together = torch.stack([norm.to(norms[0].device) for norm in norms])
         total = together.double().square().sum().item()
-    if place.mesh is None:
+    mesh, axes = place
+    if not axes:
         return total
-    device = torch.device(place.mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    over_ranks = torch.tensor(total, dtype=torch.float64, device=device)
-    for axis in place.axes:
-        distributed.all_reduce(over_ranks, group=place.mesh.get_group(axis))
+    over_ranks = torch.tensor(total, dtype=torch.float64, device=mesh.device_type)
+    for axis in axes:
+        distributed.all_reduce(over_ranks, group=mesh.get_group(axis))
     return over_ranks.item()

@@ -21,13 +21,7 @@ from recipes_lib.core.ranks import group_device, require_group, world_size
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
-    """All ranks along one axis, which is called "ranks".
-
-    Args:
-        device_type: "cpu" or "cuda"; by default that of the process group.
-
-    Raises ValueError without a process group.
-    """
+    """All ranks along one axis, which is called "ranks". Raises ValueError without a group."""
     require_group()
     return mesh_of(device_type=device_type, ranks=world_size())
 
@@ -36,18 +30,12 @@ def mesh_of(*, device_type: str | None = None, **dims: int) -> DeviceMesh:
     """All ranks along named axes: `mesh_of(replicate=2, shard=4)`.
 
     Neighbours on the last axis have consecutive numbers. So the axis with the most traffic comes
-    last: its ranks are on one machine.
+    last: its ranks are on one machine. `device_type` is by default that of the process group.
 
-    Args:
-        device_type: "cpu" or "cuda"; by default that of the process group.
-        dims: a name and a number of ranks for each axis.
-
-    Raises ValueError without a process group, without an axis, and for sizes whose product is not
-    the number of ranks.
+    Raises ValueError without a process group, and for sizes whose product is not the number of
+    ranks.
     """
     require_group()
-    if not dims:
-        raise ValueError("a mesh without an axis: give names and sizes, as in mesh_of(shard=2)")
     check_whole(**dims)
     if math.prod(dims.values()) != world_size():
         sizes = " x ".join(f"{name}={size}" for name, size in dims.items())

@@ -11,14 +11,10 @@ tokens:
 A mean over the rank's own tokens would give a token on a rank of short rows more weight than one on
 a rank of long rows. No error would say so.
 
-With several micro-batches the ranks have to talk only once, after the last of them:
-
-    micro-batch       1          2          3
-    forward, backward local      local      local, and the gradients are averaged
-
-DDP decides that in the *forward*, so the forward belongs into `no_sync` as well as the backward.
-What a sharded model gains is lost meanwhile: until the last micro-batch each rank holds gradients
-of the whole model. `reduce_each` averages them in every micro-batch, and they stay sharded.
+With several micro-batches the ranks have to talk only once, after the last of them. DDP decides
+that in the *forward*, so the forward belongs into `no_sync` as well as the backward. What a sharded
+model gains is lost meanwhile: until the last micro-batch each rank holds gradients of the whole
+model. `reduce_each` averages them in every micro-batch, and they stay sharded.
 
 Shapes: B rows of this rank, S sequence, V vocabulary.
 """
@@ -31,17 +27,76 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_flag
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.output_layer import at_least_fp32
-from recipes_lib.core.ranks import group_device, require_group, world_size
+from recipes_lib.core.ranks import group_device, rank, require_group, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import check_max_norm, clip_gradients
 
 Batch = dict[str, torch.Tensor]
 LossSum = Callable[[Any, Batch], torch.Tensor]
+
+# --- rows and tokens ------------------------------------------------------------------------------
+
+
+def rank_rows(batch_size: int, *, mesh: DeviceMesh | None = None) -> slice:
+    """Which rows of a batch of all ranks are this rank's: `batch["input_ids"][rank_rows(8)]`.
+
+    Args:
+        batch_size: rows of all ranks together.
+        mesh: the ranks that share the rows, if they are not all ranks. Ranks of tensor, context or
+            pipeline parallelism work on the same rows, so their axis is not in it.
+
+    Raises ValueError if the rows do not divide.
+    """
+    check_whole(batch_size=batch_size)
+    place, parts = rank(), world_size()
+    if mesh is not None:
+        place, parts = 0, mesh.size()
+        for axis, coordinate in enumerate(mesh.get_coordinate()):  # the mesh row by row
+            place = place * mesh.size(axis) + coordinate
+    if batch_size % parts:
+        raise ValueError(f"batch_size={batch_size}: give a multiple of the {parts} ranks")
+    rows = batch_size // parts
+    return slice(place * rows, (place + 1) * rows)
+
+
+def counted_tokens(labels: torch.Tensor, *, mesh: DeviceMesh | None = None) -> int:
+    """How many tokens count in the loss, over all ranks.
+
+    Args:
+        labels: this rank's [rows, tokens], unshifted: nothing predicts the first of a row.
+        mesh: the ranks that have different tokens, if they are not all ranks.
+    """
+    (count,) = sums_over_ranks(int((labels[:, 1:] != IGNORED).sum()), mesh=mesh)
+    return int(count)
+
+
+def tokens_of_all_ranks(batches: Sequence[Batch]) -> int:
+    """How many tokens of the micro-batches of all ranks count in the loss.
+
+    Raises ValueError on every rank if the ranks have different numbers of micro-batches, for one
+    that has more would wait for the others for ever; and if no token has a label.
+    """
+    count = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+    own = torch.tensor([count, len(batches)], device=group_device())
+    of_all = [torch.empty_like(own) for _ in range(world_size())]
+    distributed.all_gather(of_all, own)
+    counts, numbers = torch.stack(of_all).T.tolist()
+    if min(numbers) != max(numbers) or numbers[0] == 0:
+        raise ValueError(
+            f"the ranks have {numbers} micro-batches: give every rank the same number, 1 or more"
+        )
+    if sum(counts) == 0:
+        raise ValueError(f"every label of every rank is {IGNORED}: no token is left to train on")
+    return sum(counts)
+
+
+# --- a step ---------------------------------------------------------------------------------------
 
 
 def sum_of_losses(model: Any, batch: Batch) -> torch.Tensor:
@@ -77,11 +132,9 @@ def rank_step(
         reduce_each: average the gradients in each micro-batch, and not in the last one only.
         loss_sum: the sum of the losses of a micro-batch.
     Returns the loss of the whole batch, a mean over all its tokens, the same on every rank.
-    Raises ValueError on every rank if the ranks have different numbers of micro-batches, or if no
-    token has a label.
+    Raises ValueError on every rank as `tokens_of_all_ranks`.
     """
     require_group()
-    check_flag(reduce_each=reduce_each)
     if max_norm is not None:
         check_max_norm(max_norm)
     tokens = tokens_of_all_ranks(batches)
@@ -99,27 +152,6 @@ def rank_step(
     optimizer.zero_grad()
     (loss_of_all,) = sums_over_ranks(float(own_sum))
     return loss_of_all / tokens
-
-
-def tokens_of_all_ranks(batches: Sequence[Batch]) -> int:
-    """How many tokens of the micro-batches of all ranks have a label.
-
-    Nothing predicts the first token of a row, so its label does not count. Raises ValueError on
-    every rank if the ranks have different numbers of micro-batches, for one that has more would
-    wait for the others for ever; and if no token has a label.
-    """
-    count = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
-    own = torch.tensor([count, len(batches)], device=group_device())
-    of_all = [torch.empty_like(own) for _ in range(world_size())]
-    distributed.all_gather(of_all, own)
-    counts, numbers = torch.stack(of_all).T.tolist()
-    if min(numbers) != max(numbers) or numbers[0] == 0:
-        raise ValueError(
-            f"the ranks have {numbers} micro-batches: give every rank the same number, 1 or more"
-        )
-    if sum(counts) == 0:
-        raise ValueError(f"every label of every rank is {IGNORED}: no token is left to train on")
-    return sum(counts)
 
 
 def averaging(model: Any, *, now: bool) -> contextlib.AbstractContextManager[None]:

@@ -40,11 +40,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.model.sizes import tensor_bytes
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
-RARE_KINDS = ("reduce", "gather", "scatter")
 
 
 @dataclass
@@ -76,12 +72,7 @@ def count_traffic() -> Iterator[Traffic]:
 
 
 def ring_bytes(kind: str, whole: float, ranks: int) -> float:
-    """Bytes that one of `ranks` sends for a collective over a tensor of `whole` bytes.
-
-    Raises ValueError for an unknown kind, and for fewer ranks than one.
-    """
-    check_choice((*KINDS, *RARE_KINDS), kind=kind)
-    check_whole(ranks=ranks)
+    """Bytes that one of `ranks` sends for a collective over a tensor of `whole` bytes."""
     if kind == "send":
         return whole
     once = whole * (ranks - 1) / ranks
@@ -92,54 +83,45 @@ def ring_bytes(kind: str, whole: float, ranks: int) -> float:
 
 # --- how PyTorch's operators are read -------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Reading:
-    """The kind of an operator, and the argument that holds the whole tensor or one rank's part."""
-
-    kind: str
-    argument: str
-    of_one_rank: bool = False  # the whole is as many times larger as there are ranks
-
-
-# The operators behind `torch.distributed`, by name.
+# The operators behind `torch.distributed`, by name: the kind, and the argument that holds the whole
+# tensor. A star says that it holds one rank's part, and the whole is as many times larger.
 OPERATORS = {
-    "c10d::allreduce_": Reading("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": Reading("all_reduce", "tensors"),
-    "c10d::_allgather_base_": Reading("all_gather", "output_tensor"),
-    "c10d::allgather_": Reading("all_gather", "output_tensors"),
-    "c10d::allgather_coalesced_": Reading("all_gather", "output_lists"),
-    "c10d::allgather_into_tensor_coalesced_": Reading("all_gather", "outputs"),
-    "c10d::_reduce_scatter_base_": Reading("reduce_scatter", "input_tensor"),
-    "c10d::reduce_scatter_": Reading("reduce_scatter", "input_tensors"),
-    "c10d::reduce_scatter_tensor_coalesced_": Reading("reduce_scatter", "inputs"),
-    "c10d::alltoall_": Reading("all_to_all", "input_tensors"),
-    "c10d::alltoall_base_": Reading("all_to_all", "input"),
-    "c10d::send": Reading("send", "tensors"),
-    "c10d::broadcast_": Reading("broadcast", "tensors"),
-    "c10d::reduce_": Reading("reduce", "tensors"),
-    "c10d::gather_": Reading("gather", "input_tensors", of_one_rank=True),
-    "c10d::scatter_": Reading("scatter", "output_tensors", of_one_rank=True),
+    "c10d::allreduce_": ("all_reduce", "tensors"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
+    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
+    "c10d::allgather_": ("all_gather", "output_tensors"),
+    "c10d::allgather_coalesced_": ("all_gather", "output_lists"),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "c10d::alltoall_": ("all_to_all", "input_tensors"),
+    "c10d::alltoall_base_": ("all_to_all", "input"),
+    "c10d::send": ("send", "tensors"),
+    "c10d::broadcast_": ("broadcast", "tensors"),
+    "c10d::reduce_": ("reduce", "tensors"),
+    "c10d::gather_": ("gather", "*input_tensors"),
+    "c10d::scatter_": ("scatter", "*output_tensors"),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
 }
 # Those that return a new tensor, which DTensor uses.
 FUNCTIONAL = {
-    "all_reduce": Reading("all_reduce", "input"),
-    "all_reduce_": Reading("all_reduce", "input"),
-    "all_reduce_coalesced": Reading("all_reduce", "inputs"),
-    "all_reduce_coalesced_": Reading("all_reduce", "inputs"),
-    "all_gather_into_tensor": Reading("all_gather", "input", of_one_rank=True),
-    "all_gather_into_tensor_out": Reading("all_gather", "input", of_one_rank=True),
-    "all_gather_into_tensor_coalesced": Reading("all_gather", "inputs", of_one_rank=True),
-    "reduce_scatter_tensor": Reading("reduce_scatter", "input"),
-    "reduce_scatter_tensor_out": Reading("reduce_scatter", "input"),
-    "reduce_scatter_tensor_coalesced": Reading("reduce_scatter", "inputs"),
-    "all_to_all_single": Reading("all_to_all", "input"),
-    "broadcast": Reading("broadcast", "input"),
-    "broadcast_": Reading("broadcast", "input"),
-    "isend": Reading("send", "tensor"),
+    "all_reduce": ("all_reduce", "input"),
+    "all_reduce_": ("all_reduce", "input"),
+    "all_reduce_coalesced": ("all_reduce", "inputs"),
+    "all_reduce_coalesced_": ("all_reduce", "inputs"),
+    "all_gather_into_tensor": ("all_gather", "*input"),
+    "all_gather_into_tensor_out": ("all_gather", "*input"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "*inputs"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "broadcast": ("broadcast", "input"),
+    "broadcast_": ("broadcast", "input"),
+    "isend": ("send", "tensor"),
 }
 OPERATORS |= {f"_c10d_functional::{name}": reading for name, reading in FUNCTIONAL.items()}
-OPERATORS["_dtensor::shard_dim_alltoall"] = Reading("all_to_all", "input")
 
 
 class _Counter(TorchDispatchMode):
@@ -154,25 +136,24 @@ class _Counter(TorchDispatchMode):
         name = func._schema.name
         if name in OPERATORS:
             names = [argument.name for argument in func._schema.arguments]
-            self._enter(OPERATORS[name], dict(zip(names, args)) | kwargs)
+            self._enter(*OPERATORS[name], dict(zip(names, args)) | kwargs)
         elif name == "_c10d_functional::batch_p2p_ops":
-            self._enter_batch(*args)
+            directions, _, _, tensors, *_ = args
+            for direction, tensor in zip(directions, tensors):
+                if direction == "isend":
+                    self._traffic.add("send", tensor_bytes(tensor), tensor_bytes(tensor))
         return func(*args, **kwargs)
 
-    def _enter(self, reading: Reading, given: dict[str, Any]) -> None:
+    def _enter(self, kind: str, argument: str, given: dict[str, Any]) -> None:
         group = _group_of(given)
-        whole = _bytes_of(given[reading.argument])
-        if reading.of_one_rank:
+        tensors = given[argument.lstrip("*")]
+        whole = sum(tensor_bytes(tensor) for tensor in tree_leaves(tensors))
+        if argument.startswith("*"):
             whole *= group.size()
-        sent = ring_bytes(reading.kind, whole, group.size())
-        if reading.kind == "all_to_all":
-            sent = whole - _staying(given, reading, whole, group)
-        self._traffic.add(reading.kind, whole, sent)
-
-    def _enter_batch(self, directions, peers, tags, tensors, *rest) -> None:
-        for direction, tensor in zip(directions, tensors):
-            if direction == "isend":
-                self._traffic.add("send", tensor_bytes(tensor), tensor_bytes(tensor))
+        sent = ring_bytes(kind, whole, group.size())
+        if kind == "all_to_all":
+            sent = whole - _staying(tensors, given.get("input_split_sizes"), whole, group)
+        self._traffic.add(kind, whole, sent)
 
 
 def _group_of(given: dict[str, Any]) -> ProcessGroup:
@@ -184,17 +165,11 @@ def _group_of(given: dict[str, Any]) -> ProcessGroup:
     return group
 
 
-def _bytes_of(tensors: Any) -> int:
-    return sum(tensor_bytes(tensor) for tensor in tree_leaves(tensors))
-
-
-def _staying(given: dict[str, Any], reading: Reading, whole: int, group: ProcessGroup) -> float:
+def _staying(tensors: Any, rows: list[int] | None, whole: int, group: ProcessGroup) -> float:
     """Bytes of an all-to-all that this rank keeps for itself."""
     place = distributed.get_rank(group)
-    tensors = given[reading.argument]
     if isinstance(tensors, list):  # one for each rank
         return tensor_bytes(tensors[place])
-    rows = given.get("input_split_sizes")
     if rows and sum(rows) > 0:
         return whole * rows[place] / sum(rows)
     return whole / group.size()

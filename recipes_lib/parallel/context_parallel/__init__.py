@@ -24,28 +24,16 @@ Costs      Ring: keys and values go round once in forward; in backward they go r
 Use when   A single sequence does not fit, even with checkpointing and a chunked loss. FSDP does not
            help there, because it shards no activations.
 Not when   Sequences are short or many: then data parallelism sends less. Rows of several documents:
-           a ring refuses them, Ulysses keeps them apart.
+           a ring refuses them, Ulysses keeps them apart. Padding on the left.
 In production   `torch.distributed.tensor.experimental.context_parallel` (CUDA only); accelerate
            `ParallelismConfig(cp_size=…)`; Megatron-LM `--context-parallel-size`; DeepSpeed Ulysses.
 Source     Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.01889); Brandon et
            al., "Striped Attention" (2311.09431), on balance; Jacobs et al., "DeepSpeed Ulysses"
            (2309.14509). The zig-zag is that of Llama 3 (2407.21783) and of ring-flash-attention.
 
-Traps, and what happens here:
-
-- Without `position_ids` a model counts 0, 1, 2, … on every rank, and trains on wrong positions. The
-  forward of the model refuses positions that are not this rank's.
-- Labels that are shifted after the cut lose the last token of each part. `shard_sequence` shifts
-  them before.
-- The mean over a rank's own tokens is not the mean: the loss is divided by the tokens of all ranks.
-- Each rank has a part of each gradient: `sum_gradients` adds them up.
-
-The ring is in ring.py, its kernels in kernels.py, the all-to-all
-in ulysses.py, and what transformers calls in hf.py.
-
 Shapes: B batch, H heads, KV key and value heads, S tokens of a row, N ranks, E head dimension.
 
-hf  what transformers calls, and what is refused
+arithmetic  what one rank keeps and sends
 kernels  attention with its log-sum-exp, and the backward that takes it
 ring  keys and values go round, forward and backward
 ulysses  all-to-all between tokens and heads
@@ -53,35 +41,29 @@ ulysses  all-to-all between tokens and heads
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_choice, check_flag, check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.causal_lm import (
-    decoder_blocks,
     projection_widths,
     require_causal_lm,
     without_adapters,
 )
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import trainable_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.meshes import default_mesh, require_mesh
-from recipes_lib.parallel.context_parallel.hf import (
-    Context,
-    context_of,
-    put_into,
-    require_attention,
-)
-from recipes_lib.parallel.context_parallel.ring import part_of
-from recipes_lib.parallel.context_parallel.ulysses import sent_heads
+from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.parallel.context_parallel.kernels import AMPERE
+from recipes_lib.parallel.context_parallel.ring import part_of, ring_attention, tokens_of
+from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
 
 KINDS = ("ring", "ulysses")
+KNOWN = ("eager", "sdpa", "flash_attention_2", "fused")  # kinds of attention that are the same
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -123,6 +105,29 @@ def ring_by_hand(q: Tensor, k: Tensor, v: Tensor, *, ranks: int) -> Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share a sequence, and how."""
+
+    kind: str  # "ring" or "ulysses"
+    mesh: Any
+
+    @property
+    def pieces(self) -> int:
+        """Into how many a sequence is cut: in a ring each rank has an early and a late piece."""
+        return (2 if self.kind == "ring" else 1) * self.mesh.size()
+
+    def tokens_of_rank(self, seq: int) -> Tensor:
+        """The places of this rank's tokens in rows of `seq` tokens."""
+        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
+        return tokens_of(rank, ranks, seq, zig_zag=self.kind == "ring")
+
+
+# By the name that `config._attn_implementation` of a model has, under which transformers looks
+# attention up. So a model carries only a string, and a deep copy of it works as the original does.
+CONTEXTS: dict[str, Context] = {}
+
+
 def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") -> Any:
     """Let `model` train on parts of sequences, of which each rank has one. Returns `model`.
 
@@ -144,22 +149,57 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     not divide (Ulysses), for GPUs with a dtype that the ring has no kernel for, and if the ranks
     disagree.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     agree(model=model, kind=kind)
     require_causal_lm(model)
     check_choice(KINDS, kind=kind)
-    if mesh is None:
-        mesh = default_mesh()
-    require_mesh(mesh)
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"the mesh has the dimensions {mesh.mesh_dim_names}: give one of them, as in "
-            f"mesh['context']"
-        )
-    require_attention(model, kind)
-    if kind == "ulysses":
-        _require_division(model, mesh.size())
-    put_into(model, Context(kind, mesh))
+    mesh = default_mesh() if mesh is None else mesh
+    require_one_dimension(mesh, such_as="context")
+    causal = without_adapters(model)
+    _require_plain_attention(causal)
+    _require_heads(causal, kind, mesh.size())
+    # "sdpa" and "flash" in a name would make transformers take it for its own.
+    name = f"{kind}_over_ranks_{len(CONTEXTS)}"
+    CONTEXTS[name] = Context(kind, mesh)
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, _no_mask)
+    causal.set_attn_implementation(name)
+    causal.register_forward_pre_hook(_check_arguments, with_kwargs=True)
     return model
+
+
+def _attention(
+    module: Any,
+    query: Tensor,  # [B, H, S/N, E]
+    key: Tensor,  # [B, KV, S/N, E]
+    value: Tensor,  # [B, KV, S/N, E]
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    documents: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: -> [B, S/N, H, E]."""
+    context = CONTEXTS[module.config._attn_implementation]
+    options = {
+        "group": context.mesh.get_group(),
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+    }
+    if torch.is_autocast_enabled(query.device.type):
+        # Positions turn queries and keys in fp32. PyTorch's attention casts them, and so do we.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if context.kind == "ring":
+        out = ring_attention(query, key, value, **options)
+    else:
+        out = ulysses_attention(query, key, value, **options, documents=documents)
+    return out.transpose(1, 2), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """What transformers calls for a mask, once per forward: the attention above needs none."""
+    return
 
 
 def shard_sequence(
@@ -173,7 +213,8 @@ def shard_sequence(
     """This rank's part of whole rows [B, S], as arguments of the model's forward.
 
     The `.loss` of the forward is the sum over this rank's tokens, divided by the tokens of all
-    ranks that count. The sum over the ranks is the loss.
+    ranks that count: a mean over a rank's own tokens would weigh them unequally. The sum over the
+    ranks is the loss.
 
     Args:
         model: as `apply_context_parallel` returned it.
@@ -183,32 +224,33 @@ def shard_sequence(
         tokens: what the sum is divided by; by default the labels of these rows that count. With
             several groups of ranks that have rows of their own, the number of all of them.
     Raises ValueError on every rank for a model without context parallelism, for lengths that the
-    ranks do not divide (twice, for the zig-zag of a ring), for documents in a ring, for tensors of
-    other shapes, for ranks with different ones, and if no label counts.
+    ranks do not divide (twice, for the zig-zag of a ring), for documents in a ring, for ranks with
+    tensors of other shapes, and if no label counts.
     """
     context = context_of(model)
-    given = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
-    shapes = {name: [*tensor.shape] for name, tensor in given.items() if tensor is not None}
-    agree(**shapes)
-    for name, shape in shapes.items():
-        if shape != shapes["input_ids"] or len(shape) != 2:
-            raise ValueError(
-                f"{name} {shape} beside input_ids {shapes['input_ids']}: give all of them as "
-                f"[rows, tokens]"
-            )
-    rows, seq = input_ids.shape
-    _require_parts(seq, context)
+    agree(input_ids=[*input_ids.shape], labels=[*labels.shape])
+    seq = input_ids.shape[1]
+    if seq % context.pieces:
+        raise ValueError(
+            f"rows of {seq} tokens: {context.kind} over {context.mesh.size()} ranks cuts them into "
+            f"{context.pieces} pieces; pad them to a multiple, with labels of -100"
+        )
     # The token in front of a cut predicts the one behind it, so labels are shifted before the cut.
-    targets = torch.cat([labels[:, 1:], labels.new_full((rows, 1), IGNORED)], dim=1)
-    if tokens is None:
-        tokens = int((targets != IGNORED).sum())
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    tokens = int((targets != IGNORED).sum()) if tokens is None else tokens
     check_whole(tokens=tokens)
     counting = torch.arange(seq, device=input_ids.device).expand_as(input_ids)
     more: dict[str, Any] = {}
     if position_ids is None:
         position_ids = counting
     elif not torch.equal(position_ids, counting):
-        more["documents"] = _documents(position_ids, context)
+        if context.kind == "ring":
+            raise ValueError(
+                "positions restart within a row, and a ring does not keep documents apart: take "
+                "kind='ulysses', or rows of one document"
+            )
+        begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
+        more["documents"] = begins.cumsum(dim=1)  # the number of its document for each token
     mine = context.tokens_of_rank(seq).to(input_ids.device)
     return {
         "input_ids": input_ids[:, mine],
@@ -221,27 +263,14 @@ def shard_sequence(
     }
 
 
-def _documents(position_ids: Tensor, context: Context) -> Tensor:
-    """The number of its document for each token of whole rows, [B, S]."""
-    if context.kind == "ring":
-        raise ValueError(
-            "positions restart within a row, and a ring does not keep documents apart: take "
-            "kind='ulysses', or rows of one document"
-        )
-    first = position_ids[:, :1] - 1
-    return (position_ids.diff(dim=1, prepend=first) != 1).cumsum(dim=1)
-
-
 def sum_gradients(model: Any) -> None:
     """After backward: the sum over the ranks of each gradient, on all ranks of the sequence.
 
     With several micro-batches call it once, after the last of them.
     """
-    group = context_of(model).group
-    works = []
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            works.append(distributed.all_reduce(parameter.grad, group=group, async_op=True))
+    group = context_of(model).mesh.get_group()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    works = [distributed.all_reduce(each, group=group, async_op=True) for each in gradients]
     for work in works:
         work.wait()
 
@@ -252,24 +281,87 @@ def loss_of_all(model: Any, loss: Tensor) -> float:
     return total
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _require_division(model: Any, ranks: int) -> None:
-    heads = without_adapters(model).config.num_attention_heads
-    if heads % ranks:
+def context_of(model: Any) -> Context:
+    """The context of a model. Raises ValueError if it has none."""
+    name = without_adapters(model).config._attn_implementation
+    if name not in CONTEXTS:
         raise ValueError(
-            f"{heads} heads do not divide into {ranks} ranks, as Ulysses needs: take kind='ring', "
-            f"or a number of ranks that divides them"
+            f"the attention of this model is {name!r}, which knows no other ranks: call "
+            f"apply_context_parallel(model) first"
+        )
+    return CONTEXTS[name]
+
+
+# --- what would silently be another model ---------------------------------------------------------
+
+
+def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before each forward: the positions have to be those of this rank's tokens."""
+    context = context_of(model)
+    ids = kwargs.get("input_ids")
+    positions = kwargs.get("position_ids")
+    if args or ids is None or positions is None:
+        raise ValueError(
+            "this model gets parts of sequences, and without positions it would count from 0 on "
+            "every rank: call model(**shard_sequence(model, input_ids, labels))"
+        )
+    if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not False:
+        raise ValueError(
+            "with sequences over ranks there is no attention_mask and no KV cache: give "
+            "use_cache=False, and rows that are padded on the right with labels of -100"
+        )
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "labels that are shifted behind the cut lose a token: give what shard_sequence returns"
+        )
+    if kwargs.get("documents") is not None:
+        return  # positions restart, and shard_sequence has checked them
+    mine = context.tokens_of_rank(ids.shape[1] * context.mesh.size()).to(positions.device)
+    if not torch.equal(positions, mine.expand_as(positions)):
+        raise ValueError(
+            f"these are not the positions of rank {context.mesh.get_local_rank()} of "
+            f"{context.mesh.size()}: give what shard_sequence returns"
         )
 
 
-def _require_parts(seq: int, context: Context) -> None:
-    if seq % context.pieces:
-        raise ValueError(
-            f"rows of {seq} tokens: {context.kind} over {context.ranks} ranks cuts them into "
-            f"{context.pieces} pieces; pad them to a multiple, with labels of -100"
-        )
+def _require_plain_attention(causal: Any) -> None:
+    config = causal.config.get_text_config()
+    now = causal.config._attn_implementation
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)
+    dropout = [getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop")]
+    obstacles = {
+        f"has {now!r} attention already": now not in KNOWN,
+        f"has layers of the kinds {', '.join(sorted(kinds))}": kinds != {"full_attention"},
+        f"has a window of {window} tokens": window is not None,
+        "caps its scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        "has dropout in its attention": max(dropout) > 0,
+        "computes attention by itself": not causal._supports_attention_backend,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ValueError(
+                f"this {type(causal).__name__} {obstacle}, which attention over ranks would not "
+                f"compute: give a model with plain causal attention, such as Llama"
+            )
+
+
+def _require_heads(causal: Any, kind: str, ranks: int) -> None:
+    """Ulysses divides heads. On a GPU the operators that return the log-sum-exp take heads of 8 n,
+    and no bf16 before Ampere.
+    """
+    heads = causal.config.num_attention_heads
+    if kind == "ulysses" and heads % ranks:
+        raise ValueError(f"{heads} heads do not divide into {ranks} ranks: take kind='ring'")
+    if kind == "ulysses" or causal.device.type != "cuda":
+        return
+    width = projection_widths(causal.config)[0] // heads
+    if width % 8 or width > 256:
+        raise ValueError(f"heads of {width}: a ring of GPUs takes 8 n up to 256; take 'ulysses'")
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else causal.dtype
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(causal.device) < AMPERE:
+        raise ValueError("this GPU has no attention in bf16: take torch.float32 or torch.float16")
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -280,77 +372,10 @@ def predicted_ring_work(ranks: int, *, zig_zag: bool = True) -> list[list[float]
 
     The unit is attention of all queries of one rank to all keys of another. A step is as long as
     that of its busiest rank. With the zig-zag all ranks have half a unit in every step. Without it
-    some have a whole one in every step, and the others wait. Raises ValueError for 0 ranks.
+    some have a whole one in every step, and the others wait.
     """
-    check_flag(zig_zag=zig_zag)
-    check_whole(ranks=ranks)
     steps = []
     for step in range(ranks):
-        work = []
-        for rank in range(ranks):
-            part = part_of(rank, (rank - step) % ranks, zig_zag=zig_zag)
-            work.append(part.work)
-        steps.append(work)
+        parts = [part_of(rank, (rank - step) % ranks, zig_zag=zig_zag) for rank in range(ranks)]
+        steps.append([part.work for part in parts])
     return steps
-
-
-def predicted_sent_bytes(model: Any, shape: Shape, *, ranks: int, kind: str = "ring") -> int:
-    """Bytes that one rank sends in a step of the whole rows of `shape`, gradients included.
-
-    An all-to-all of X bytes sends (N-1)/N X, an all-reduce in a ring twice that.
-    """
-    check_whole(ranks=ranks)
-    check_choice(KINDS, kind=kind)
-    causal = without_adapters(model)
-    query, key, _ = projection_widths(causal.config)
-    size = causal.dtype.itemsize
-    tokens = shape.tokens * shape.micro_batches // ranks  # of one rank
-    away = (ranks - 1) / ranks
-    if kind == "ring":
-        keys_and_values = 2 * key * tokens
-        forward = (ranks - 1) * keys_and_values * size
-        # Gradients travel in fp32: they are sums over the ranks. The last step brings them home.
-        backward = forward + ranks * keys_and_values * max(size, 4)
-        if ranks == 1:
-            backward = 0
-    else:
-        heads = sent_heads(causal.config, ranks)
-        head_dim = query // causal.config.num_attention_heads
-        forward = away * (2 * query + 2 * heads * head_dim) * tokens * size
-        backward = forward
-    attention = len(decoder_blocks(model)) * (forward + backward)
-    return round(attention + 2 * away * trainable_bytes(model))
-
-
-@estimate(Order.SHARDING)
-def estimate_context_parallel(
-    budget: Budget, model: Any, shape: Shape, *, ranks: int, kind: str = "ring"
-) -> Budget:
-    """The budget of one rank: what grows with tokens is divided by the number of ranks.
-
-    `shape` is that of the whole rows. A ring has beside that the keys and values that arrive, and
-    in backward their gradients. Ulysses keeps the output of attention twice, with some heads of all
-    tokens and with all heads of some, and keys and values of heads that several ranks share.
-    """
-    check_whole(ranks=ranks)
-    check_choice(KINDS, kind=kind)
-    causal = without_adapters(model)
-    query, key, _ = projection_widths(causal.config)
-    size = causal.dtype.itemsize
-    tokens = math.ceil(shape.tokens / ranks)
-    in_backward = 0
-    kept_twice = 0
-    if kind == "ring" and ranks > 1:
-        # Arriving keys and values, and three of their gradients: computed, travelling, arriving.
-        in_backward = 2 * key * tokens * (size + 3 * max(size, 4))
-    if kind == "ulysses" and ranks > 1:
-        head_dim = query // causal.config.num_attention_heads
-        shared = sent_heads(causal.config, ranks) * head_dim - key
-        kept_twice = (query + 2 * shared) * tokens * size
-    blocks = len(decoder_blocks(model))
-    return budget.change(
-        activations=math.ceil(budget.activations / ranks) + blocks * kept_twice,
-        loss=math.ceil(budget.loss / ranks),
-        one_block=math.ceil(budget.one_block / ranks) + kept_twice,
-        block_gradients=math.ceil(budget.block_gradients / ranks) + in_backward,
-    )

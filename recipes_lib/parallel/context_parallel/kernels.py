@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)  # the first capability with flash attention and with products in bf16
@@ -44,18 +44,16 @@ def attend(
             operators._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         )
         return out, sums, (cum_q, cum_k, seed, offset)
-    group = q.shape[1] // k.shape[1]
+    k, v = _repeated(k, q), _repeated(v, q)
     out, sums, seed, offset = operators._scaled_dot_product_efficient_attention(
-        q, _repeated(k, group), _repeated(v, group), None, True, 0.0, causal, scale=scale
+        q, k, v, None, True, 0.0, causal, scale=scale
     )
     return out, sums[:, :, : q.shape[2]], (seed, offset)
 
 
 def attend_backward(
     gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     sums: Tensor,
     rest: tuple[Any, ...],
@@ -68,31 +66,29 @@ def attend_backward(
     `rest` is what any `attend` of this device has returned: without dropout it says nothing about
     the block.
     """
+    q, k, v = qkv
     operators = torch.ops.aten
     if q.device.type != "cuda":
         return operators._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, sums.contiguous(), 0.0, causal, scale=scale
         )
-    if not _flash_runs(q):
-        return _efficient_backward(gradient, q, k, v, out, sums, rest, causal=causal, scale=scale)
-    cum_q, cum_k, seed, offset = rest
-    return operators._scaled_dot_product_flash_attention_backward(
-        gradient,
-        q,
-        k,
-        v,
-        out,
-        sums.contiguous(),
-        cum_q,
-        cum_k,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        seed,
-        offset,
-        scale=scale,
+    if _flash_runs(q):
+        cum_q, cum_k, *random = rest
+        lengths = (cum_q, cum_k, q.shape[2], k.shape[2])
+        return operators._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, sums.contiguous(), *lengths, 0.0, causal, *random, scale=scale
+        )
+    # Of a query that is not there the exponential has to be zero.
+    missing = -q.shape[2] % QUERIES_TOGETHER
+    sums = F.pad(sums, (0, missing), value=torch.inf).contiguous()
+    all_heads = (_repeated(k, q), _repeated(v, q))
+    which = [True, True, True, False]  # gradients of q, k, v, and none of a bias
+    dq, dk, dv, _ = operators._scaled_dot_product_efficient_attention_backward(
+        gradient, q, *all_heads, None, out, sums, *rest, 0.0, which, causal, scale=scale
     )
+    # Each head of keys gets the sum over the heads of queries that share it.
+    dk, dv = [each.unflatten(1, (k.shape[1], -1)).sum(2) for each in (dk, dv)]
+    return dq, dk, dv
 
 
 def _flash_runs(q: Tensor) -> bool:
@@ -103,49 +99,7 @@ def _flash_runs(q: Tensor) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= AMPERE
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    rest: tuple[Any, ...],
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attend_backward`, by the memory-efficient kernels."""
-    seed, offset = rest
-    kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
-    # Of a query that is not there the exponential has to be zero.
-    missing = -q.shape[2] % QUERIES_TOGETHER
-    sums = functional.pad(sums, (0, missing), value=torch.inf)
-    which = [True, True, True, False]  # gradients of q, k, v, and none of a bias
-    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        gradient,
-        q,
-        _repeated(k, group),
-        _repeated(v, group),
-        None,
-        out,
-        sums.contiguous(),
-        seed,
-        offset,
-        0.0,
-        which,
-        causal,
-        scale=scale,
-    )
-    # Each head of keys gets the sum over the heads of queries that share it.
-    dk = dk.unflatten(1, (kv_heads, group)).sum(2)
-    dv = dv.unflatten(1, (kv_heads, group)).sum(2)
-    return dq, dk, dv
-
-
-def _repeated(heads: Tensor, group: int) -> Tensor:
+def _repeated(heads: Tensor, q: Tensor) -> Tensor:
     """[B, KV, K, E] -> [B, H, K, E]."""
-    if group == 1:
-        return heads
-    return heads.repeat_interleave(group, dim=1)
+    group = q.shape[1] // heads.shape[1]
+    return heads if group == 1 else heads.repeat_interleave(group, dim=1)

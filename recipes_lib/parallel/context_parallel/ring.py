@@ -119,8 +119,7 @@ class _RingAttention(torch.autograd.Function):
                 queries, keys = _slices(part, q.shape[2])
                 more_dq, *more = attend_backward(
                     gradient[:, :, queries],
-                    q[:, :, queries],
-                    *held[:, :, :, keys],
+                    (q[:, :, queries], *held[:, :, :, keys]),
                     out[:, :, queries],
                     sums[:, :, queries],
                     ctx.rest,
@@ -151,13 +150,12 @@ class Message:
         ranks = distributed.get_world_size(group)
         self._sent = tensor.contiguous()  # it has to stay as it is until it has left
         self._arriving = torch.empty_like(self._sent)
-        send = distributed.P2POp(
-            distributed.isend, self._sent, group=group, group_peer=(rank + 1) % ranks
-        )
-        receive = distributed.P2POp(
-            distributed.irecv, self._arriving, group=group, group_peer=(rank - 1) % ranks
-        )
-        self._works = distributed.batch_isend_irecv([send, receive])
+        to, source = (rank + 1) % ranks, (rank - 1) % ranks
+        both = [
+            distributed.P2POp(distributed.isend, self._sent, group=group, group_peer=to),
+            distributed.P2POp(distributed.irecv, self._arriving, group=group, group_peer=source),
+        ]
+        self._works = distributed.batch_isend_irecv(both)
 
     def arrived(self) -> Tensor:
         """Wait, and give what the rank before has sent."""
@@ -169,12 +167,8 @@ class Message:
 def _slices(part: Part, tokens: int) -> tuple[slice, slice]:
     """The queries and the keys of a part, of `tokens` each."""
     half = tokens // 2
-    queries = slice(0, tokens)
-    keys = slice(0, tokens)
-    if part.queries == "late":
-        queries = slice(half, tokens)
-    if part.keys == "early":
-        keys = slice(0, half)
+    queries = slice(half, tokens) if part.queries == "late" else slice(0, tokens)
+    keys = slice(0, half) if part.keys == "early" else slice(0, tokens)
     return queries, keys
 
 

@@ -14,22 +14,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
-from torch.nn import functional
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.nn import functional as F
 
-from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.core.predict.plain_step import without_grouped_heads
 
 
 def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Any,
-    scale: float,
-    documents: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float, documents: Tensor | None = None
 ) -> Tensor:
     """Causal attention of this rank's tokens to those of all ranks of `group`.
 
@@ -38,88 +31,47 @@ def ulysses_attention(
     sees another document.
     """
     ranks = distributed.get_world_size(group)
-    repeats = _shared(k.shape[1], ranks) // k.shape[1]
-    if repeats > 1:  # fewer heads of keys than ranks: some ranks share one
-        k = k.repeat_interleave(repeats, dim=1)
-        v = v.repeat_interleave(repeats, dim=1)
-    q = _HeadsToRanks.apply(q, group)  # [B, H/N, S, E]
-    k = _HeadsToRanks.apply(k, group)
-    v = _HeadsToRanks.apply(v, group)
-    if q.shape[1] > k.shape[1] and without_grouped_heads(q.device, q.dtype):
+    sent = math.lcm(k.shape[1], ranks)  # with fewer heads of keys than ranks some share one
+    k = _repeated(k, sent // k.shape[1])
+    v = _repeated(v, sent // v.shape[1])
+    q, k, v = [_heads_to_ranks(tensor, ranks, group) for tensor in (q, k, v)]  # [B, H/N, S, E]
+    if without_grouped_heads(q.device, q.dtype):
         groups = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
+        k, v = _repeated(k, groups), _repeated(v, groups)
     mask = None
-    if documents is not None:
-        mask = _document_mask(documents)
-    out = functional.scaled_dot_product_attention(
+    if documents is not None:  # True where a query (row) may see a key (column): [B, 1, S, S]
+        mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
-    return _TokensToRanks.apply(out, group)
+    return _tokens_to_ranks(out, ranks, group)
 
 
 def sent_heads(config: Any, ranks: int) -> int:
     """Heads of keys that are sent: the model's, or more where ranks have to share them."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return _shared(kv_heads, ranks)
-
-
-def _shared(kv_heads: int, ranks: int) -> int:
-    """The smallest number of heads that is a multiple of both."""
     return math.lcm(kv_heads, ranks)
 
 
-def _document_mask(documents: Tensor) -> Tensor:
-    """True where a query (row) may see a key (column): [B, 1, S, S]."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril().unsqueeze(1)
-
-
-class _HeadsToRanks(torch.autograd.Function):
-    """[B, H, S/N, E] -> [B, H/N, S, E]; backward is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _heads_to_ranks(tensor, group)
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _tokens_to_ranks(gradient, ctx.group), None
-
-
-class _TokensToRanks(torch.autograd.Function):
-    """[B, H/N, S, E] -> [B, H, S/N, E]."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _tokens_to_ranks(tensor, group)
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _heads_to_ranks(gradient, ctx.group), None
-
-
-def _heads_to_ranks(tensor: Tensor, group: Any) -> Tensor:
-    ranks = distributed.get_world_size(group)
+def _heads_to_ranks(tensor: Tensor, ranks: int, group: Any) -> Tensor:
+    """[B, H, S/N, E] -> [B, H/N, S, E]."""
     to_ranks = tensor.unflatten(1, (ranks, -1)).movedim(1, 0)  # [N, B, H/N, S/N, E], N heads' rank
     from_ranks = _all_to_all(to_ranks, group)  # N is now the rank of the tokens
     return from_ranks.movedim(0, 2).flatten(2, 3)
 
 
-def _tokens_to_ranks(tensor: Tensor, group: Any) -> Tensor:
-    ranks = distributed.get_world_size(group)
+def _tokens_to_ranks(tensor: Tensor, ranks: int, group: Any) -> Tensor:
+    """[B, H/N, S, E] -> [B, H, S/N, E]."""
     to_ranks = tensor.unflatten(2, (ranks, -1)).movedim(2, 0)  # [N, B, H/N, S/N, E], N tokens' rank
     from_ranks = _all_to_all(to_ranks, group)
     return from_ranks.movedim(0, 1).flatten(1, 2)
 
 
 def _all_to_all(tensor: Tensor, group: Any) -> Tensor:
-    """Part r of the first dimension goes to rank r; from each rank comes one part."""
-    sent = tensor.contiguous()
-    received = torch.empty_like(sent)
-    distributed.all_to_all_single(received, sent, group=group)
-    return received
+    """Part r of the first dimension goes to rank r, one part comes from each; backward returns."""
+    each = [1] * len(tensor)
+    return wait_tensor(all_to_all_single_autograd(tensor.contiguous(), each, each, group))
+
+
+def _repeated(heads: Tensor, times: int) -> Tensor:
+    return heads if times == 1 else heads.repeat_interleave(times, dim=1)

@@ -17,50 +17,48 @@ Costs      The bubble, the idle part of the time: (P-1) / (V M + P-1) for P rank
            P at most.
 Use when   The model needs several hosts, or GPUs without a fast link, and M is several times P.
 Not when   Sharding (FSDP) fits and its traffic hides behind compute; few micro-batches; P does not
-           divide the blocks.
+           divide the blocks; nothing trains in the first stage. Padding on the left: stages see no
+           mask, and rows are padded on the right with labels of -100.
 In production   `torch.distributed.pipelining`, which runs here; torchtitan
            `parallelism.pipeline_parallel_degree`; Megatron-LM `--pipeline-model-parallel-size`.
 Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream-Flush (2006.09503)
            and "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
            (2104.04473), which has the interleaved schedule.
 
-Traps, and what happens here:
+Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
-- PyTorch's schedules divide gradients by M, because they expect a mean over each micro-batch. With
-  unequal numbers of labels that is another loss. Here each loss is a sum over the global number.
-- They keep the logits of all micro-batches, to return them, unless `return_outputs=False`.
-- A tied embedding is on the first and on the last rank. Their gradients are added, or the two
-  copies would drift apart.
-- `clip_grad_norm_` on one rank sees one stage. `Pipeline.clip_gradients` sees the norm of all.
-
-A step is in run.py, a stage in stage.py, the times of actions
-in clock.py, and what a rank keeps in arithmetic.py.
-
-Shapes: B batch, M micro-batches, S sequence, D hidden; P ranks, V stages on each.
-
-arithmetic  what a rank keeps, by the order of its actions and its stages
+arithmetic  what a rank keeps and sends, by the order of its actions and its stages
 clock  when each action of a pipeline began and ended
-run  the stages of one rank, run by PyTorch's schedule
 stage  some blocks of a model as a module of their own
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import final_norm_bytes
-from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.meshes import default_mesh, require_mesh
-from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action, most_in_flight
-from recipes_lib.parallel.pipeline_parallel.arithmetic import most_kept, own_share, table_copy
-from recipes_lib.parallel.pipeline_parallel.run import Pipeline
-from recipes_lib.parallel.pipeline_parallel.stage import require_family, require_whole
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import pipelining
+from torch.nn import functional as F
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.data import IGNORED
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
+from recipes_lib.parallel.pipeline_parallel.clock import Clock, TimedStage
+from recipes_lib.parallel.pipeline_parallel.stage import Stage, drop_all_but, require_family
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -104,27 +102,6 @@ def warm_up_of_rank(
     return min(forwards, (stages_per_rank - 1) * ranks + 2 * ranks_behind)
 
 
-def order_of_all(
-    schedule: str, *, ranks: int, micro_batches: int, stages_per_rank: int | None = None
-) -> list[list[Action]]:
-    """The order of each rank. PyTorch's schedules run the same orders, as a test shows.
-
-    Raises ValueError for an unknown schedule and for numbers that it cannot work with.
-    """
-    stages_per_rank = _checked_stages(schedule, stages_per_rank)
-    _check_micro_batches(schedule, ranks, micro_batches)
-    numbers = {
-        "ranks": ranks,
-        "micro_batches": micro_batches,
-        "stages_per_rank": stages_per_rank,
-    }
-    orders = []
-    for rank in range(ranks):
-        warm_up = warm_up_of_rank(schedule, rank, **numbers)
-        orders.append(order_of_rank(rank, warm_up=warm_up, **numbers))
-    return orders
-
-
 # --- the technique --------------------------------------------------------------------------------
 
 
@@ -151,8 +128,7 @@ def apply_pipeline_parallel(
         micro_batches: into how many the batch of a step is cut.
         stages_per_rank: by default 2 for "interleaved"; the other schedules have 1.
     Raises ValueError on every rank, before anything is changed, for a model of another family than
-    FAMILIES, for one that is in a pipeline already, for blocks that do not divide, for a first
-    stage in which nothing trains, for a number of micro-batches that the schedule cannot work with,
+    FAMILIES, for one that is in a pipeline already, for numbers that the schedule cannot work with,
     and if the ranks disagree.
     """
     # A rank that raises alone would leave the others waiting.
@@ -163,82 +139,226 @@ def apply_pipeline_parallel(
         stages_per_rank=stages_per_rank,
     )
     require_causal_lm(model)
-    check_choice(SCHEDULES, schedule=schedule)
-    check_whole(micro_batches=micro_batches)
-    if mesh is None:
-        mesh = default_mesh()
-    _require_one_dimension(mesh)
-    stages_per_rank = _checked_stages(schedule, stages_per_rank)
-    _check_micro_batches(schedule, mesh.size(), micro_batches)
     require_family(model)
-    require_whole(model)
-    _require_division(model, mesh.size(), stages_per_rank)
-    _require_training(model, mesh.size() * stages_per_rank)
+    mesh = default_mesh() if mesh is None else mesh
+    require_one_dimension(mesh, such_as="pipeline")
+    stages_per_rank = checked_stages(model, schedule, mesh.size(), micro_batches, stages_per_rank)
     return Pipeline(model, mesh, schedule, micro_batches, stages_per_rank)
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _require_one_dimension(mesh: Any) -> None:
-    require_mesh(mesh)
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"the mesh has the dimensions {mesh.mesh_dim_names}: give one of them, as in "
-            f"mesh['pipeline']"
-        )
-
-
-def _checked_stages(schedule: str, stages_per_rank: int | None) -> int:
-    """The number of stages on each rank, that of the schedule if none was given."""
+def checked_stages(
+    model: Any, schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None
+) -> int:
+    """The stages of a rank, those of the schedule if none are given. Raises ValueError."""
     check_choice(SCHEDULES, schedule=schedule)
-    if schedule == "interleaved":
-        if stages_per_rank is None:
-            return 2
-        check_whole(least=2, stages_per_rank=stages_per_rank)
-        return stages_per_rank
-    if stages_per_rank not in (None, 1):
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank!r}: {schedule} has one stage on each rank; take "
-            f"schedule='interleaved' for more"
-        )
-    return 1
-
-
-def _check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
     check_whole(ranks=ranks, micro_batches=micro_batches)
-    if schedule == "1f1b" and micro_batches < ranks:
-        raise ValueError(
-            f"micro_batches={micro_batches}: give at least as many as there are ranks, {ranks}, or "
-            f"take schedule='gpipe'"
-        )
-    if schedule == "interleaved" and micro_batches % ranks:
-        raise ValueError(
-            f"micro_batches={micro_batches}: the interleaved schedule takes them in groups of as "
-            f"many as there are ranks; give a multiple of {ranks}"
-        )
-
-
-def _require_division(model: Any, ranks: int, stages_per_rank: int) -> None:
-    blocks = len(decoder_blocks(model))
-    stages = ranks * stages_per_rank
+    if schedule == "interleaved":
+        stages_per_rank = 2 if stages_per_rank is None else stages_per_rank
+        check_whole(least=2, stages_per_rank=stages_per_rank)
+    elif stages_per_rank not in (None, 1):
+        raise ValueError(f"{schedule} has one stage on each rank; take schedule='interleaved'")
+    stages_per_rank = stages_per_rank or 1
+    if schedule == "1f1b":
+        check_whole(least=ranks, micro_batches=micro_batches)
+    blocks, stages = len(decoder_blocks(model)), ranks * stages_per_rank
     if blocks % stages:
-        raise ValueError(
-            f"{blocks} blocks do not divide into {stages} stages ({ranks} ranks with "
-            f"{stages_per_rank} each): give a number of ranks and of stages that divides them"
-        )
+        raise ValueError(f"{blocks} blocks do not divide into {stages} stages")
+    if schedule == "interleaved" and micro_batches % ranks:
+        raise ValueError(f"micro_batches={micro_batches}: give a multiple of the {ranks} ranks")
+    return stages_per_rank
 
 
-def _require_training(model: Any, stages: int) -> None:
-    """PyTorch runs backward in each stage, and in a frozen first one there is nothing to run."""
-    blocks = decoder_blocks(model)
-    embedding = without_adapters(model).get_input_embeddings()
-    first = [embedding, *blocks[: len(blocks) // stages]]
-    if not any(parameter.requires_grad for module in first for parameter in module.parameters()):
-        raise ValueError(
-            f"nothing trains in the first of {stages} stages, the embedding and "
-            f"{len(blocks) // stages} blocks: train something there, or take fewer stages"
+class Pipeline:
+    """The stages of this rank, and the schedule that runs them with those of the other ranks.
+
+    `stages` are modules, of which each has its `number`. `rank` counts inside of the pipeline.
+    """
+
+    def __init__(
+        self, model: Any, mesh: Any, schedule: str, micro_batches: int, stages_per_rank: int
+    ) -> None:
+        causal = without_adapters(model)
+        self.mesh = mesh
+        self.schedule = schedule
+        self.micro_batches = micro_batches
+        self.ranks = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self._group = mesh.get_group()
+        self._device = causal.device
+        self._dtype = causal.dtype
+        self._hidden_size = causal.config.hidden_size
+        self._vocabulary = causal.get_output_embeddings().weight.shape[0]
+        self._all_stages = self.ranks * stages_per_rank
+        numbers = range(self.rank, self._all_stages, self.ranks)
+        self.stages = nn.ModuleList([Stage(model, number, self._all_stages) for number in numbers])
+        tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
+        # Whether this rank has a copy of a weight that another rank has, too.
+        self._tied = tied and self.ranks > 1 and self.rank in (0, self.ranks - 1)
+        drop_all_but(model, self.stages)
+        self.clock: Clock | None = None
+        self._schedule: Any = None  # PyTorch's, for batches of this shape:
+        self._shape: torch.Size | None = None
+        self._tokens = 1
+
+    def _schedule_for(self, rows: int, seq: int) -> Any:
+        """PyTorch's schedule for batches [rows, seq] over this rank's stages."""
+        rows = rows // self.micro_batches
+        ids = torch.empty(rows, seq, dtype=torch.long, device="meta")
+        hidden = torch.empty(rows, seq, self._hidden_size, dtype=self._dtype, device="meta")
+        logits = torch.empty(rows, seq, self._vocabulary, dtype=self._dtype, device="meta")
+        stages = []
+        for stage in self.stages:
+            is_last = stage.number == self._all_stages - 1
+            enters = ids if stage.number == 0 else hidden.detach().requires_grad_()
+            leaves = (logits if is_last else hidden).detach().requires_grad_()
+            # The shapes are known, so PyTorch need not find them out by running the model.
+            shapes = {"input_args": enters, "output_args": leaves}
+            place = {"device": self._device, "group": self._group, "num_stages": self._all_stages}
+            stages.append(TimedStage(self, stage, **place, **shapes))
+        return SCHEDULES[self.schedule](
+            stages if self.schedule == "interleaved" else stages[0],
+            n_microbatches=self.micro_batches,
+            loss_fn=self._loss_of,
+            scale_grads=False,  # True divides by the micro-batches, for a loss that is a mean
         )
+
+    def step(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        tokens: int | None = None,
+        record: bool = False,
+    ) -> float:
+        """Forward and backward of a whole batch. Gradients are added to `.grad`. Returns the loss.
+
+        The loss is the sum over all tokens that count, divided by their number. It is the same on
+        every rank, and the same number as without a pipeline.
+
+        Args:
+            input_ids: [B, S], the same on every rank.
+            labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
+            position_ids: [B, S]; where they restart, a new document begins. By default 0, 1, 2, …
+            tokens: what the sum is divided by; by default the labels of this batch that count. With
+                several pipelines side by side, the number of all of them.
+            record: keep begin and end of each action for `recorded`.
+        Raises ValueError, on every rank, for a batch that does not divide into micro-batches, for
+        ranks with other shapes, and if no label counts.
+        """
+        # A rank that differs would wait for messages that nobody sends.
+        agree(input_ids=[*input_ids.shape], labels=[*labels.shape], tokens=tokens, record=record)
+        if len(input_ids) % self.micro_batches:
+            raise ValueError(
+                f"{len(input_ids)} rows: give a multiple of micro_batches={self.micro_batches}"
+            )
+        # [B, S]: each label in the place of the token that has to predict it.
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        self._tokens = int((targets != IGNORED).sum()) if tokens is None else tokens
+        check_whole(tokens=self._tokens)
+        if self._shape != input_ids.shape:
+            self._schedule = self._schedule_for(*input_ids.shape)
+            self._shape = input_ids.shape
+        self.clock = Clock(self._device, self._group, self.rank) if record else None
+
+        ids = [input_ids] if self.rank == 0 else []
+        rest: dict[str, Any] = {}
+        losses: list[Tensor] = []
+        if position_ids is not None:
+            rest["position_ids"] = position_ids
+        if self.rank == self.ranks - 1:
+            rest |= {"target": targets, "losses": losses}
+        earlier = self._take_tied_gradient()
+        # `return_outputs` would keep and join the logits of all micro-batches.
+        self._schedule.step(*ids, return_outputs=False, **rest)
+        self._add_tied_gradients(earlier)
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        total = total.to(self._device)
+        distributed.broadcast(total, group=self._group, group_src=self.ranks - 1)
+        return total.item()
+
+    def _loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The part of one micro-batch in the loss of the step; logits [B/M, S, V]."""
+        # PyTorch's schedules expect a mean over each micro-batch. With unequal numbers of labels
+        # that is another loss: here it is a sum over the number of all.
+        logits = at_least_fp32(logits.flatten(0, 1))
+        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = total / self._tokens
+        if self.clock is not None:
+            self.clock.prolong()  # the last forward includes the loss
+        return loss
+
+    def recorded(self) -> list[Action]:
+        """What all ranks did in the last step with `record=True`, in seconds since it began.
+
+        All ranks of the pipeline have to call it.
+        """
+        parts: list[Any] = [None] * self.ranks
+        distributed.all_gather_object(parts, self.clock.actions(), group=self._group)
+        return [action for part in parts for action in part]
+
+    # --- parameters -------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the names that they have in the whole model.
+
+        A tied weight is that of the embedding on rank 0, and that of the output layer on the last.
+        """
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                yield stage.whole_name(name), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, for the optimizer."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip the gradients of all stages to one norm. Returns the norm that they had together.
+
+        `clip_grad_norm_` on one rank would see one stage. All ranks of the pipeline have to call
+        it. Raises ValueError for a norm of 0 or less.
+        """
+        check_number(above=0, max_norm=max_norm)
+        counted = list(self.parameters())
+        if self._tied and self.rank > 0:
+            # Rank 0 has the same gradient and counts it.
+            tied = self._tied_weight()
+            counted = [parameter for parameter in counted if parameter is not tied]
+        norm = clip_gradients(counted, math.inf, stages=self.mesh)  # measures
+        total = torch.tensor(norm, device=self._device)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return norm
+
+    # --- a tied weight: on the first and on the last rank -----------------------------------------
+
+    def _tied_weight(self) -> nn.Parameter:
+        """The copy that this rank has: the embedding on rank 0, the output layer on the last."""
+        return self.stages[0].embedding.weight if self.rank == 0 else self.stages[-1].head.weight
+
+    def _take_tied_gradient(self) -> Tensor | None:
+        """What earlier steps have left in a tied gradient: it is the sum of both ranks already."""
+        if not self._tied:
+            return None
+        weight = self._tied_weight()
+        earlier = weight.grad
+        weight.grad = None
+        return earlier
+
+    def _add_tied_gradients(self, earlier: Tensor | None) -> None:
+        """Both copies of a tied weight get the sum of their gradients: the copies stay equal."""
+        if not self._tied or not self._tied_weight().requires_grad:
+            return
+        weight = self._tied_weight()
+        theirs = torch.empty_like(weight.grad)
+        peer = {"group": self._group, "group_peer": self.ranks - 1 - self.rank}
+        send = distributed.P2POp(distributed.isend, weight.grad, **peer)
+        receive = distributed.P2POp(distributed.irecv, theirs, **peer)
+        for work in distributed.batch_isend_irecv([send, receive]):
+            work.wait()
+        weight.grad.add_(theirs)
+        if earlier is not None:
+            weight.grad.add_(earlier)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -247,114 +367,7 @@ def _require_training(model: Any, stages: int) -> None:
 def predicted_bubble(*, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
     """The idle part of the time of all ranks, (P-1) / (V M + P-1), if all stages take equally long.
 
-    GPipe and 1F1B have the same bubble. Sending takes no time here. Raises ValueError for numbers
-    below 1.
+    GPipe and 1F1B have the same bubble. Sending takes no time here.
     """
     check_whole(ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
     return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
-
-
-def predicted_sent_bytes(
-    model: Any, shape: Shape, *, ranks: int, rank: int, stages_per_rank: int = 1
-) -> int:
-    """Bytes that one rank sends in a step: [B, S, D] over each of its borders, forward and back.
-
-    Together with the gradient of a tied embedding, which the first and the last rank exchange.
-    """
-    check_whole(ranks=ranks, stages_per_rank=stages_per_rank)
-    check_whole(least=0, most=ranks - 1, rank=rank)
-    if ranks == 1:
-        return 0
-    causal = without_adapters(model)
-    tokens = shape.tokens * shape.micro_batches
-    hidden = tokens * causal.config.hidden_size * causal.dtype.itemsize
-    borders = 2 * stages_per_rank
-    if rank == 0:
-        borders -= 1  # nothing goes back from the first stage
-    if rank == ranks - 1:
-        borders -= 1  # nothing goes on from the last stage
-    sent = borders * hidden
-    embedding = causal.get_input_embeddings().weight
-    tied = embedding is causal.get_output_embeddings().weight
-    if tied and embedding.requires_grad and rank in (0, ranks - 1):
-        sent += tensor_bytes(embedding)
-    return sent
-
-
-@estimate(Order.SHARDING)
-def estimate_pipeline_parallel(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    ranks: int,
-    micro_batches: int,
-    schedule: str = "1f1b",
-    stages_per_rank: int | None = None,
-    rank: int = 0,
-) -> Budget:
-    """The budget of one rank of a pipeline. The fullest is `rank` 0, or the last one by its logits.
-
-    `shape` is the whole batch of a step in one pass: the pipeline cuts it into its micro-batches.
-    Raises ValueError for numbers that `apply_pipeline_parallel` refuses, and for a shape that has
-    micro-batches already.
-    """
-    stages_per_rank = _checked_stages(schedule, stages_per_rank)
-    _check_micro_batches(schedule, ranks, micro_batches)
-    check_whole(least=0, most=ranks - 1, rank=rank)
-    _require_division(model, ranks, stages_per_rank)
-    _require_one_pass(shape, micro_batches)
-    numbers = {
-        "ranks": ranks,
-        "micro_batches": micro_batches,
-        "stages_per_rank": stages_per_rank,
-    }
-    order = order_of_all(schedule, **numbers)[rank]
-    is_last = rank == ranks - 1
-    stages = ranks * stages_per_rank
-    weights = own_share(model, ranks, rank, trained_only=False)
-    trained = own_share(model, ranks, rank, trained_only=True)
-
-    tokens = shape.tokens // micro_batches  # of one micro-batch
-    one_block = budget.one_block // micro_batches
-    message = tokens * without_adapters(model).config.hidden_size * model.dtype.itemsize
-    of_stage = len(decoder_blocks(model)) // stages * one_block
-    # PyTorch has a buffer for each message that arrives in a step, and keeps it for the next one.
-    arriving = 2 * stages_per_rank * micro_batches
-    if rank == 0:
-        arriving -= micro_batches
-    if is_last:
-        arriving -= micro_batches
-    activations = most_kept(order, schedule, stages, of_stage, message) + arriving * message
-    loss = 0
-    if is_last:
-        in_last_stage = [action for action in order if action.stage == stages - 1]
-        waiting = most_in_flight(in_last_stage)
-        logits = tokens * model.config.vocab_size
-        # A loss that waits keeps the logits, and their log-softmax in fp32. Two fp32 gradients.
-        loss = waiting * logits * (model.dtype.itemsize + 4) + 2 * 4 * logits
-        activations += waiting * tokens * final_norm_bytes(model)
-    gradients = round(budget.gradients * trained)
-    carried = 0
-    if micro_batches > 1:
-        carried = gradients
-    return budget.change(
-        weights=round(budget.weights * weights),
-        states=round(budget.states * trained),
-        gradients=gradients,
-        carried=carried,
-        activations=activations,
-        loss=loss,
-        one_block=one_block,
-        block_gradients=budget.block_gradients // micro_batches,
-        last_gradients=0,
-        embedding_gradient=table_copy(model, ranks, rank),
-    )
-
-
-def _require_one_pass(shape: Shape, micro_batches: int) -> None:
-    if shape.micro_batches > 1 or shape.rows % micro_batches:
-        raise ValueError(
-            f"{shape} and micro_batches={micro_batches}: give the shape of the whole step with "
-            f"micro_batches=1, and rows that the pipeline can cut evenly"
-        )

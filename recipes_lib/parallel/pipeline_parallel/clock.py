@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed
+from torch.distributed.pipelining import PipelineStage
 
 from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
 
@@ -26,8 +27,6 @@ class Clock:
     """Begin and end of each action of this rank, in seconds after the begin on rank 0."""
 
     def __init__(self, device: torch.device, group: Any, rank: int) -> None:
-        from torch import distributed
-
         self._device = device
         self._rank = rank
         self._begun: list[tuple[Action, Any]] = []
@@ -75,35 +74,30 @@ class Clock:
         return moment - self._zero + self._later
 
 
-def timed_stage(pipeline: Any, stage: nn.Module, **options: Any) -> Any:
-    """PyTorch's `PipelineStage` of our stage, which tells the pipeline's clock what it does."""
-    from torch.distributed.pipelining import PipelineStage
+class TimedStage(PipelineStage):
+    """PyTorch's stage, which tells the pipeline's clock what it computes."""
 
-    class TimedStage(PipelineStage):
-        """The two methods that each schedule calls to compute."""
+    def __init__(self, pipeline: Any, stage: Any, **options: Any) -> None:
+        super().__init__(stage, stage.number, **options)
+        self.pipeline = pipeline
 
-        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with _on(pipeline, self.stage_index, FORWARD, fwd_chunk_id):
-                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._on_clock(FORWARD, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with _on(pipeline, self.stage_index, BACKWARD, bwd_chunk_id):
-                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._on_clock(BACKWARD, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-        def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """Stages ask each other whether all of them know their shapes, and here all do.
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stages ask each other whether all of them know their shapes, and here all do.
 
-            Ranks that are only pretended (`core.dry_ranks`) answer nothing, which would mean no.
-            """
-            answer = super()._warmup_backward_result(*args, **kwargs)
-            return torch.ones_like(answer)
+        Ranks that are only pretended (`core.predict.dry_ranks`) answer nothing, which would mean
+        no.
+        """
+        return torch.ones_like(super()._warmup_backward_result(*args, **kwargs))
 
-    return TimedStage(stage, stage.number, **options)
-
-
-def _on(
-    pipeline: Any, stage: int, direction: str, micro_batch: int
-) -> contextlib.AbstractContextManager:
-    if pipeline.clock is None:
-        return contextlib.nullcontext()
-    return pipeline.clock.action(stage, direction, micro_batch)
+    def _on_clock(self, direction: str, micro_batch: int) -> contextlib.AbstractContextManager:
+        if self.pipeline.clock is None:
+            return contextlib.nullcontext()
+        return self.pipeline.clock.action(self.stage_index, direction, micro_batch)

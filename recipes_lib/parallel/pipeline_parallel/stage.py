@@ -31,25 +31,30 @@ class Stage(nn.Module):
         self.number = number
         self.rotary = inner.rotary_emb
         self.blocks = nn.ModuleList(blocks[number * size : (number + 1) * size])
-        self.embedding = None
-        self.norm = None
-        self.head = None
-        if number == 0:
-            self.embedding = inner.embed_tokens
-        if number == stages - 1:
-            self.norm = inner.norm
-            self.head = causal.lm_head
+        is_last = number == stages - 1
+        self.embedding = inner.embed_tokens if number == 0 else None
+        self.norm = inner.norm if is_last else None
+        self.head = causal.lm_head if is_last else None
         self._whole_names = self._names_in(model)
 
     def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Ids [R, S] in the first stage, hidden [R, S, D] in the others -> hidden, or logits."""
+        from transformers.masking_utils import create_masks_for_generate
+
         if position_ids is None:
             # One row for all: the rotation is kept for backward.
             position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         rotation = self.rotary(hidden, position_ids)
-        masks = self._masks(hidden, position_ids)
+        # What the model itself would give to its blocks: no mask at all where none is needed.
+        masks = create_masks_for_generate(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
         for block in self.blocks:
             mask = masks
             if isinstance(masks, dict):  # the model has blocks with different kinds of attention
@@ -65,18 +70,6 @@ class Stage(nn.Module):
             hidden = self.head(self.norm(hidden))  # [R, S, V]
         return hidden
 
-    def _masks(self, hidden: Tensor, position_ids: Tensor) -> Any:
-        """What the model itself would give to its blocks: no mask at all where none is needed."""
-        from transformers.masking_utils import create_masks_for_generate
-
-        return create_masks_for_generate(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=position_ids,
-        )
-
     def whole_name(self, name: str) -> str:
         """The name in the whole model of this stage's parameter `name`."""
         return self._whole_names[name]
@@ -86,8 +79,7 @@ class Stage(nn.Module):
         names = {}
         for own, module in self.named_modules():
             for parameter, _ in module.named_parameters(recurse=False):
-                local = f"{own}.{parameter}"
-                names[local] = f"{modules[module]}.{parameter}"
+                names[f"{own}.{parameter}"] = f"{modules[module]}.{parameter}"
         return names
 
 
@@ -108,17 +100,13 @@ def drop_all_but(model: Any, stages: Iterable[nn.Module]) -> None:
 
 
 def require_family(model: Any) -> None:
-    """Raise ValueError for a model that does more than its stages would do."""
+    """Raise ValueError for a model that does more than its stages, or has no weights."""
     family = without_adapters(model).config.model_type
     if family not in FAMILIES:
         raise ValueError(
             f"a model of the family {family!r} cannot be cut into stages here: give one of "
             f"{', '.join(FAMILIES)}"
         )
-
-
-def require_whole(model: Any) -> None:
-    """Raise ValueError if some weights are on the meta device: a pipeline has taken the model."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "this model has weights without values: a pipeline has its stages already, or it was "

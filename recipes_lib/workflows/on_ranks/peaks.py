@@ -23,8 +23,8 @@ from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded, estimate_fully_sharded
 from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,
-    estimate_pipeline_parallel,
 )
+from recipes_lib.parallel.pipeline_parallel.arithmetic import estimate_pipeline_parallel
 from recipes_lib.workflows.on_ranks.batches import byte_batches
 from recipes_lib.workflows.on_ranks.train import small_llama
 

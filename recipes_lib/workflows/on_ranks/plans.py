@@ -12,13 +12,13 @@ from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.predict.plain_step import budget_of, trainable_bytes
 from recipes_lib.parallel import (
-    context_parallel,
     data_parallel,
     fully_sharded,
-    pipeline_parallel,
     tensor_parallel,
     zero,
 )
+from recipes_lib.parallel.context_parallel import arithmetic as context_arithmetic
+from recipes_lib.parallel.pipeline_parallel import arithmetic as pipeline_arithmetic
 from recipes_lib.parallel.tensor_parallel import arithmetic as tensor_parallel_arithmetic
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
@@ -97,7 +97,7 @@ def _in_stages(model: Any, shape: Shape, ranks: int, micro_batches: int) -> Rank
     plain = budget_of(model, shape)
     plans = []
     for rank in range(ranks):
-        budget = pipeline_parallel.estimate_pipeline_parallel(
+        budget = pipeline_arithmetic.estimate_pipeline_parallel(
             plain,
             model,
             shape,
@@ -105,7 +105,7 @@ def _in_stages(model: Any, shape: Shape, ranks: int, micro_batches: int) -> Rank
             micro_batches=micro_batches,
             rank=rank,
         )
-        sent = pipeline_parallel.predicted_sent_bytes(model, shape, ranks=ranks, rank=rank)
+        sent = pipeline_arithmetic.predicted_sent_bytes(model, shape, ranks=ranks, rank=rank)
         plans.append(RankPlan(budget, sent))
     return max(plans, key=_kept)
 
@@ -115,10 +115,10 @@ def _kept(plan: RankPlan) -> int:
 
 
 def _by_tokens(model: Any, shape: Shape, ranks: int, kind: str) -> RankPlan:
-    budget = context_parallel.estimate_context_parallel(
+    budget = context_arithmetic.estimate_context_parallel(
         budget_of(model, shape), model, shape, ranks=ranks, kind=kind
     )
-    sent = context_parallel.predicted_sent_bytes(model, shape, ranks=ranks, kind=kind)
+    sent = context_arithmetic.predicted_sent_bytes(model, shape, ranks=ranks, kind=kind)
     return RankPlan(budget, sent)
 
 

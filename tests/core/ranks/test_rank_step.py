@@ -1,17 +1,21 @@
+"""Rows of a rank, tokens of all, and a step in which every token weighs the same."""
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.ranks.rank_step import rank_step, sum_of_losses, tokens_of_all_ranks
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.meshes import mesh_of
+from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows, rank_step
+from recipes_lib.core.ranks.rank_step import tokens_of_all_ranks as tokens_of
+from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,
     Run,
-    counted_tokens,
     global_batch,
     largest_difference,
-    loss_sum,
     own_batches,
     sgd,
     tiny_model,
@@ -20,6 +24,25 @@ from tests.parallel.parity import (
 )
 
 NO_CLIPPING = 1e9  # a norm that no gradient has
+
+
+def rows_of_four():
+    """The first row of each rank, by mesh; and what is refused."""
+    both = mesh_of(replicate=2, shard=2)
+    firsts_of_ranks = []
+    for mesh in (None, both["replicate"], both):
+        firsts = [0.0] * 4
+        firsts[rank()] = rank_rows(8, mesh=mesh).start
+        firsts_of_ranks.append(sums_over_ranks(*firsts))
+    return firsts_of_ranks, refusal(rank_rows, 6)
+
+
+def test_rows_of_meshes(four_ranks):
+    """The mistake: ranks of one copy of the model read other rows, or two copies the same."""
+    firsts, refused = four_ranks.run(rows_of_four)
+    assert firsts == [[0, 2, 4, 6], [0, 0, 4, 4], [0, 2, 4, 6]]
+    assert refused == "batch_size=6: give a multiple of the 4 ranks"
+    assert rank_rows(6) == slice(0, 6)
 
 
 def train_wrapped(steps=4, count=1, reduce_each=False, max_norm=MAX_NORM):
@@ -33,46 +56,32 @@ def train_wrapped(steps=4, count=1, reduce_each=False, max_norm=MAX_NORM):
     return Run(losses, whole_parameters(model))
 
 
-def refused():
-    """What is refused on both ranks, though only one of them is wrong."""
-    batch = own_batches(0)[0]
-    empty = dict(batch, labels=torch.full_like(batch["labels"], -100))
-    messages = []
-    for batches in ([batch] * (1 + rank()), [], [empty]):
-        with pytest.raises(ValueError) as caught:
-            tokens_of_all_ranks(batches)
-        messages.append(str(caught.value))
-    counts = tokens_of_all_ranks([batch]), counted_tokens(global_batch(0)["labels"])
-    half = tokens_of_all_ranks([[batch, empty][rank()]]), counted_tokens(batch["labels"])
-    return messages, counts, half
-
-
-def test_the_sum_of_losses_is_that_of_the_shifted_labels():
-    model, batch = tiny_model(), global_batch(0)
-    logits = model(input_ids=batch["input_ids"]).logits
-    expected = loss_sum(logits, batch["labels"])
-    torch.testing.assert_close(sum_of_losses(model, batch), expected)
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"count": 2, "max_norm": None}, {"count": 2, "reduce_each": True}],
-    ids=str,
+    "options", [{"count": 2, "max_norm": None}, {"count": 2, "reduce_each": True}], ids=str
 )
 def test_ranks_with_unequal_tokens_train_as_one_process(two_ranks, options):
-    """A mean over each rank's own tokens would fail here: the ranks' numbers differ.
-
-    A factor in all gradients shows without clipping only.
+    """The mistake: a mean over each rank's own tokens. In all gradients a factor shows without
+    clipping only.
     """
     run = two_ranks.run(train_wrapped, **options)
     max_norm = options.get("max_norm", MAX_NORM) or NO_CLIPPING
     assert largest_difference(run, train_alone(max_norm=max_norm)) < TOLERANCE
 
 
+def refused():
+    """What is refused on both ranks, though only one of them is wrong; and what is counted."""
+    batch = own_batches(0)[0]
+    empty = dict(batch, labels=torch.full_like(batch["labels"], -100))
+    messages = [refusal(tokens_of, batches) for batches in ([batch] * (1 + rank()), [empty])]
+    counts = [tokens_of([batch]), counted_tokens(batch["labels"])]
+    return messages, counts, tokens_of([[batch, empty][rank()]])
+
+
 def test_refused_on_every_rank(two_ranks):
-    messages, counts, half = two_ranks.run(refused)
+    """The mistakes: a rank that waits for a micro-batch that the other does not have; 0 / 0."""
+    messages, counts, of_rank_0 = two_ranks.run(refused)
     assert "[1, 2] micro-batches" in messages[0]
-    assert "[0, 0] micro-batches" in messages[1]
-    assert "no token is left" in messages[2]
-    assert counts[0] == counts[1]
-    assert half[0] == half[1]  # a rank without tokens is no error while another has some
+    assert "no token is left" in messages[1]
+    labels = global_batch(0)["labels"][:, 1:]
+    assert counts == [(labels != -100).sum()] * 2
+    assert of_rank_0 == (labels[:4] != -100).sum()  # the other one may have none
