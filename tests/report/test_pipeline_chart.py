@@ -89,5 +89,3 @@ def test_the_bubble_is_grey_on_a_dark_page_too():
 def test_wrong_input():
     with pytest.raises(ValueError, match="nothing to draw"):
         pipeline_chart({})
-    with pytest.raises(ValueError, match="no action has a time"):
-        pipeline_chart({"a": [Action(0, 0, FORWARD, 0)]})
