@@ -887,7 +887,7 @@ for workers, (name, share) in enumerate(stalls.items()):  # 0 workers, then 1
 #
 # **Why not more?** The worker here is a thread, which helps where making a batch means waiting for a disk or a network. Python code that computes, as padding and filtering do, needs other processes, and these need cores of their own.
 #
-# **How do I use it?** `DataLoader(num_workers=4, prefetch_factor=2, pin_memory=True)`; `split_dataset_by_node` for streams of `datasets`. `step_loader` and `stream_loader` of the file do it by rank, and continue in the middle of an epoch.
+# **How do I use it?** `DataLoader(num_workers=4, prefetch_factor=2, pin_memory=True)`; `split_dataset_by_node` for streams of `datasets`. `step_loader` of the file does it by rank, and continues in the middle of an epoch.
 #
 # **What does it cost?** Processes, and the memory of the batches that wait.
 #

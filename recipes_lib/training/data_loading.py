@@ -7,12 +7,9 @@ Idea       Make the next batches beside the training, a few of them ahead:
                worker    [make 0][make 1][make 2][make 3] …
                training          [step 0][step 1][step 2] …              no waiting
 
-           With several ranks each one loads its part of every step, and no row twice. Two kinds:
-
-               rows that can be counted   The position is the step: the rows of a step are a
-                                          function of its number. There is nothing to save.
-               a stream                   Each rank and worker keeps a position of its own. All
-                                          of them are saved, and read again by as many.
+           With several ranks each one loads its part of every step, and no row twice. The rows of a
+           step are a function of its number, so there is nothing to save: a run that goes on at
+           step n asks for step n.
 Saves      The waiting. With w workers, L seconds to make a batch and S seconds of a step, a step
            takes max(S, L/w) in the place of L + S.
 Costs      Processes, and the memory of the batches that wait: workers x prefetch of them. Workers
@@ -20,19 +17,17 @@ Costs      Processes, and the memory of the batches that wait: workers x prefetc
 Use when   `measure_stalls` says that steps wait: text is tokenized on the way, files are far away,
            images are decoded.
 Not when   Rows are tokenized already and lie in memory: making a batch then takes less than handing
-           it over from another process.
+           it over from another process. Streams, whose rows have no number, are not handled here:
+           `StatefulDataLoader` keeps their position, but not the rows in a shuffle buffer.
 In production   `DataLoader(num_workers=4, prefetch_factor=2, pin_memory=True)`;
            `TrainingArguments(dataloader_num_workers=4)`; `StatefulDataLoader` of torchdata;
            `datasets.distributed.split_dataset_by_node` for streams.
-Source     PyTorch documentation, "torch.utils.data"; torchdata, "Stateful DataLoader"; Hugging Face
-           datasets, "Stream".
+Source     PyTorch documentation, "torch.utils.data"; Hugging Face datasets, "Stream".
 
-The stream's loader is in stream.py. To pin memory means to forbid the system to move
-it, so that the GPU can fetch a batch by itself, beside its own work.
+To pin memory means to forbid the system to move it, so that the GPU can fetch a batch by itself,
+beside its own work.
 
 Shapes: B rows of a step, over all ranks; S sequence.
-
-stream  its streams: one share per rank, with a position that is saved
 """
 
 from __future__ import annotations
@@ -48,17 +43,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
-from recipes_lib.core.checks import check_flag, check_number, check_whole
-from recipes_lib.core.data import IGNORED
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.ranks import rank as own_rank
 from recipes_lib.core.ranks import world_size
-from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.training.data_loading.stream import StreamLoader
 
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
@@ -115,20 +106,28 @@ def step_loader(
         workers: processes that make batches; 0 makes them in this process, while the step waits.
         prefetch: batches that each worker has ready or in work.
         pin: hand batches over in pinned memory; by default on a machine with a GPU.
-    Raises ValueError for rows without a length, for rows_per_step that the ranks do not divide, and
-    for numbers out of range.
+    Raises ValueError for rows_per_step that the ranks do not divide, and for numbers out of range.
     """
-    rank, ranks = _rank_and_ranks(rank, ranks)
-    _require_countable(rows)
-    check_whole(steps=steps, rows_per_step=rows_per_step)
+    if ranks is None:
+        rank, ranks = own_rank(), world_size()
+    check_whole(rank=rank, least=0, most=ranks - 1)
     check_whole(start=start, least=0, most=steps)
-    _require_divisible(rows_per_step, ranks)
-    # Raises for more rows in a step than there are.
-    rows_of_step(start, rows=len(rows), rows_per_step=rows_per_step, seed=seed)
-    data = StepData(rows, rows_per_step, collate, seed, rank, ranks)
-    options = loader_options(workers=workers, prefetch=prefetch, pin=pin)
-    # The loader's items are whole batches, and their numbers are the steps.
-    return DataLoader(data, sampler=range(start, steps), batch_size=None, **options)
+    if rows_per_step % ranks:
+        raise ValueError(f"rows_per_step={rows_per_step}: give a multiple of the {ranks} ranks")
+    if pin is None:
+        pin = machine().device == "cuda"
+    return DataLoader(
+        StepData(rows, rows_per_step, collate, seed, rank, ranks),
+        # The loader's items are whole batches, and their numbers are the steps.
+        sampler=range(start, steps),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers > 0 else None,
+        pin_memory=pin,
+        # By default a loader draws a number from those of the training, whose dropout would then
+        # depend on when a loader is made.
+        generator=torch.Generator(),
+    )
 
 
 class StepData(Dataset):
@@ -166,80 +165,6 @@ def random_numbers_of(name: str) -> Iterator[None]:
             yield
         finally:
             random.setstate(outside)
-
-
-def stream_loader(
-    stream: Any,
-    *,
-    rows_per_step: int,
-    collate: Collate,
-    shuffle_rows: int = 1000,
-    seed: int = 0,
-    epoch: int = 0,
-    rank: int | None = None,
-    ranks: int | None = None,
-    workers: int = 0,
-    prefetch: int = 2,
-    pin: bool | None = None,
-) -> StreamLoader:
-    """Load this rank's part of a stream once: every row on one rank, none twice, none left out.
-
-    The loader has `state_dict()` and `load_state_dict()`: it goes on in the middle of an epoch with
-    the next row, in the same order. Ranks may end at different steps: see `until_all_end`.
-
-    Args:
-        stream: a `datasets.IterableDataset`, as from `load_dataset(…, streaming=True)`. If the
-            ranks divide its shards, each rank reads its own; else each reads all rows.
-        rows_per_step: B, of all ranks together. Last batches may be smaller.
-        collate: makes a batch of a list of rows.
-        shuffle_rows: how many rows are read and shuffled together; 1 keeps the stream's order.
-        seed, epoch: another order of the shuffled rows for each.
-        rank, ranks, workers, prefetch, pin: as for `step_loader`.
-    Raises ValueError for what is no such stream or was shuffled by its own method, for more workers
-    than shards, for rows_per_step that the ranks do not divide, and for numbers out of range.
-    `load_state_dict` raises one for a state of other ranks, workers, sizes or seeds.
-    """
-    rank, ranks = _rank_and_ranks(rank, ranks)
-    check_whole(rows_per_step=rows_per_step, shuffle_rows=shuffle_rows)
-    check_whole(epoch=epoch, seed=seed, least=0)
-    _require_divisible(rows_per_step, ranks)
-    return StreamLoader(
-        stream,
-        rows=rows_per_step // ranks,
-        collate=collate,
-        shuffle_rows=shuffle_rows,
-        order=f"{seed} {epoch}",
-        rank=rank,
-        ranks=ranks,
-        options=loader_options(workers=workers, prefetch=prefetch, pin=pin),
-    )
-
-
-def until_all_end(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches of this rank; as long as another rank has one more, a batch without a target.
-
-    Every step of a parallel training is a collective. A rank whose stream ends earlier would leave
-    the others waiting in it for ever. Here it goes on with its last batch, in which no label counts
-    any more. Divide the loss by the targets of all ranks: that batch then adds nothing.
-
-    Each batch costs one all-reduce of one number. Give batches that are on the CPU still, and move
-    them afterwards with `to_device`: a rank without any gets one of another rank.
-    """
-    source = iter(batches)
-    without_targets = None
-    while True:
-        batch = next(source, None)
-        [ready] = sums_over_ranks(int(batch is not None))
-        if ready == 0:
-            return
-        if batch is not None:
-            without_targets = {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
-        if ready < world_size():
-            # A rank that never had a batch takes one of another rank.
-            without_targets = _first_over_ranks(without_targets)
-        if batch is None:
-            batch = without_targets
-        yield batch
 
 
 def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
@@ -288,9 +213,7 @@ def measure_stalls(
 
     The first `warmup` steps are not counted: workers start in them. The device is waited for after
     each step, so that its work does not look like waiting for the next batch.
-    Raises ValueError if no step is left to count.
     """
-    check_whole(warmup=warmup, least=0)
     waiting = []
     training = []
     source = iter(batches)
@@ -304,69 +227,7 @@ def measure_stalls(
         synchronize()
         waiting.append(got - asked)
         training.append(time.perf_counter() - got)
-    if len(waiting) <= warmup:
-        raise ValueError(f"{len(waiting)} batches, warmup={warmup}: give more batches")
     return Stalls(waiting[warmup:], training[warmup:])
-
-
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def loader_options(*, workers: int, prefetch: int, pin: bool | None) -> dict[str, Any]:
-    """The options of a DataLoader. Raises ValueError for numbers out of range.
-
-    The loader gets random numbers of its own. By default it draws one from those of the training,
-    whose dropout would then depend on when a loader is made.
-    """
-    check_whole(workers=workers, least=0)
-    check_whole(prefetch=prefetch)
-    if pin is not None:
-        check_flag(pin=pin)
-    has_gpu = machine().device == "cuda"
-    if pin and not has_gpu:
-        raise ValueError(
-            "pin=True: there is no GPU here that would fetch from pinned memory: give None or False"
-        )
-    options = {
-        "num_workers": workers,
-        "pin_memory": has_gpu if pin is None else pin,
-        "generator": torch.Generator(),
-    }
-    if workers > 0:
-        options["prefetch_factor"] = prefetch
-    return options
-
-
-def _rank_and_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """The given ones, checked; or those of the process group; or one rank alone."""
-    if (rank is None) != (ranks is None):
-        raise ValueError(f"rank={rank}, ranks={ranks}: give both, or none of them")
-    if rank is None:
-        return own_rank(), world_size()
-    check_whole(ranks=ranks)
-    check_whole(rank=rank, least=0, most=ranks - 1)
-    return rank, ranks
-
-
-def _require_countable(rows: Any) -> None:
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise ValueError(
-            f"{type(rows).__name__} has no length and no row numbers: use stream_loader"
-        )
-
-
-def _require_divisible(rows_per_step: int, ranks: int) -> None:
-    if rows_per_step % ranks:
-        raise ValueError(f"rows_per_step={rows_per_step}: give a multiple of the {ranks} ranks")
-
-
-def _first_over_ranks(own: Batch | None) -> Batch:
-    """This rank's batch, if it has one, else that of the first rank that has one."""
-    found: list[Batch | None] = [None] * world_size()
-    distributed.all_gather_object(found, own)
-    if own is not None:
-        return own
-    return next(batch for batch in found if batch is not None)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -378,8 +239,6 @@ def predicted_stall_share(*, make_seconds: float, step_seconds: float, workers: 
     Without workers it is L / (L + S). With them a batch is ready every L / w seconds, so that a
     step waits for what is left of that after S.
     """
-    check_number(above=0, make_seconds=make_seconds, step_seconds=step_seconds)
-    check_whole(workers=workers, least=0)
     if workers == 0:
         return make_seconds / (make_seconds + step_seconds)
     between = max(step_seconds, make_seconds / workers)
@@ -388,12 +247,9 @@ def predicted_stall_share(*, make_seconds: float, step_seconds: float, workers: 
 
 def predicted_workers(*, make_seconds: float, step_seconds: float) -> int:
     """The fewest workers with which no step waits: L / S, rounded up."""
-    check_number(above=0, make_seconds=make_seconds, step_seconds=step_seconds)
     return math.ceil(make_seconds / step_seconds)
 
 
 def predicted_waiting_bytes(batch: Batch, *, workers: int, prefetch: int = 2) -> int:
     """Bytes of the batches that wait in host memory on one rank."""
-    check_whole(workers=workers, least=0)
-    check_whole(prefetch=prefetch)
     return workers * prefetch * sum(tensor.nbytes for tensor in batch.values())
