@@ -15,6 +15,7 @@ import torch
 import recipes_lib
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from tests.not_causal import NAMES, not_causal
+from tests.snapshots import assert_unchanged, snapshot
 
 TECHNIQUES = ["precision", "architecture", "attention", "memory", "training", "fine_tuning"]
 TECHNIQUES += ["parallel", "inference", "compression", "edge"]
@@ -65,11 +66,6 @@ EVERY_FUNCTION = functions_that_change_a_model()
 FUNCTIONS = {name: function for name, function in EVERY_FUNCTION.items() if name not in EXEMPT}
 
 
-def weights_of(model):
-    """What a technique could have changed first: names, identities and values of weights."""
-    return {name: (id(p), p.requires_grad, p.sum().item()) for name, p in model.named_parameters()}
-
-
 @pytest.fixture
 def one_rank(tmp_path):
     """This process as the only rank: techniques for many look for a process group first."""
@@ -84,10 +80,10 @@ def one_rank(tmp_path):
 def test_another_model_is_refused_and_unchanged(function_name):
     """The mistake: half of an encoder-decoder is changed, and its loss still falls."""
     model = not_causal("encoder_decoder")
-    before = weights_of(model)
+    before = snapshot(model)
     with pytest.raises(ValueError, match="give a decoder-only model"):
         FUNCTIONS[function_name](model, **OPTIONS.get(function_name, {}))
-    assert weights_of(model) == before
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("model_name", NAMES)
