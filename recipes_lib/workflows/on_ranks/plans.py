@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.predict.plain_step import budget_of, trainable_bytes
 from recipes_lib.parallel import (
@@ -40,7 +40,6 @@ def plan_of(
     Raises ValueError for an unknown strategy, and for numbers that it cannot divide.
     """
     check_choice(STRATEGIES, strategy=strategy)
-    check_whole(ranks=ranks)
     if strategy in OF_PAIRS and ranks % PAIR != 0:
         raise ValueError(
             f"ranks={ranks}: {strategy} takes pairs of ranks; give a multiple of {PAIR}"
