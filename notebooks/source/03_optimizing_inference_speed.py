@@ -39,7 +39,7 @@
 # | 2 | compiled decoding | operator calls per token, on a GPU | [compiled_decode.py](../recipes_lib/inference/compiled_decode.py) |
 # | 3 | weights in 16 bits | bytes per weight | [sixteen_bit_weights.py](../recipes_lib/precision/sixteen_bit_weights.py) |
 # | 4 | INT8 quantization | bytes per weight | [int8.py](../recipes_lib/precision/int8/__init__.py), [int8_sensitivity.py](../recipes_lib/precision/int8/sensitivity.py) |
-# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4/__init__.py) |
+# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4.py) |
 # | 6 | activation-aware scaling | the error of INT4 | [awq.py](../recipes_lib/precision/awq/__init__.py) |
 # | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student/__init__.py), [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
 # | 8 | flash attention | time and memory of a prompt | [flash.py](../recipes_lib/attention/flash.py) |
@@ -568,7 +568,7 @@ add_row("int8 dynamic", dynamic)
 # Most formats round a token in the same way in every call, so a whole piece of text can go through the model at once. Dynamic int8 is the exception: all tokens of a call share one scale. It reads one token per call, as when it writes.
 
 # %%
-from recipes_lib.core.data.quality import decode_quality
+from recipes_lib.core.data.evaluation import decode_quality
 
 exact = decode_quality(fresh(), documents)
 print(f"fp32          perplexity {exact.perplexity:.3f}, {exact.tokens} tokens")
