@@ -12,5 +12,6 @@ sixteen_bit_weights  bf16 or fp16 weights for inference, on the path that is fas
 
 _adam                an AdamW in chunks: stochastic rounding, and states that load as they were
 _converted_weights   products of many rows with weights stored in another dtype
+_packed_linear       layers of few bits: packed for a kernel here, in plain order in a file
 _four_bit_grid       weights on 16 levels, with a scale and an offset for each group of a row
 """

