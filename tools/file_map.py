@@ -64,10 +64,9 @@ def file_map() -> str:
     sections = [HEAD]
     for name in table_of(LIB / "__init__.py"):
         sections.append(section(LIB / name))
-        if name == "core":
-            sections += [
-                section(LIB / name / part) for part in table_of(LIB / name / "__init__.py")
-            ]
+        if name == "core":  # the only room with rooms in it
+            parts = [LIB / name / part for part in table_of(LIB / name / "__init__.py")]
+            sections += [section(part) for part in parts if part.is_dir()]
     return "\n".join(sections)
 
 
