@@ -24,39 +24,53 @@ Source     Hsu et al., "Liger Kernel", arXiv 2410.10989; Wijmans et al., "Cut Yo
 
 Shapes: T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence.
 
-autograd  ... the loss of a chunk and its gradients
-hf  ... the glue to a Hugging Face model
-plan  ... the rows of a chunk and the dtypes
+arithmetic  the plan: rows of a chunk and dtypes; and its bytes
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.model.causal_lm import final_softcap, require_causal_lm, without_adapters
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.chunked_loss import (
-    ChunkPlan,
+    LayerProducts,
+    LossWithGradients,
     check_labels,
-    device_type,
     divisor_of_mean,
-    hidden_bytes,
-    last_block_bytes,
-    planned_autocast,
-    planned_targets,
     rows_with_a_target,
+    zero_gradients,
 )
 from recipes_lib.core.model.mixing import mix_in, unmix
-from recipes_lib.core.model.output_layer import require_plain_loss
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import head_of, head_trains
-from recipes_lib.memory.chunked_cross_entropy.autograd import ChunkedLoss, Extras
-from recipes_lib.memory.chunked_cross_entropy.hf import LossFromHidden
-from recipes_lib.memory.chunked_cross_entropy.plan import LOGITS_OF_A_BLOCK, plan_chunks
+from recipes_lib.core.model.output_layer import (
+    OutputLayer,
+    beside_weight_and_bias,
+    makes_plain_logits,
+    options_by_name,
+    output_layer_of,
+    run_to_the_output_layer,
+    targets_of,
+    with_loss,
+)
+from recipes_lib.core.model.probe import proves
+from recipes_lib.memory.chunked_cross_entropy.arithmetic import (
+    estimate_chunked_cross_entropy,
+    plan_chunks,
+)
+
+__all__ = [
+    "apply_chunked_cross_entropy",
+    "chunked_cross_entropy",
+    "estimate_chunked_cross_entropy",
+    "plain_chunked_loss",
+    "remove_chunked_cross_entropy",
+]
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -90,6 +104,12 @@ def plain_chunked_loss(
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves(
+    "exact",
+    # A router's loss that is forgotten is 3e-4 of the loss, and 16 bits hide it in the gradients.
+    loss_bound=1e-4,
+    tried_with={"chunk_size": 7, "label_smoothing": 0.0, "z_loss": 0.0},
+)
 def apply_chunked_cross_entropy(
     model: Any,
     *,
@@ -102,22 +122,69 @@ def apply_chunked_cross_entropy(
     With `labels=` in training mode, or `skip_logits=True` in eval mode, the output has `loss` and
     no logits. The options are those of `chunked_cross_entropy`.
 
-    Raises ValueError for wrong arguments, for a model that computes its loss itself or has a
-    forward of its own, as a device map sets it, and if the loss is chunked already. The model's
+    Raises ValueError for wrong options, and for a model whose own loss is another one. The model's
     forward raises it if the logits are more than a linear layer, the factor and the soft cap
     of the configuration.
     """
     require_causal_lm(model)
     options = {"chunk_size": chunk_size, "label_smoothing": label_smoothing, "z_loss": z_loss}
     _check_options(**options)
-    causal = without_adapters(model)
-    if isinstance(causal, LossFromHidden):
-        raise ValueError(
-            "the loss is chunked already: call remove_chunked_cross_entropy(model) first"
-        )
-    require_plain_loss(causal)
-    mix_in(causal, LossFromHidden, chunked_loss=functools.partial(chunked_cross_entropy, **options))
+    loss = functools.partial(chunked_cross_entropy, **options)
+    mix_in(without_adapters(model), LossFromHidden, chunked_loss=loss)
     return model
+
+
+class LossFromHidden:
+    """What is mixed into the class of a causal LM: a loss without all logits.
+
+    Attributes:
+        chunked_loss: a function of hidden [B, S, D], weight [V, D] and the labels [B, S], which are
+            shifted already; with the keywords bias, softcap, num_items and ignore_index.
+    """
+
+    chunked_loss: Callable[..., torch.Tensor]
+
+    def forward(self, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        """As ever; but with labels in training mode, or with `skip_logits`, there are no logits."""
+        if skip_logits is None:
+            skip_logits = self.training
+        kwargs = options_by_name(super().forward, args, kwargs)
+        if kwargs.get("labels") is None or not skip_logits:
+            return super().forward(**kwargs)
+
+        without_loss = kwargs | {"labels": None, "return_dict": True}
+        run = functools.partial(super().forward, **without_loss)
+        output, hidden = run_to_the_output_layer(self, run)
+        layer = output_layer_of(self)
+        problem = _why_not(self, output, hidden, layer)
+        if problem:
+            raise ValueError(
+                f"{type(self).__name__} {problem}, which a chunked loss would leave out: "
+                f"call remove_chunked_cross_entropy(model) and train on its own loss"
+            )
+
+        loss = self.chunked_loss(
+            hidden,
+            layer.weight,
+            targets_of(kwargs).to(hidden.device),
+            bias=layer.bias,
+            softcap=layer.softcap,
+            num_items=kwargs.get("num_items_in_batch"),
+            ignore_index=kwargs.get("ignore_index", IGNORED),
+        )
+        return with_loss(self, output, loss, kwargs)
+
+
+def _why_not(model: Any, output: Any, hidden: torch.Tensor, layer: OutputLayer) -> str | None:
+    """What the model does with its logits or its loss beside the output layer and its soft cap."""
+    others = beside_weight_and_bias(model.get_output_embeddings())
+    if any(parameter.requires_grad for parameter in others):
+        return "has adapters on its output layer"
+    if "aux_loss" in output:
+        return "adds a router's loss"
+    if not makes_plain_logits(output, hidden, layer):
+        return "scales its logits or changes them otherwise"
+    return None
 
 
 def remove_chunked_cross_entropy(model: Any) -> Any:
@@ -127,6 +194,9 @@ def remove_chunked_cross_entropy(model: Any) -> Any:
         raise ValueError("this model has no loss that apply_chunked_cross_entropy() has changed")
     unmix(causal, LossFromHidden, attributes=["chunked_loss"])
     return model
+
+
+# --- the loss in chunks ---------------------------------------------------------------------------
 
 
 def chunked_cross_entropy(
@@ -152,18 +222,14 @@ def chunked_cross_entropy(
         num_items: divides the sum, instead of the number of targets: that of the whole batch, when
             `labels` are those of one micro-batch.
     Returns the "mean" or "sum", in fp32 or fp64. Backward runs once. Raises ValueError for wrong
-    options, shapes and labels, and for a mean over no target.
+    options and labels, and for a mean over no target.
     """
     _check_options(chunk_size=chunk_size, label_smoothing=label_smoothing, z_loss=z_loss)
-    if softcap is not None:
-        check_number(above=0, softcap=softcap)
-    check_whole(ignore_index=ignore_index, least=-(2**63))
     check_choice(("mean", "sum"), reduction=reduction)
     if reduction == "sum" and num_items is not None:
-        raise ValueError(
-            "reduction='sum' and num_items exclude each other: leave reduction out with num_items"
-        )
-    _check_shapes(hidden, weight, labels, bias)
+        raise ValueError("num_items is for a mean: leave reduction out")
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"hidden {[*hidden.shape]}, labels {[*labels.shape]}: one label per token")
 
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
@@ -182,9 +248,6 @@ def chunked_cross_entropy(
         )
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
 def _check_options(*, chunk_size: int | None, label_smoothing: float, z_loss: float) -> None:
     """Raise ValueError for options that no loss has."""
     if chunk_size is not None:
@@ -193,101 +256,70 @@ def _check_options(*, chunk_size: int | None, label_smoothing: float, z_loss: fl
     check_number(least=0, z_loss=z_loss)
 
 
-def _check_shapes(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Raise ValueError unless the shapes are [..., D], [V, D], [...] and [V]."""
-    fits = weight.dim() == 2 and hidden.shape == (*labels.shape, weight.shape[1])
-    shapes = [tuple(tensor.shape) for tensor in (hidden, weight, labels)]
-    if bias is not None:
-        fits = fits and bias.shape == weight.shape[:1]
-        shapes.append(tuple(bias.shape))
-    if not fits:
-        raise ValueError(
-            f"shapes of hidden, weight, labels, bias: {shapes} are not [..., D], [V, D], [...], [V]"
-        )
+class Extras(NamedTuple):
+    """What is added to plain cross-entropy."""
+
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+class ChunkedLoss(LossWithGradients):
+    """The loss of hidden [T, D], weight [V, D] and bias [V]; forward makes the gradients, too."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, rows, targets, divisor, plan, extras, training):
+        gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
+        layer = LayerProducts(weight, bias, plan.products)
+        room = layer.room(min(plan.rows, len(rows)))  # [C, V]
+        total = hidden.new_zeros((), dtype=plan.sums)
+        # index [C], the rows of this chunk; target [C, 1]
+        for index, target in zip(rows.split(plan.rows), targets[:, None].split(plan.rows)):
+            inputs = hidden[index].to(plan.products)  # [C, D]
+            logits = layer.logits(inputs, out=room[: len(index)])  # [C, V]
+            blocks = zip(logits.split(plan.block_rows), target.split(plan.block_rows))
+            for block_logits, block_target in blocks:
+                total += _loss_and_gradient_(block_logits, block_target, plan.sums, extras)
+            d_logits = logits  # by now: the loss has written its gradient over them
+            gradients.add_chunk_(index, d_logits, inputs, layer.factors)
+
+        ctx.divisor = divisor
+        ctx.gradients = gradients
+        return total / divisor
 
 
-@estimate(Order.LOSS)
-def estimate_chunked_cross_entropy(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    chunk_size: int | None = None,
-    targets: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> Budget:
-    """The budget with a chunked loss.
+def _loss_and_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, sums: torch.dtype, extras: Extras
+) -> torch.Tensor:
+    """The sum of the losses of logits [C, V] and targets [C, 1]; the logits become its gradient.
 
-    Args:
-        targets: tokens of a micro-batch that have a label. None: all but the first of each row.
-        dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
-            or if there is none.
-    Raises ValueError for a wrong chunk size, and if no token has a label.
+    Of one row, with s the label smoothing, z the z-loss and p the softmax:
+
+        loss      (1 - s) (-log p[target])  +  s mean(-log p)  +  z logsumexp²
+        gradient  p (1 + 2 z logsumexp)  -  s / V  -  (1 - s) onehot
     """
-    _check_options(chunk_size=chunk_size, label_smoothing=0.0, z_loss=0.0)
-    targets = planned_targets(shape, targets)
-    head = head_of(model)
-    with planned_autocast(head, dtype):
-        plan = plan_chunks(head, head, targets=targets, chunk_size=chunk_size)
-        spared = _spared_copy(budget, head)
+    smoothing = extras.label_smoothing
+    capped = logits
+    if extras.softcap:
+        capped = torch.tanh(logits.to(sums) / extras.softcap).mul_(extras.softcap)
 
-    weight_gradient = 0
-    if head_trains(budget, model):
-        weight_gradient = head.numel() * plan.weight_sums.itemsize
-    in_last_chunk = hidden_bytes(budget, model, shape) + _chunk_bytes(budget, model, plan, targets)
-    in_last_block = last_block_bytes(budget, model, shape)
-    return budget.change(
-        activations=budget.activations - spared,
-        loss=weight_gradient + max(in_last_chunk, in_last_block),
-    )
+    log_probability = torch.log_softmax(capped, 1, dtype=sums)  # [C, V]
+    of_target = log_probability.gather(1, targets)  # [C, 1]
+    log_sum = capped.gather(1, targets) - of_target  # [C, 1], log-sum-exp
+    of_all = 0
+    if smoothing:
+        of_all = log_probability.mean(1, keepdim=True)  # [C, 1]
+    squares = extras.z_loss * log_sum.square()
+    losses = squares - (1 - smoothing) * of_target - smoothing * of_all  # [C, 1]
 
-
-def _spared_copy(budget: Budget, head: torch.Tensor) -> int:
-    """Bytes of the 16-bit copy of the output layer that autocast would keep until backward.
-
-    `estimate_mixed_precision` has counted it among the activations. The chunked loss keeps none.
-    """
-    counted = any(done.name == "estimate_mixed_precision" for done in budget.applied)
-    casts = torch.is_autocast_enabled(device_type(head)) and head.dtype == torch.float32
-    return 2 * head.numel() if counted and casts else 0
-
-
-def _chunk_bytes(budget: Budget, model: Any, plan: ChunkPlan, targets: int) -> int:
-    """What is alive at the largest moment of one chunk, beside the gradients."""
-    head = head_of(model)
-    vocabulary, width = head.shape
-    rows = min(plan.rows, targets)
-    size = plan.products.itemsize
-
-    logits = rows * vocabulary * size
-    # Of this chunk; and beside them their gradient, or those of the chunk before.
-    inputs = 2 * rows * width * size
-    weight_copy = 0
-    if plan.products != head.dtype:
-        weight_copy = head.numel() * size
-    between_products = _block_bytes(model, plan, rows)
-    in_products = _sum_bytes(budget, model, plan)
-    return logits + inputs + weight_copy + max(between_products, in_products)
-
-
-def _block_bytes(model: Any, plan: ChunkPlan, rows: int) -> int:
-    """Between the products: the fp32 log-softmax of a block, and the logits in fp32 beside it.
-
-    That copy of the logits exists where they are capped, or have 16 bits.
-    """
-    block = 4 * min(rows * len(head_of(model)), LOGITS_OF_A_BLOCK)
-    if final_softcap(model) or plan.products.itemsize == 2:
-        return 2 * block
-    return block
-
-
-def _sum_bytes(budget: Budget, model: Any, plan: ChunkPlan) -> int:
-    """In the products: the chunk's part of the weight's gradient, before a sum in another dtype."""
-    if not head_trains(budget, model) or plan.products == plan.weight_sums:
-        return 0
-    return head_of(model).numel() * plan.products.itemsize
+    # From here on in place: the softmax in the memory of its logarithm, then the gradient.
+    gradient = log_probability.exp_()  # [C, V]
+    if smoothing or extras.z_loss:
+        gradient.mul_(1 + 2 * extras.z_loss * log_sum)
+        gradient.sub_(smoothing / gradient.shape[1])
+    gradient.scatter_add_(1, targets, torch.full_like(of_target, smoothing - 1))
+    if extras.softcap:
+        slope = capped.div_(extras.softcap).square_().neg_().add_(1)  # of the cap: 1 - tanh²
+        gradient.mul_(slope)
+    logits.copy_(gradient)
+    return losses.sum()

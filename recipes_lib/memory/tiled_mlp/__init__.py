@@ -8,16 +8,15 @@ Idea       In an MLP no token reads another one, so they can pass in tiles, one 
 
            `norms=True` does the same to each RMSNorm, which saves its input twice: in fp32, and
            normalised.
-Saves      4 T F elements in every block, and at the peak inside a block 6 (T - t) F.
-           Of the norms: 4 bytes x T D for each one whose weight trains, and the five fp32 tensors
-           [T, D] that its backward adds.
+Saves      4 T F elements in every block, and at the peak inside a block 6 (T - t) F. Of each norm
+           that trains 4 bytes x T D, and the five fp32 tensors [T, D] that its backward adds.
 Costs      The MLP's products once more, but for the last. On top of block checkpointing none, for
            that now ends its recomputation at the MLP's input (not in Gemma 2: a norm follows). A
            weight's gradient is summed over tiles, beside up to two copies of it; in bf16 every sum
            rounds, so more tiles mean a larger error. Dropout draws other numbers.
 Use when   Sequences are long and the peak is inside a block: blocks are checkpointed, or few.
-Not when   Logits or weights set the peak. Selective checkpointing keeps the products of all tiles:
-           the forward refuses.
+Not when   Logits or weights set the peak; in a mixture of experts, whose router's loss is over all
+           tokens; under selective checkpointing, which keeps the products of all tiles.
 In production   Axolotl `tiled_mlp: true`; DeepSpeed's `TiledMLP`
            (`runtime.sequence_parallel.ulysses_sp`); Liger `LigerTiledSwiGLUMLP`. A version that
            adds to `.grad` once per tile fails under plain DDP; this one does not.
@@ -26,19 +25,18 @@ Source     Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996; Liu a
 
 Shapes: B batch, S sequence, T = B*S tokens, t of a tile, D hidden, F feed-forward.
 
-arithmetic  ... what that saves, and what its backward holds
+arithmetic  what that saves, and what its backward holds
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.checks import check_flag, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import (
     EXPERTS,
     ROUTERS,
@@ -49,20 +47,15 @@ from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     trunk,
 )
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
+from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.recomputed_parts import (
     needs_backward,
     refuse_selective_checkpointing,
     run_recomputed_parts,
 )
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.memory.tiled_mlp.arithmetic import (
-    as_backward_begins,
-    in_one_block,
-    no_longer_saved_in_a_block,
-    no_longer_saved_in_a_norm,
-    sizes_of,
-)
+from recipes_lib.memory.tiled_mlp.arithmetic import tiled_budget
 
 # The fewest tokens of a tile by default. With fewer, the products of a tile take little time beside
 # adding its part to the weights' gradients.
@@ -86,6 +79,7 @@ def tiled_by_hand(mlp: nn.Module, hidden: torch.Tensor, *, tile_size: int) -> to
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("exact", tried_with={"tile_size": 5})
 def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = False) -> Any:
     """Let the MLP of every block, and with `norms` every RMSNorm beside it, work in tiles.
 
@@ -95,17 +89,12 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
     Args:
         tile_size: tokens of a tile, of all rows together. None takes the hidden size, with which
             the 6 t F elements are twice the MLP's own weights, but at least 1024.
-    Raises ValueError for a tile size below 1; for an `mlp` that is missing, is a mixture of experts
-    or reads more than the hidden states; for `norms` where they are LayerNorms; and for a model
-    that is tiled already.
+    Raises ValueError for a tile size below 1, for blocks without an `mlp`, for a mixture of experts
+    and for `norms` where they are LayerNorms.
     """
-    check_flag(norms=norms)
     require_causal_lm(model)
     tile_size = _tile_size(model, tile_size)
-    modules = _token_wise_modules(model, norms)
-    if any(isinstance(module, Tiled) for module in modules):
-        raise ValueError("this model is tiled already: call remove_tiled_mlp(model) first")
-    for module in modules:
+    for module in _token_wise_modules(model, norms):
         mix_in(module, Tiled, tile_size=tile_size)
     return model
 
@@ -152,9 +141,6 @@ class Tiled:
         return output.view(*hidden.shape[:-1], output.shape[-1])
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
 def _tile_size(model: Any, tile_size: int | None) -> int:
     """Tokens of a tile: as given, or the default for this model."""
     if tile_size is None:
@@ -164,57 +150,26 @@ def _tile_size(model: Any, tile_size: int | None) -> int:
 
 
 def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
-    """The MLP of each block, and with `norms` the norms of the residual stream.
-
-    Raises ValueError if one of them cannot be tiled.
-    """
-    blocks = decoder_blocks(model)
-    modules = [getattr(block, "mlp", None) for block in blocks]
-    if norms:
-        modules += _rms_norms(model)
-    for module in modules:
-        problem = _why_not(module)
-        if problem:
-            raise ValueError(f"{type(module).__name__} in {type(blocks[0]).__name__} {problem}")
-    require_forward_of_class(modules)
-    return modules
-
-
-def _rms_norms(model: Any) -> list[nn.Module]:
-    """The norms of the blocks and the one behind them. Raises ValueError if tiles save nothing."""
-    found = []
+    """The MLP of each block, and with `norms` the norms of the residual stream."""
+    modules = []
+    for block in decoder_blocks(model):
+        if not hasattr(block, "mlp"):
+            raise ValueError(f"{type(block).__name__} holds no MLP as `mlp`")
+        # The weights of experts are often one tensor, [experts, D, F].
+        has_experts = any(parameter.dim() > 2 for parameter in block.mlp.parameters())
+        if has_experts or leaf_names(block.mlp) & (ROUTERS | EXPERTS):
+            raise ValueError(
+                f"{type(block.mlp).__name__} is a mixture of experts, whose router's loss is over "
+                f"all tokens: only dense MLPs can be tiled"
+            )
+        modules.append(block.mlp)
+    if not norms:
+        return modules
     for owner in (trunk(model), *decoder_blocks(model)):
-        found += norms_of(owner)
-    if not found or any(is_layer_norm(norm) for norm in found):
-        raise ValueError(
-            "norms=True is for RMSNorm; a LayerNorm saves nothing but its input: pass norms=False"
-        )
-    return found
-
-
-def _why_not(module: nn.Module | None) -> str | None:
-    """Why this module cannot be run tile by tile; None if it can."""
-    if module is None:
-        return "is all that is found: a block has to hold its MLP as `mlp`"
-
-    # The weights of experts are often one tensor, [experts, D, F].
-    has_experts = any(parameter.dim() > 2 for parameter in module.parameters())
-    if has_experts or leaf_names(module) & (ROUTERS | EXPERTS):
-        return (
-            "is a mixture of experts, whose router may look at all tokens: "
-            "only dense MLPs can be tiled"
-        )
-
-    inputs = inspect.signature(module.forward).parameters.values()
-    needed = [each for each in inputs if _is_needed(each)]
-    if len(needed) != 1:
-        return f"reads more than the hidden states: {', '.join(map(str, inputs))}"
-    return None
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    without_default = parameter.default is parameter.empty
-    return without_default and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        modules += norms_of(owner)
+    if any(is_layer_norm(module) for module in modules):
+        raise ValueError("a LayerNorm saves nothing but its input: pass norms=False")
+    return modules
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -229,15 +184,5 @@ def estimate_tiled_mlp(
     The peak inside a block is that of a tile, a norm or attention. What adapters save in the MLP is
     not subtracted. Raises ValueError for what `apply_tiled_mlp` refuses.
     """
-    check_flag(norms=norms)
     _token_wise_modules(model, norms)
-    tile = _tile_size(model, tile_size)
-    sizes = sizes_of(budget, model, shape, tile=tile, norms=norms)
-    block = no_longer_saved_in_a_block(sizes)
-    final_norm = no_longer_saved_in_a_norm(sizes)
-    tiled = budget.change(
-        one_block=budget.one_block - block,
-        activations=budget.activations - len(decoder_blocks(model)) * block - final_norm,
-        block_gradients=in_one_block(budget, model, sizes),
-    )
-    return as_backward_begins(tiled, model, sizes)
+    return tiled_budget(budget, model, shape, tile=_tile_size(model, tile_size), norms=norms)

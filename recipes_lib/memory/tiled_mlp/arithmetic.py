@@ -1,22 +1,20 @@
-"""What tiles save and what their backward holds: the terms of `estimate_tiled_mlp`, in bytes.
+"""What tiles save and what their backward holds, in bytes.
 
-Part of tiled_mlp. Backward goes through a block from its end to its beginning, and its largest
-moment may be in any part of it:
+Backward goes through a block from its end to its beginning, and its largest moment may be in any
+part of it:
 
     block      hidden -> norm -> attention -> (+) -> norm -> MLP in tiles -> (+) ->
     backward                 scores, projections     norm    tile by tile
 
-`in_one_block` is the largest of these. It is counted beside what the block saves (`one_block`), so
-a moment subtracts what is free again by then.
+Each is counted beside what the block saves (`one_block`), so it subtracts what is free by then.
 
 Legend: S sequence, T tokens of a micro-batch, t of a tile, D hidden, F feed-forward, Q query and KV
-key width; `size` is the bytes of one element.
+key width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
@@ -37,189 +35,140 @@ from recipes_lib.core.predict.plain_step import (
 FP32 = 4  # bytes of an element
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers that the formulas are made of."""
+class Sizes(NamedTuple):
+    """Bytes of the tensors that the formulas are made of."""
 
-    S: int
-    T: int
-    t: int
-    D: int
-    F: int
-    Q: int
-    KV: int
-    size: int
-    # How many [T, F] an MLP saves without tiles.
-    mlp_saves: int
-    # Norms of the residual stream in a block: two, or four in Gemma 2.
-    norms: int
-    # Bytes per element of [T, D] that a norm saves without this recipe, and with it.
-    norm_saves: int
-    norm_keeps: int
-    # Whether norms are RMSNorms that are not tiled: their backward makes fp32 [T, D].
-    whole_rms_norms: bool
-    # Bytes per element of [T, D] that a trained output layer saves: its input.
-    head_saves: int
-
-    @property
-    def norm_behind_mlp(self) -> bool:
-        """Gemma 2: a norm between the MLP and the residual stream. Its backward comes first."""
-        return self.norms == 4
+    TD: int
+    tD: int
+    TF: int
+    tF: int
+    tiles: int  # how many there are
+    mlp_saves: int  # how many [T, F] an MLP saves without tiles
+    norm_saves: int  # bytes that a norm of [T, D] saves, without this recipe ...
+    norm_keeps: int  # ... and with it
+    norm_in_fp32: int  # the six tensors of a whole RMSNorm's backward; 0 if norms are tiled
+    norm_behind_mlp: bool  # Gemma 2, with four norms in a block
+    head_saves: int  # the input of an output layer that trains
 
 
-def sizes_of(budget: Budget, model: Any, shape: Shape, *, tile: int, norms: bool) -> Sizes:
-    """Read off the model, for tiles of `tile` tokens and with or without tiled norms."""
-    config = model.config
-    size = model.dtype.itemsize
-    query, key, feed_forward = projection_widths(config)
-    norms_of_block = norms_of(decoder_blocks(model)[0])
-
-    norm = norms_of_block[0]
-    norm_saves = normalising_bytes(norm, config, size, base_frozen=budget.base_frozen)
-    norm_keeps = norm_saves
-    if norms:
-        norm_keeps = size  # its input only
-    head_saves = 0
-    if head_trains(budget, model):
-        head_saves = size
-    return Sizes(
-        S=shape.seq,
-        T=shape.tokens,
-        t=min(shape.tokens, tile),
-        D=config.hidden_size,
-        F=feed_forward,
-        Q=query,
-        KV=key,
-        size=size,
-        mlp_saves=saved_mlp_tensors(model),
-        norms=len(norms_of_block),
-        norm_saves=norm_saves,
-        norm_keeps=norm_keeps,
-        whole_rms_norms=not norms and not is_layer_norm(norm),
-        head_saves=head_saves,
+def tiled_budget(budget: Budget, model: Any, shape: Shape, *, tile: int, norms: bool) -> Budget:
+    """The budget with tiles of `tile` tokens, and with or without tiled norms."""
+    blocks = decoder_blocks(model)
+    sizes = _sizes_of(budget, model, shape, tile=tile, norms=norms)
+    of_a_norm = sizes.norm_saves - sizes.norm_keeps
+    of_a_block = sizes.TF * sizes.mlp_saves + len(norms_of(blocks[0])) * of_a_norm
+    tiled = budget.change(
+        one_block=budget.one_block - of_a_block,
+        activations=budget.activations - len(blocks) * of_a_block - of_a_norm,
+        block_gradients=_in_one_block(budget, model, shape, sizes),
     )
+    return _as_backward_begins(tiled, model, sizes)
 
 
-# --- what is no longer saved ----------------------------------------------------------------------
-
-
-def no_longer_saved_in_a_block(sizes: Sizes) -> int:
-    """The [T, F] tensors of the MLP; and of each norm, if norms are tiled, all but its input."""
-    mlp = sizes.T * sizes.F * sizes.mlp_saves * sizes.size
-    return mlp + sizes.norms * no_longer_saved_in_a_norm(sizes)
-
-
-def no_longer_saved_in_a_norm(sizes: Sizes) -> int:
-    """What a norm saves beside its input: nothing changes if norms are not tiled."""
-    return sizes.T * sizes.D * (sizes.norm_saves - sizes.norm_keeps)
+def _sizes_of(budget: Budget, model: Any, shape: Shape, *, tile: int, norms: bool) -> Sizes:
+    size = model.dtype.itemsize
+    T = shape.tokens
+    t = min(T, tile)
+    D = model.config.hidden_size
+    _, _, F = projection_widths(model.config)
+    norm, *others = norms_of(decoder_blocks(model)[0])
+    norm_saves = T * D * normalising_bytes(norm, model.config, size, base_frozen=budget.base_frozen)
+    whole_rms_norms = not norms and not is_layer_norm(norm)
+    return Sizes(
+        TD=T * D * size,
+        tD=t * D * size,
+        TF=T * F * size,
+        tF=t * F * size,
+        tiles=-(-T // t),
+        mlp_saves=saved_mlp_tensors(model),
+        norm_saves=norm_saves,
+        norm_keeps=T * D * size if norms else norm_saves,
+        norm_in_fp32=6 * FP32 * T * D if whole_rms_norms else 0,
+        norm_behind_mlp=len(others) == 3,
+        head_saves=T * D * size if head_trains(budget, model) else 0,
+    )
 
 
 # --- moments of backward in a block ---------------------------------------------------------------
 
 
-def in_one_block(budget: Budget, model: Any, sizes: Sizes) -> int:
+def _in_one_block(budget: Budget, model: Any, shape: Shape, sizes: Sizes) -> int:
     """Bytes at the largest moment of backward in a block, beside what the block has saved."""
+    size = model.dtype.itemsize
+    Q, KV, _ = projection_widths(model.config)
     largest = max(
-        while_the_mlp_runs(sizes, tile=in_one_tile(budget, model, sizes)),
-        while_a_norm_runs(sizes),
-        while_the_projections_run(sizes),
-        while_the_scores_run(budget, model, sizes),
+        _while_the_mlp_runs(sizes, tile=_in_one_tile(budget, model, sizes)),
+        _while_a_norm_runs(sizes),
+        # Gradients of q, k, v and of the attention's output. The norm behind them is done.
+        shape.tokens * (2 * Q + 2 * KV) * size - sizes.norm_keeps,
+        _while_the_scores_run(budget, model, shape, sizes),
     )
-    return largest + rotary_bytes(model, sizes)
+    if any("rotary" in name for name, _ in model.named_modules()):
+        # The cosines and sines [S, head_dim] of the positions are alive in all blocks.
+        largest += 2 * shape.seq * size * Q // model.config.num_attention_heads
+    return largest
 
 
-def while_the_mlp_runs(sizes: Sizes, *, tile: int) -> int:
+def _while_the_mlp_runs(sizes: Sizes, *, tile: int) -> int:
     """Backward is in the tiles of the MLP, of which one takes `tile` bytes."""
-    tensor = sizes.T * sizes.D * sizes.size  # one [T, D]
     # The gradient of the MLP's output, and of its input: one part for each tile.
-    gradients = 2 * tensor
+    gradients = 2 * sizes.TD
     if sizes.norm_behind_mlp:
         # The output's gradient is no longer that of the residual stream, which waits beside it.
         # What the norm behind the MLP has saved is free.
-        gradients += tensor - sizes.T * sizes.D * sizes.norm_keeps
+        gradients += sizes.TD - sizes.norm_keeps
     # The last tile, whose part of the input's gradient does not exist yet. Or, after it, the
     # input's gradient in one piece, as its parts are put together.
-    last_tile = tile - sizes.t * sizes.D * sizes.size
-    return gradients + max(tensor, last_tile)
+    return gradients + max(sizes.TD, tile - sizes.tD)
 
 
-def in_one_tile(budget: Budget, model: Any, sizes: Sizes) -> int:
+def _in_one_tile(budget: Budget, model: Any, sizes: Sizes) -> int:
     """Activations of one tile and their gradients, beside the sums of the weights' gradients."""
-    tensor = sizes.t * sizes.F * sizes.size  # one [t, F]
-    all_sums, largest_sum = weight_gradients(budget, model)
-    several_tiles = sizes.t < sizes.T
-
-    # silu(gate) and up get their gradients: two [t, F] more than what the tile has saved. With
-    # several tiles all sums exist. With one, only the gradient of the last weight does.
-    activations = (sizes.mlp_saves + 2) * tensor
-    if several_tiles:
-        gated = activations + all_sums
-    else:
-        gated = activations + largest_sum
-
-    # The gradient of one weight arrives, and some of the activations are free.
-    added = (sizes.mlp_saves - 1) * tensor + all_sums
-    if several_tiles:
-        # It is added to the sum so far: beside all sums, this tile's part and the new sum. Two
-        # [t, F] wait to be multiplied.
-        added += 2 * largest_sum + 2 * tensor
-    return max(gated, added)
-
-
-def weight_gradients(budget: Budget, model: Any) -> tuple[int, int]:
-    """Bytes of the gradients of an MLP's weights: of all of them, and of the largest.
-
-    Adapters have smaller ones than the weights that they adapt: at most what a block has of the
-    gradients in the budget.
-    """
+    # Adapters have smaller ones than the weights that they adapt: at most what a block has of the
+    # gradients in the budget.
     blocks = decoder_blocks(model)
     trained = [tensor_bytes(p) for p in blocks[0].mlp.parameters() if p.requires_grad]
-    of_all = min(sum(trained), budget.gradients // len(blocks))
-    of_largest = min(max(trained, default=0), of_all)
-    return of_all, of_largest
+    all_sums = min(sum(trained), budget.gradients // len(blocks))
+    largest_sum = min(max(trained, default=0), all_sums)
+
+    # silu(gate) and up get their gradients: two [t, F] more than what the tile has saved. Then the
+    # gradient of one weight arrives, and some of the activations are free.
+    gated = (sizes.mlp_saves + 2) * sizes.tF
+    added = (sizes.mlp_saves - 1) * sizes.tF + all_sums
+    if sizes.tiles == 1:  # there is no sum yet
+        return max(gated + largest_sum, added)
+    # It is added to the sum so far: beside all sums, this tile's part and the new sum. Two
+    # [t, F] wait to be multiplied.
+    return max(gated + all_sums, added + 2 * largest_sum + 2 * sizes.tF)
 
 
-def while_a_norm_runs(sizes: Sizes) -> int:
+def _while_a_norm_runs(sizes: Sizes) -> int:
     """Backward is in the norm in front of the MLP, or behind it, in one piece."""
-    if not sizes.whole_rms_norms:
+    if not sizes.norm_in_fp32:
         return 0
-    # Six fp32 tensors [T, D], among them what the norm has saved: that is in the block's budget.
-    per_element = 6 * FP32 - sizes.norm_keeps
+    # Among its fp32 tensors is what the norm has saved: that is in the block's budget.
+    in_the_norm = sizes.norm_in_fp32 - sizes.norm_keeps
     if sizes.norm_behind_mlp:
-        per_element += sizes.size  # the gradient of the residual stream waits
-    return sizes.T * sizes.D * per_element
+        in_the_norm += sizes.TD  # the gradient of the residual stream waits
+    return in_the_norm
 
 
-def while_the_projections_run(sizes: Sizes) -> int:
-    """Gradients of q, k, v and of the attention's output. The norm behind them is done."""
-    gradients = sizes.T * (2 * sizes.Q + 2 * sizes.KV) * sizes.size
-    return gradients - sizes.T * sizes.D * sizes.norm_keeps
-
-
-def while_the_scores_run(budget: Budget, model: Any, sizes: Sizes) -> int:
+def _while_the_scores_run(budget: Budget, model: Any, shape: Shape, sizes: Sizes) -> int:
     """Gradients of the attention scores [heads, S, S]; 0 where other moments are larger."""
-    plain = sizes.T * block_gradient_bytes(model, seq=sizes.S)
+    plain = shape.tokens * block_gradient_bytes(model, seq=shape.seq)
     # A recipe before this one, such as flash attention, may have done away with the scores.
     largest = min(plain, budget.block_gradients)
-    in_plain_mlp = sizes.T * (sizes.D + 2 * sizes.F) * sizes.size
-    if largest <= in_plain_mlp:
+    if largest <= sizes.TD + 2 * sizes.TF:
         return 0
     # For the scores, the plain formula has subtracted four [T, F] of the MLP, which are free by
     # then. In tiles there are none to subtract.
-    return largest + 4 * sizes.T * sizes.F * sizes.size
-
-
-def rotary_bytes(model: Any, sizes: Sizes) -> int:
-    """The cosines and sines [S, head_dim] of the positions, which are alive in all blocks."""
-    if not any("rotary" in name for name, _ in model.named_modules()):
-        return 0
-    return 2 * sizes.S * sizes.size * sizes.Q // model.config.num_attention_heads
+    return largest + 4 * sizes.TF
 
 
 # --- the moment at which backward begins ----------------------------------------------------------
 
 
-def as_backward_begins(budget: Budget, model: Any, sizes: Sizes) -> Budget:
+def _as_backward_begins(budget: Budget, model: Any, sizes: Sizes) -> Budget:
     """The budget, already with tiles in its blocks, with the right moment for a small loss.
 
     For this moment a budget adds to all activations the larger of the loss and a block's gradients.
@@ -227,26 +176,13 @@ def as_backward_begins(budget: Budget, model: Any, sizes: Sizes) -> Budget:
     last block the output layer's gradient is there as well. The difference, which may be negative,
     is added to the activations.
     """
-    largest = max(
-        budget.loss,
-        while_the_final_norm_runs(sizes),
-        while_the_last_block_runs(budget, model, sizes),
-    )
-    difference = largest - budget.after_activations
-    return budget.change(activations=budget.activations + difference)
-
-
-def while_the_final_norm_runs(sizes: Sizes) -> int:
-    """Backward is in the norm behind the blocks. What the output layer has saved is free."""
-    if not sizes.whole_rms_norms:
-        return 3 * sizes.T * sizes.D * sizes.size
-    return sizes.T * sizes.D * (6 * FP32 - sizes.norm_keeps - sizes.head_saves)
-
-
-def while_the_last_block_runs(budget: Budget, model: Any, sizes: Sizes) -> int:
-    """The block's largest moment beside the output layer's gradient, with the final norm done."""
+    in_the_final_norm = 3 * sizes.TD
+    if sizes.norm_in_fp32:  # what the output layer has saved is free
+        in_the_final_norm = sizes.norm_in_fp32 - sizes.norm_keeps - sizes.head_saves
     head_gradient = 0
     if head_trains(budget, model):
         head_gradient = min(budget.gradients, tensor_bytes(head_of(model)))
-    freed = sizes.T * sizes.D * (sizes.norm_keeps + sizes.head_saves)
-    return budget.block_gradients + head_gradient - freed
+    freed = sizes.norm_keeps + sizes.head_saves
+    in_the_last_block = budget.block_gradients + head_gradient - freed
+    largest = max(budget.loss, in_the_final_norm, in_the_last_block)
+    return budget.change(activations=budget.activations + largest - budget.after_activations)
