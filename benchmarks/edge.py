@@ -42,13 +42,13 @@ from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.edge._export_process import in_background
 from recipes_lib.edge.language_model import (
     export_language_model,
     load_language_model,
     predicted_bytes,
 )
 from recipes_lib.precision.quantization_aware import apply_rounding
+from recipes_lib.workflows.on_device.background import in_background
 
 PARTS = ("export", "quality", "load", "times")
 WHOLE = 30  # blocks of SmolLM2-135M

@@ -131,7 +131,7 @@ sizes
 # %%
 from recipes_lib.compression.student import make_student
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.edge._export_process import in_background
+from recipes_lib.workflows.on_device.background import in_background
 from recipes_lib.edge.language_model import export_language_model
 
 seed_everything(0)
@@ -146,17 +146,14 @@ options_of = {
     "4 bits": dict(),  # with the operators that are made for a cache
 }
 exports = {}
-job = None
 for way in sizes.ways:
     file_name = way.replace(", ", "-").replace(" ", "-")
-    job = in_background(
+    exports[way] = in_background(
         export_language_model,
         path=files / f"language-{file_name}.pte",
-        after=job,  # one at a time: this core is for the next cells
         model=few_blocks,
         **options_of[way],
     )
-    exports[way] = job
 
 # %% [markdown]
 # ## What runs out: three numbers
@@ -665,14 +662,12 @@ from recipes_lib.edge.pt2e import quantize_pt2e
 zeros_export = in_background(
     export_to_executorch,
     path=files / "zeros.pte",
-    after=job,
     model=with_zeros,
     example=(image,),
 )
 pruned_export = in_background(
     export_to_executorch,
     path=files / "pruned.pte",
-    after=zeros_export,
     model=pruned,
     example=(image,),
 )

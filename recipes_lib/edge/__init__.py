@@ -2,7 +2,6 @@
 
 cpp_runner    a .pte in a program of some fifty lines of C++, built with the headers of the wheel
 export        a model as a .pte file of ExecuTorch, its operators on the kernels of a backend
-_export_process  an export in another process, its noise in a file, its result kept
 gguf_export   a language model as one file for llama.cpp: weights, settings, tokenizer
 language_model  a language model as a quantized .pte with its cache, for ExecuTorch's runtime
 onnx_export   the same as an .onnx file, with whole numbers of 8 bits, in ONNX Runtime
