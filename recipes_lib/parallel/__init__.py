@@ -9,7 +9,6 @@ pipeline_parallel   some blocks on each rank: GPipe, 1F1B, interleaved; the bubb
 quantized_shards    FSDP with QLoRA: a frozen 4-bit base in parts, scales included
 tensor_parallel     a part of each layer on each rank, with sequence and loss parallelism
 zero                states, gradients, weights in parts over ranks: ZeRO 1, 2 and 3
-_shard_budget  the budget of one rank of a sharded model
-_shard_group_bytes  bytes of these groups: gathered, sent, and at rest on one rank
-_whole_model  what data parallelism and ZeRO begin with: whole, on one device, and it trains
+_shard_budget  bytes of the groups of a sharded model, and the budget of one rank
+_sharding  what the techniques that copy or divide a model among ranks have in common
 """

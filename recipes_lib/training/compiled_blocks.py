@@ -260,7 +260,7 @@ def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _require_whole(model: Any) -> None:
-    from recipes_lib.core.ranks.shard_groups import (
+    from recipes_lib.core.ranks.rank_bytes import (
         is_sharded,  # imports much that nobody else here needs
     )
 

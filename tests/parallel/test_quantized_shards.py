@@ -1,4 +1,3 @@
-import copy
 import functools
 
 import pytest
@@ -6,33 +5,23 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.default_model import quiet
-from recipes_lib.core.predict.budget import Shape, compose
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
-from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_rows, rank_step
-from recipes_lib.fine_tuning.qlora import apply_qlora, estimate_qlora, quantized_layers
-from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
+from recipes_lib.fine_tuning.qlora import apply_qlora, quantized_layers
 from recipes_lib.parallel.quantized_shards import (
     apply_quantized_shards,
-    estimate_quantized_shards,
     pack_layers,
     weight_of_shards,
     whole_adapters,
 )
-from recipes_lib.parallel.quantized_shards.dry_run import dry_quantized_rank, packed_model
+from recipes_lib.parallel.quantized_shards.dry_run import dry_quantized_rank
 from recipes_lib.parallel.quantized_shards.ends import CutEmbedding
 from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed, packed_shape
-from recipes_lib.parallel.quantized_shards.libraries import (
-    four_bit_layer,
-    parts_by_library,
-    torchao_group,
-)
+from tests.core.refusal import refusal
 from tests.parallel.parity import (
     TOLERANCE,
     Run,
@@ -146,15 +135,6 @@ def idea_by_hand():
     return (weight_of_shards(codes, scales, state.code) - expected).abs().max().item()
 
 
-def libraries():
-    """One layer by three libraries, in parts; and bytes of all of it in one process."""
-    torch.manual_seed(0)
-    weight = torch.randn(256, 512)
-    parts = parts_by_library(weight, torch.randn(3, 512), default_mesh())
-    whole = rank_bytes(four_bit_layer("bitsandbytes", weight, ranks=1)).parameters
-    return parts, whole
-
-
 def odd_vocabulary():
     """A vocabulary that the ranks do not divide: loss and gradient of an adapter, three ways."""
     found = []
@@ -168,32 +148,21 @@ def odd_vocabulary():
     return found
 
 
-def refused(problem):
-    model = qlora_model(seed=rank() if problem == "other weights" else 0)
-    if problem == "no adapters":
-        model = model.get_base_model()
-        del model.peft_config
-    if problem == "plain":
-        model = tiny_model()
-    if problem == "lora":
-        from recipes_lib.fine_tuning.lora import apply_lora
+def refusals():
+    """What each mistake is told, and whether the model is still as it was."""
+    told = {}
 
-        model = apply_lora(tiny_model(), rank=4)
-    if problem == "twice":
-        apply_quantized_shards(model)
-    options = {}
-    if problem == "fp16":
-        options["adapter_dtype"] = torch.float16
-    if problem == "prefetch on one rank":
-        options["prefetch"] = rank()
-    before = isinstance(model, FSDPModule)
-    try:
-        apply_quantized_shards(model, **options)
-    except ValueError as error:
-        unchanged = isinstance(model, FSDPModule) == before
-        unchanged = unchanged and (before or not layers_of(model))
-        return str(error) if unchanged else "changed before it was refused"
-    return "not refused"
+    def expect(problem, model, **options):
+        before = isinstance(model, FSDPModule), len(layers_of(model))
+        told[problem] = refusal(apply_quantized_shards, model, **options)
+        assert (isinstance(model, FSDPModule), len(layers_of(model))) == before, problem
+
+    expect("other weights", qlora_model(seed=rank()))
+    expect("plain", tiny_model())
+    expect("twice", apply_quantized_shards(qlora_model()))
+    expect("fp16", qlora_model(), adapter_dtype=torch.float16)
+    expect("prefetch on one rank", qlora_model(), prefetch=rank())
+    return told
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -209,6 +178,7 @@ RUNS = {
 
 
 def test_two_ranks_train_as_one_process_with_bitsandbytes(two_ranks):
+    """The mistake: a layer, a scale or an end that is put together in another order."""
     runs = two_ranks.run(several, runs=RUNS)
     for name, run in runs.items():
         reference = trained_alone(tied=RUNS[name].get("tied", False))
@@ -216,11 +186,13 @@ def test_two_ranks_train_as_one_process_with_bitsandbytes(two_ranks):
 
 
 def test_two_copies_of_two_parts(four_ranks):
+    """The mistake: parts are cut along the copies."""
     run = four_ranks.run(train, copies=2)
     assert largest_difference(run, trained_alone()) < TOLERANCE
 
 
 def test_adapters_in_16_bits_stay_near(two_ranks):
+    """The mistake: the fp32 scales of scales are rounded to bf16 on the way."""
     run = two_ranks.run(train, adapter_dtype=torch.bfloat16, parameter_dtype=torch.bfloat16)
     reference = trained_alone()
     assert run.losses == pytest.approx(reference.losses, rel=0.02)
@@ -228,11 +200,13 @@ def test_adapters_in_16_bits_stay_near(two_ranks):
 
 
 def test_a_vocabulary_that_ranks_do_not_divide(two_ranks):
+    """The mistake: rows of padding get logits."""
     cut, gathered = two_ranks.run(odd_vocabulary)
     assert cut == pytest.approx(gathered, rel=1e-5)
 
 
 def test_the_idea(two_ranks):
+    """The mistake: the two indices of a byte are swapped."""
     assert two_ranks.run(idea_by_hand) < 1e-6
 
 
@@ -240,54 +214,28 @@ def test_the_idea(two_ranks):
 
 
 def test_scales_are_in_parts_and_those_of_bitsandbytes_are_not(two_ranks):
+    """The mistake: codes in parts, and scales whole on every rank."""
     measured = two_ranks.run(bytes_of_parts)
     assert measured["our scales"] == measured["their scales"] / 2
     assert measured["ours"] == pytest.approx(measured["whole"] / 2, rel=0.01)
     assert measured["all of ours"] < measured["all of theirs"]
 
 
-def test_estimate_against_a_dry_run():
-    """Of all, and of the device with offload, for which the same run knows the bytes."""
-    seq, layers = 256, 2
-    peak = dry_quantized_rank("llama-3.1-8b", ranks=2, rows=1, seq=seq, layers=layers)
-    shape = Shape(batch=2, seq=seq, ranks=2)
-    base = model_of_shape("llama-3.1-8b", layers=layers, dtype=torch.bfloat16, device="meta")
-    recipes = [(estimate_qlora, {}), (estimate_activation_checkpointing, {})]
-    plan = compose(budget_of(base, shape), base, shape, recipes)
-    model = packed_model("llama-3.1-8b", rank=16, layers=layers)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
-    together = estimate_quantized_shards(plan, model, shape)
-    assert together.peak == pytest.approx(peak.total, rel=0.05)
-    on_device = estimate_quantized_shards(plan, model, shape, offload=True)
-    assert on_device.peak == pytest.approx(peak.beside_shards, rel=0.15)
-
-
-def test_libraries_in_parts(two_ranks):
-    """All compute the same as alone; the scales of bitsandbytes are whole on each rank."""
-    parts, whole = two_ranks.run(libraries)
-    for name, part in parts.items():
-        assert part.difference < 1e-5, name
-        assert part.gradient_difference < 1e-4, name
-    scales = 256 * 512 // 64
-    assert parts["ours"].bytes < 0.51 * whole
-    assert parts["bitsandbytes"].bytes > whole / 2 + scales / 2
-
-
-def test_torchao_wants_weights_that_divide():
-    assert torchao_group(torch.empty(192, 576), ranks=2) == 216
-    with pytest.raises(ValueError, match="torchao cannot cut it"):
-        torchao_group(torch.empty(10, 100), ranks=2)
-    with pytest.raises(ValueError, match="choose one of ours"):
-        four_bit_layer("quanto", torch.empty(64, 64), ranks=2)
+def test_parts_of_a_dry_run():
+    """The mistake: a part of the base that is whole on every rank, or a table that is gathered."""
+    options = {"rows": 1, "seq": 256, "layers": 2}
+    two, four = [dry_quantized_rank("llama-3.1-8b", ranks=ranks, **options) for ranks in (2, 4)]
+    kept_by_two = two.total - two.beside_shards
+    assert four.total - four.beside_shards == pytest.approx(kept_by_two / 2, rel=0.01)
+    gathered = dry_quantized_rank("llama-3.1-8b", ranks=2, cut_vocabulary=False, **options)
+    assert gathered.total > two.total + 2 * 128_256 * 4096  # bytes of a table in bf16
 
 
 # --- layers ---------------------------------------------------------------------------------------
 
 
 def test_a_packed_layer_is_bitsandbytes_to_the_last_bit():
-    """Output and gradient; in fp32, and with a product in bf16."""
+    """The mistake: another rounding, in fp32, or with a product in bf16."""
     model = qlora_model()
     x = torch.randn(2, 3, 64, requires_grad=True)
     for name, layer in quantized_layers(model).items():
@@ -306,6 +254,7 @@ def test_a_packed_layer_is_bitsandbytes_to_the_last_bit():
 
 
 def test_nobody_keeps_the_weight_for_backward():
+    """The mistake: autograd saves the 16-bit weight of every layer."""
     layer = packed_shape(nn.Linear(64, 640))
     saved = []
 
@@ -319,6 +268,7 @@ def test_nobody_keeps_the_weight_for_backward():
 
 
 def test_layers_that_cannot_be_packed():
+    """The mistake: a row shares a scale with the next one, which is on another rank."""
     import bitsandbytes as bnb
 
     def four_bits(width, **options):
@@ -336,18 +286,17 @@ def test_layers_that_cannot_be_packed():
 
 
 def test_packing_changes_nothing():
+    """The mistake: a layer that is not found, or is repacked for inference."""
     model = qlora_model()
     ids = global_batch(0)["input_ids"]
     before = model(input_ids=ids, use_cache=False).logits
     pack_layers(model)
     assert len(layers_of(model)) == 4 * 7
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
-    pack_layers(model)  # is done already
-    with pytest.raises(ValueError, match="no layer in 4 bits"), quiet():
-        pack_layers(copy.deepcopy(tiny_model()))
 
 
 def test_the_ends_of_a_model_that_trains_them_are_gathered():
+    """The mistake: rows that train get no gradient."""
     from recipes_lib.parallel.quantized_shards.ends import ends_can_be_cut
 
     model = qlora_model()
@@ -360,24 +309,11 @@ def test_the_ends_of_a_model_that_trains_them_are_gathered():
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("problem", "words"),
-    [
-        ("other weights", "give the same on all ranks"),
-        ("no adapters", "has no adapters"),
-        ("plain", "has no adapters"),
-        ("lora", "no layer in 4 bits"),
-        ("twice", "sharded already"),
-        ("fp16", "choose one of"),
-        ("prefetch on one rank", "prefetch: rank 0 gives 0, rank 1 gives 1"),
-    ],
-)
-def test_mistakes_are_refused_on_every_rank(two_ranks, problem, words):
-    assert words in two_ranks.run(refused, problem=problem, timeout=60)
-
-
-def test_estimate_wants_packed_layers():
-    model = model_of_shape("tiny-mistral", device="cpu")
-    shape = Shape(batch=2, seq=8, ranks=2)
-    with pytest.raises(ValueError, match="call pack_layers"):
-        estimate_quantized_shards(budget_of(model, shape), model, shape)
+def test_mistakes_are_refused_on_every_rank(two_ranks):
+    """The mistakes: a base that no rank ever had, or ranks that wait for each other for ever."""
+    told = two_ranks.run(refusals, timeout=60)
+    assert "give the same on all ranks" in told["other weights"]
+    assert "no layer in 4 bits" in told["plain"]
+    assert "on several ranks already" in told["twice"]
+    assert "choose one of" in told["fp16"]
+    assert "prefetch: rank 0 gives 0, rank 1 gives 1" in told["prefetch on one rank"]

@@ -12,7 +12,6 @@ rank_bytes     what one rank holds: bytes of parameters, gradients and optimizer
 rank_pool      ranks that stay alive: several functions on the same processes
 rank_run       what a training run on several ranks leaves behind, as plain numbers
 rank_step      a rank's rows, and one optimizer step in which every token weighs the same
-shard_groups   the groups in which a model is sharded, made, and what is refused before
 traffic        what a step sends to other ranks: calls and bytes by kind of collective
 """
 

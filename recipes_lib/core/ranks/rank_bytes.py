@@ -66,11 +66,7 @@ def rank_bytes(
         optimizer: with its states, which exist after the first step; without it they count 0.
         device: "cpu" or "cuda", to count only what is there; by default everywhere. With offload,
             a rank holds some of its tensors on the host.
-
-    Raises ValueError for a `model` that is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model={type(model).__name__}: give the module itself")
     shards = list(_shards(model))
     parameters = list(_resting_parameters(model, shards))
     count = _Count(device)
@@ -145,6 +141,11 @@ def _buckets(model: nn.Module, device: str | None) -> int:
 
 
 # --- fully_shard ----------------------------------------------------------------------------------
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a part of `model` is sharded by `fully_shard`."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _shards(model: nn.Module) -> Iterator[Any]:

@@ -27,9 +27,7 @@ In production   `torchrun --nproc-per-node 8 train.py` with DistributedDataParal
 Source     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
            VLDB 2020.
 
-How a token comes to weigh the same on every rank is told in core/ranks/rank_step.py. The two lanes
-of the drawing, measured, are in lanes.py. What came before, threads of one process
-(`torch.nn.DataParallel`), is in threads.py.
+How a token comes to weigh the same on every rank is told in core/ranks/rank_step.py.
 
 lanes  what computes when, and what is sent meanwhile, in one step
 threads  what came before: replicas in threads of one process
@@ -45,13 +43,12 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.ranks.rank_step import Batch, LossSum, rank_step, sum_of_losses
-from recipes_lib.parallel._whole_model import require_whole_model
+from recipes_lib.parallel._sharding import require_new_on_ranks
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -84,25 +81,22 @@ def apply_data_parallel(
             sends everything after backward.
     Raises ValueError on every rank if there is no process group, if the ranks give models of
     different shapes or different options, for a mesh of several dimensions, and for a model that is
-    no causal LM, or that `require_whole_model` refuses.
+    no causal LM, is on ranks already, or has an optimizer that steps in backward.
     """
     # First of all, so that no rank waits for one that has raised.
     agree(model=model, bucket_megabytes=bucket_megabytes, mesh=mesh)
-    require_causal_lm(model)
     check_number(bucket_megabytes=bucket_megabytes, above=0)
-    require_whole_model(model)
+    require_new_on_ranks(model)
     if mesh is None:
         mesh = default_mesh(next(model.parameters()).device.type)
     require_one_dimension(mesh, such_as="replicate")
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     wrapper = DistributedDataParallel(
         model,
-        device_ids=_device_ids(model),
         process_group=mesh.get_group(),
         bucket_cap_mb=bucket_megabytes,
         gradient_as_bucket_view=True,
     )
-    wrapper.averaged_names = frozenset(trained)
+    wrapper.averaged_names = _trained_names(model)
     return wrapper
 
 
@@ -122,35 +116,24 @@ def data_parallel_step(
         max_norm: clip the averaged gradients to this norm.
         loss_sum: the sum of the losses of a micro-batch.
     Returns the mean loss over all tokens of all ranks, the same on every rank.
-    Raises ValueError for a model that `apply_data_parallel` has not wrapped, or of which other
-    parameters train since; and as `rank_step` does.
+    Raises ValueError for a model of which other parameters train since it was wrapped, and as
+    `rank_step` does.
     """
-    _require_wrapped(model)
+    _require_all_averaged(model)
     return rank_step(model, optimizer, batches, max_norm=max_norm, loss_sum=loss_sum)
 
 
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def _device_ids(model: Any) -> list[int] | None:
-    """The GPU of this rank; None on a CPU."""
-    device = next(model.parameters()).device
-    if device.type == "cpu":
-        return None
-    return [device.index]
+def _trained_names(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _require_wrapped(model: Any) -> None:
-    """Raise ValueError if gradients would not be averaged, or not all of them."""
-    averaged = getattr(model, "averaged_names", None)
-    if averaged is None:
-        raise ValueError(
-            f"{type(model).__name__} does not average gradients: give what apply_data_parallel "
-            f"returned"
-        )
-    trained = {name for name, p in model.module.named_parameters() if p.requires_grad}
-    if trained != averaged:
-        changed = sorted(trained ^ averaged)
+def _require_all_averaged(model: DistributedDataParallel) -> None:
+    """DDP averages what trained when it wrapped the model, and nothing that was thawed later."""
+    changed = sorted(_trained_names(model.module) ^ model.averaged_names)
+    if changed:
         raise ValueError(
             f"{len(changed)} parameters began or ceased to train after apply_data_parallel, "
             f"{changed[0]} among them: DDP would not average them, and the ranks would drift "

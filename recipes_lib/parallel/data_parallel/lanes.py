@@ -3,7 +3,7 @@
     recorder = LaneRecorder(wrapper)
     step()                                  # the first step arranges the buckets
     lanes = recorder.record(step)
-    lanes.exposed_seconds                   # communication that nothing hides
+    lanes.hidden_share                      # of the communication, beside backward
 
 The compute lane is cut where a block begins: its forward when hidden states come in, its backward
 when the gradient of its output arrives. The last gradient of the model ends it, and what follows is
@@ -51,64 +51,32 @@ class Lanes:
     communication: list[Interval]
 
     @property
-    def last_gradient(self) -> float:
-        """Seconds until the last gradient of the model was there."""
-        return max(part.end for part in self.compute if part.name != WAITING)
-
-    @property
-    def communication_seconds(self) -> float:
-        """Seconds in which at least one bucket was on its way."""
-        return _covered(self.communication)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Those of them after the last gradient, with nothing to compute meanwhile."""
-        late = []
-        for part in self.communication:
-            if part.end > self.last_gradient:
-                start = max(part.start, self.last_gradient)
-                late.append(Interval(part.name, start, part.end, part.size))
-        return _covered(late)
-
-    @property
     def hidden_share(self) -> float:
         """The share of the communication that runs beside backward, from 0 to 1."""
-        if self.communication_seconds == 0:
-            return 0.0
-        return 1 - self.exposed_seconds / self.communication_seconds
+        last_gradient = max(part.end for part in self.compute if part.name != WAITING)
+        spans = [(part.start, part.end) for part in self.communication]
+        late = [(max(start, last_gradient), end) for start, end in spans if end > last_gradient]
+        return 1 - _covered(late) / _covered(spans)
 
 
-def _covered(parts: list[Interval]) -> float:
-    """Seconds that the intervals cover together."""
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds that the spans cover together."""
     covered = 0.0
     reached = 0.0
-    for part in sorted(parts, key=_start):
-        covered += max(0.0, part.end - max(part.start, reached))
-        reached = max(reached, part.end)
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return covered
 
 
-def _start(part: Interval) -> float:
-    return part.start
-
-
 class LaneRecorder:
-    """Records steps of one DDP wrapper. It stays in the wrapper: PyTorch allows one hook, for good.
+    """Records steps of one micro-batch of a DDP wrapper.
 
-    While nothing is recorded the hook averages a bucket as DDP itself does. Raises ValueError for a
-    model that is not wrapped by DDP, and for one that has a hook already.
+    It stays in the wrapper, where PyTorch allows one hook, for good. While nothing is recorded the
+    hook averages a bucket as DDP itself does.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                f"{type(model).__name__} has no buckets: give what apply_data_parallel returned"
-            )
-        if model._comm_hooks:
-            raise ValueError(
-                "this model has a communication hook already: use the LaneRecorder that it has, or "
-                "wrap the model again"
-            )
         self._model = weakref.proxy(model)  # the wrapper holds the hook, and the hook this
         self._device = next(model.parameters()).device
         self._moments: list[tuple[str, Moment]] | None = None  # None while nothing is recorded
@@ -118,7 +86,7 @@ class LaneRecorder:
         model.register_comm_hook(self, _average)
 
     def record(self, step: Callable[[], Any]) -> Lanes:
-        """Run `step`, which trains the wrapper with one or more micro-batches, and record it.
+        """Run `step`, which trains the wrapper, and record it.
 
         Run one step before the first recorded one: DDP arranges its buckets after it.
         """
@@ -128,9 +96,8 @@ class LaneRecorder:
         handles = list(self._hooks())
         try:
             step()
-            self._end_of_backward()
-            end = self._now()
-            return self._lanes(end)
+            self._moments.append((WAITING, self._last_gradient))
+            return self._lanes(self._now())
         finally:
             self._moments = None
             for handle in handles:
@@ -140,52 +107,30 @@ class LaneRecorder:
 
     def _hooks(self) -> Iterator[Any]:
         blocks = decoder_blocks(self._model.module)
-        yield self._model.register_forward_pre_hook(self._begin_forward)
+        yield self._model.register_forward_pre_hook(self._stamp("forward embedding"))
         for number, block in enumerate(blocks):
-            name = f"block {number}"
-            yield block.register_forward_pre_hook(self._stamp_forward(f"forward {name}"))
-            yield block.register_forward_hook(
-                self._stamp_backward(f"backward {name}", is_last=block is blocks[-1])
-            )
+            yield block.register_forward_pre_hook(self._stamp(f"forward block {number}"))
+            yield block.register_forward_hook(self._stamp_backward(f"backward block {number}"))
+        yield blocks[-1].register_forward_hook(self._stamp(HEAD))
         for parameter in self._model.module.parameters():
             if parameter.requires_grad:
                 yield parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
-    def _begin_forward(self, *_: Any) -> None:
-        self._end_of_backward()  # of the micro-batch before
-        self._stamp("forward embedding")
+    def _stamp(self, name: str) -> Callable[..., None]:
+        def here(*_: Any) -> None:
+            self._moments.append((name, self._now()))
 
-    def _stamp_forward(self, name: str) -> Callable[..., None]:
-        def before(*_: Any) -> None:
-            self._stamp(name)
+        return here
 
-        return before
-
-    def _stamp_backward(self, name: str, *, is_last: bool) -> Callable[..., None]:
-        def after(block: Any, inputs: Any, output: Any) -> None:
+    def _stamp_backward(self, name: str) -> Callable[..., None]:
+        def after_forward(block: Any, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            if is_last:
-                self._stamp(HEAD)
-            if hidden.requires_grad:
-                hidden.register_hook(gradient_arrives)
+            hidden.register_hook(self._stamp(name))
 
-        def gradient_arrives(gradient: torch.Tensor) -> None:
-            self._stamp(name)
-
-        return after
+        return after_forward
 
     def _gradient_arrived(self, parameter: torch.Tensor) -> None:
         self._last_gradient = self._now()
-
-    def _end_of_backward(self) -> None:
-        """What follows the last gradient is waiting, until something else begins."""
-        if self._last_gradient is not None:
-            self._moments.append((WAITING, self._last_gradient))
-            self._last_gradient = None
-
-    def _stamp(self, name: str) -> None:
-        if self._moments is not None:
-            self._moments.append((name, self._now()))
 
     def _now(self) -> Moment:
         if self._device.type == "cuda":
@@ -206,10 +151,8 @@ class LaneRecorder:
             compute.append(Interval(name, _seconds(begin, start), _seconds(begin, stop)))
         communication = []
         for name, start, size in self._buckets:
-            stop = self._arrived[name]
-            communication.append(
-                Interval(name, _seconds(begin, start), _seconds(begin, stop), size)
-            )
+            stop = _seconds(begin, self._arrived[name])
+            communication.append(Interval(name, _seconds(begin, start), stop, size))
         return Lanes(compute, communication)
 
 
@@ -226,8 +169,7 @@ def _average(recorder, bucket):  # type hints as text, which this file has, DDP 
     name = f"bucket {bucket.index()}"
     recording = recorder._moments is not None
     if recording:
-        size = gradients.numel() * gradients.element_size()
-        recorder._buckets.append((name, recorder._now(), size))
+        recorder._buckets.append((name, recorder._now(), gradients.nbytes))
     gradients /= distributed.get_world_size(group)
     work = distributed.all_reduce(gradients, group=group, async_op=True)
 

@@ -41,20 +41,25 @@ def threaded_step(
         replicas: those of `make_replicas`; `optimizer` is over the first one's parameters.
         batches: one for each replica, with `input_ids` and `labels` [B, S].
         tokens: of all batches that have a label.
-    Returns the mean loss over all tokens. Raises ValueError for another number of batches than
-    replicas.
+    Returns the mean loss over all tokens.
     """
-    if len(batches) != len(replicas):
-        raise ValueError(f"{len(batches)} batches for {len(replicas)} replicas: give one for each")
-    _copy_weights(replicas)
+    first, *others = replicas
+    with torch.no_grad():
+        for replica in others:
+            for target, source in zip(replica.parameters(), first.parameters()):
+                target.copy_(source)
     with ThreadPoolExecutor(max_workers=len(replicas)) as threads:
         running = [
             threads.submit(_forward_and_backward, replica, batch, tokens)
-            for replica, batch in zip(replicas, batches)
+            for replica, batch in zip(replicas, batches, strict=True)
         ]
         # An error in a thread is raised here. Without its gradient, the step would be another one.
         losses = [thread.result() for thread in running]
-    _add_gradients(replicas)
+    for replica in others:
+        for target, source in zip(first.parameters(), replica.parameters()):
+            if source.grad is not None:
+                target.grad += source.grad
+                source.grad = None
     optimizer.step()
     optimizer.zero_grad()
     return sum(losses)
@@ -64,27 +69,3 @@ def _forward_and_backward(replica: Any, batch: Batch, tokens: int) -> float:
     loss = sum_of_losses(replica, batch) / tokens
     loss.backward()
     return loss.item()
-
-
-@torch.no_grad()
-def _copy_weights(replicas: Sequence[Any]) -> None:
-    first, *others = replicas
-    for replica in others:
-        for target, source in zip(replica.parameters(), first.parameters()):
-            target.copy_(source)
-
-
-def _add_gradients(replicas: Sequence[Any]) -> None:
-    first, *others = replicas
-    for replica in others:
-        for target, source in zip(first.parameters(), replica.parameters()):
-            if source.grad is not None:
-                target.grad += source.grad
-                source.grad = None
-
-
-def predicted_copied_bytes(weight_bytes: int, replicas: int) -> int:
-    """Bytes that go through the first device in a step: weights out, gradients back."""
-    check_whole(weight_bytes=weight_bytes, least=0)
-    check_whole(replicas=replicas)
-    return 2 * (replicas - 1) * weight_bytes

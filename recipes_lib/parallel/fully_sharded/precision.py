@@ -23,19 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of
-from recipes_lib.core.ranks.rank_step import Batch, rank_step
-from recipes_lib.core.ranks.shard_groups import is_sharded
+from recipes_lib.core.ranks.rank_step import Batch, rank_step, sum_of_losses
 
 
 def dtypes_of_step(
     model: Any, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> dict[str, torch.dtype]:
-    """Train one step on `batch` [B, S], and tell the dtype of everything that it is made of.
-
-    Raises ValueError for a model that is not sharded.
-    """
-    if not is_sharded(model):
-        raise ValueError("this model is not sharded: call apply_fully_sharded first")
+    """Train one step on `batch` [B, S] of a sharded model, and tell the dtype of all it is of."""
     block = decoder_blocks(model)[0]
     linear = next(module for module in block.modules() if isinstance(module, nn.Linear))
     weight = next(model.parameters())
@@ -50,45 +44,35 @@ def dtypes_of_step(
         found["gradients as they are made"] = gradient.dtype
 
     def look_behind(_: Any, __: Any, output: Any) -> None:
-        first = tree_leaves(output)[0]
-        found["residual stream"] = first.dtype
+        found["residual stream"] = tree_leaves(output)[0].dtype
+
+    def look_at_logits(_: Any, __: Any, output: Any) -> None:
+        found["logits"] = output.logits.dtype
 
     def look_at_gradient_part(parameter: nn.Parameter) -> None:
         found["gradients at rest"] = parameter.grad.dtype
 
+    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+        loss = sum_of_losses(model, batch)
+        found["loss"] = loss.dtype
+        return loss
+
     handles = [
         linear.register_forward_pre_hook(look_inside),
         block.register_forward_hook(look_behind),
+        model.register_forward_hook(look_at_logits),
         weight.register_post_accumulate_grad_hook(look_at_gradient_part),
     ]
-    try:
-        with _SumsSeen() as sums:
-            rank_step(model, optimizer, [batch], loss_sum=_remembering(found))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _SumsSeen() as sums:
+        rank_step(model, optimizer, [batch], loss_sum=loss_sum)
+    for handle in handles:
+        handle.remove()
     found["gradients as they are summed"] = sums.dtype
     found["states"] = optimizer.state[weight]["exp_avg"].dtype
     for name, buffer in model.named_buffers():
         if "inv_freq" in name:
             found["frequencies of RoPE"] = buffer.dtype
     return found
-
-
-def _remembering(found: dict[str, torch.dtype]) -> Any:
-    """A sum of losses that notes the dtypes of logits and loss."""
-    from recipes_lib.core.ranks.rank_step import sum_of_losses
-
-    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-        logits = []
-        handle = model.register_forward_hook(lambda _, __, output: logits.append(output.logits))
-        loss = sum_of_losses(model, batch)
-        handle.remove()
-        found["logits"] = logits[0].dtype
-        found["loss"] = loss.dtype
-        return loss
-
-    return loss_sum
 
 
 class _SumsSeen(TorchDispatchMode):

@@ -26,7 +26,6 @@ The order of recipes: QLoRA, checkpoints, this, the optimizer.
 dry_run  the memory of one rank for a model of any size, without a GPU
 ends  a frozen embedding and output layer, gathered a few rows at a time
 layer  a 4-bit linear layer whose codes and scales are parameters
-libraries  what bitsandbytes and torchao shard of a 4-bit layer, and what not
 """
 
 from __future__ import annotations
@@ -36,21 +35,24 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from recipes_lib.core.checks import check_choice, check_flag, check_whole
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.measure import dry
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.ranks import require_group
+from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather
 from recipes_lib.core.ranks.meshes import default_mesh
-from recipes_lib.core.ranks.shard_groups import (
+from recipes_lib.parallel._sharding import (
     DTYPES,
-    agree_to_shard,
+    fetch_ahead,
+    require_new_on_ranks,
     require_same_weights,
-    require_shardable,
-    shard_in_groups,
+    shard_ends,
+    sharding_options,
 )
-from recipes_lib.parallel._shard_budget import sharded_budget
-from recipes_lib.parallel._shard_group_bytes import sharded_groups
 from recipes_lib.parallel.quantized_shards.ends import cut_ends, ends_can_be_cut
 from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed
 
@@ -98,7 +100,7 @@ def apply_quantized_shards(
     """Shard a model that `apply_qlora` returned, in place, its 4-bit weights too. Returns `model`.
 
     Every rank calls it, with the same base and the same adapters, before the optimizer is made.
-    Seed the ranks alike before adapters are drawn. A step is `core.rank_step.rank_step`.
+    Seed the ranks alike before adapters are drawn. A step is `core.ranks.rank_step.rank_step`.
 
     Args:
         mesh: of one dimension; or of two, copies along the first and parts along the second. By
@@ -115,58 +117,48 @@ def apply_quantized_shards(
             as a whole, which would take twice their size. False gathers them as PyTorch does.
 
     Raises ValueError on every rank: without a process group; if the ranks disagree; for a model
-    that is no causal LM, has no 4-bit layers or no adapters, is sharded already, or trains several
-    dtypes in one block; for layers that `quantized_shards_layer.packed` refuses; and for numbers
-    out of range.
+    that is no causal LM, has no 4-bit layers, is on ranks already, or has an optimizer that steps
+    in backward; for layers that `layer.packed` refuses; and for fp16.
     """
-    # First of all, so that no rank waits for one that has raised.
-    agree_to_shard(
-        model,
-        mesh=mesh,
-        adapter_dtype=adapter_dtype,
-        parameter_dtype=parameter_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-        offload=offload,
-        prefetch=prefetch,
-        cut_vocabulary=cut_vocabulary,
-    )
-    check_flag(reshard_after_forward=reshard_after_forward, offload=offload)
-    check_flag(cut_vocabulary=cut_vocabulary)
-    require_shardable(
-        model, parameter_dtype=parameter_dtype, reduce_dtype=reduce_dtype, prefetch=prefetch
-    )
+    require_group()
+    if not dry():  # first of all, so that no rank waits for one that has raised
+        numbers = {"prefetch": prefetch, "offload": offload, "cut_vocabulary": cut_vocabulary}
+        dtypes = (adapter_dtype, parameter_dtype, reduce_dtype)
+        agree(model=model, mesh=mesh, dtypes=dtypes, reshard=reshard_after_forward, **numbers)
+    check_whole(prefetch=prefetch)
     check_choice(DTYPES, adapter_dtype=adapter_dtype)
-    _require_adapters(model)
+    require_new_on_ranks(model)
     require_same_weights(model)
+    if mesh is None:
+        mesh = default_mesh()
+    options = sharding_options(mesh, parameter_dtype, reduce_dtype, offload)
     pack_layers(model)
     if adapter_dtype is not None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(adapter_dtype)
-    if mesh is None:
-        mesh = default_mesh()
+
+    # Each call makes a group, which is gathered and taken apart as one: those inside first.
+    blocks = decoder_blocks(model)
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     left_out: set[nn.Parameter] = set()
     if cut_vocabulary and ends_can_be_cut(model):
         left_out = cut_ends(model, mesh, parameter_dtype, offload)
-    shard_in_groups(
-        model,
-        mesh=mesh,
-        parameter_dtype=parameter_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward,
-        offload=offload,
-        prefetch=prefetch,
-        left_out=left_out,
-    )
+    else:
+        shard_ends(model, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, ignored_params=left_out, **options)
+
+    if prefetch > 1:
+        fetch_ahead(blocks, prefetch)
     return model
 
 
 def pack_layers(model: Any) -> Any:
     """Make parameters of the codes and scales of all 4-bit layers, in place. Returns `model`.
 
-    `apply_quantized_shards` calls it. Raises ValueError, before anything changes, for a layer that
-    cannot be packed, and if there is none in 4 bits.
+    Raises ValueError, before anything changes, for a layer that cannot be packed, and if there is
+    none in 4 bits.
     """
     layers = {}
     already = False
@@ -187,7 +179,7 @@ def pack_layers(model: Any) -> Any:
 def whole_adapters(model: Any) -> dict[str, torch.Tensor]:
     """The parameters that train, by name, whole and on the CPU; every rank has to call it.
 
-    `peft.set_peft_model_state_dict` and `core.safetensors` take them: no rank needs the base.
+    `peft.set_peft_model_state_dict` and safetensors take them: no rank needs the base.
     """
     found = {}
     for name, parameter in model.named_parameters():
@@ -197,80 +189,3 @@ def whole_adapters(model: Any) -> dict[str, torch.Tensor]:
                 value = value.full_tensor()
             found[name] = value.cpu()
     return found
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _require_adapters(model: Any) -> None:
-    if not hasattr(model, "peft_config"):
-        raise ValueError(
-            "this model has no adapters, and its 4-bit weights cannot train: give the model that "
-            "apply_qlora returned"
-        )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.SHARDING)
-def estimate_quantized_shards(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    parameter_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
-    offload: bool = False,
-    prefetch: int = 1,
-    cut_vocabulary: bool = True,
-) -> Budget:
-    """The budget of one of `shape.ranks` ranks. Options as in `apply_quantized_shards`.
-
-    With `offload` it is that of the device; the parts are on the host.
-
-    Args:
-        budget: of the QLoRA model in one process, its checkpoints included.
-        model: after `pack_layers`, with its adapters in the dtype in which they are stored. It may
-            be on the meta device.
-
-    Raises ValueError for a model without packed layers.
-    """
-    check_flag(reshard_after_forward=reshard_after_forward, offload=offload)
-    check_flag(cut_vocabulary=cut_vocabulary)
-    check_whole(prefetch=prefetch)
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    if not layers:
-        raise ValueError("no layer of this model is packed: call pack_layers first")
-    groups = sharded_groups(
-        model,
-        shards=shape.ranks,
-        parameter_dtype=parameter_dtype,
-        reduce_dtype=reduce_dtype,
-        cut_ends=cut_vocabulary and ends_can_be_cut(model),
-    )
-    return sharded_budget(
-        budget,
-        model,
-        shape,
-        groups,
-        reshard_after_forward=reshard_after_forward,
-        offload=offload,
-        prefetch=prefetch,
-        beside_a_block=max(_made_bytes(layer) for layer in layers),
-    )
-
-
-def _made_bytes(layer: PackedLinear) -> int:
-    """Bytes of the weight that is made of codes and scales, with a copy to compute in."""
-    made = layer.weight_dtype.itemsize
-    if layer.compute_dtype not in (None, layer.weight_dtype):
-        made += layer.compute_dtype.itemsize
-    return layer.in_features * layer.out_features * made
-
-
-def predicted_part_bytes(model: nn.Module, *, ranks: int) -> int:
-    """Bytes of the parameters that one rank keeps of a packed model, rounded up for the first."""
-    groups = sharded_groups(model, shards=ranks)
-    return groups.whole.part

@@ -3,7 +3,7 @@
     peak = dry_quantized_rank("llama-3.1-70b", ranks=2, rows=1, seq=1024)
     peak.total / 2**30
 
-Shapes are enough for that: no weight is drawn, quantized or sent (`core.dry_ranks`).
+Shapes are enough for that: no weight is drawn, quantized or sent (`core.predict.dry_ranks`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ def dry_quantized_rank(
         layers: fewer blocks than the shape has.
         adapter_dtype: in which adapters, their gradients and states are stored.
         cut_vocabulary: gather embedding and output layer a few rows at a time.
-
-    Raises ValueError for a shape that is not listed, and for numbers below 1.
     """
     check_whole(rows=rows, seq=seq, rank=rank)
 
@@ -78,10 +76,7 @@ def dry_quantized_rank(
 
 
 def packed_model(shape: str, *, rank: int, layers: int | None = None) -> Any:
-    """A bf16 model of a public shape on the meta device, with adapters and packed layers.
-
-    It serves `estimate_quantized_shards`.
-    """
+    """A bf16 model of a public shape on the meta device, with adapters and packed layers."""
     peft = require("peft")
     # peft moves what it makes from device to device, and fake tensors cannot be moved in a module.
     with unset_fake_temporarily():

@@ -33,8 +33,6 @@ it hands out whole parameters, so a large embedding lies on one rank, states and
 `fully_shard` without resharding: the weights are whole from forward to backward, and split between
 the steps, where the paper keeps them whole. What is sent is the same.
 
-Words: P bytes of the weights, N ranks.
-
 deepspeed  the same stages by DeepSpeed, from launch/deepspeed
 """
 
@@ -45,23 +43,22 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.checks import check_choice, check_flag, check_whole
-from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.ranks.rank_step import Batch, LossSum, rank_step, sum_of_losses
-from recipes_lib.core.ranks.shard_groups import shard_in_groups
-from recipes_lib.parallel._shard_budget import sharded_budget
-from recipes_lib.parallel._shard_group_bytes import sharded_groups
-from recipes_lib.parallel._whole_model import require_whole_model
+from recipes_lib.parallel._shard_budget import sharded_budget, sharded_groups
+from recipes_lib.parallel._sharding import require_new_on_ranks, shard_ends
 
 STAGES = (1, 2, 3)
+STATES_PER_WEIGHT = 2  # averages of AdamW
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -105,29 +102,32 @@ def apply_zero(
         mesh: a DeviceMesh of one dimension; by default that of all ranks.
         optimizer_options: of the optimizer, such as lr.
     Raises ValueError on every rank if there is no process group, if the ranks give other models,
-    stages or options than each other, for an unknown stage, an optimizer in place of its class, a
-    mesh of several dimensions, and for a model that is no causal LM, or that `require_whole_model`
-    refuses.
+    stages or options than each other, for an unknown stage, a mesh of several dimensions, and for a
+    model that is no causal LM, is on ranks already, or has an optimizer that steps in backward.
     """
     # First of all, so that no rank waits for one that has raised.
-    agree(
-        model=model,
-        stage=stage,
-        optimizer=optimizer_class,
-        options=optimizer_options,
-        mesh=mesh,
-    )
-    require_causal_lm(model)
+    agree(model=model, stage=stage, optimizer=optimizer_class, options=optimizer_options, mesh=mesh)
     check_choice(STAGES, stage=stage)
-    _require_class(optimizer_class)
-    require_whole_model(model)
+    require_new_on_ranks(model)
     if mesh is None:
         mesh = default_mesh(next(model.parameters()).device.type)
     require_one_dimension(mesh, such_as="shard")
-    if stage == 1:
-        return _split_states(model, optimizer_class, mesh, optimizer_options)
-    _start_alike(model, mesh)
-    shard_in_groups(model, mesh=mesh, reshard_after_forward=stage == 3)
+    group = mesh.get_group()
+
+    if stage == 1:  # DDP averages all gradients, and each rank steps the parameters that it owns
+        wrapper = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = ZeroRedundancyOptimizer(
+            trained, optimizer_class=optimizer_class, process_group=group, **optimizer_options
+        )
+        return wrapper, optimizer
+
+    _start_alike(model, group)
+    options = {"mesh": mesh, "reshard_after_forward": stage == 3}
+    for block in decoder_blocks(model):
+        fully_shard(block, **options)
+    shard_ends(model, **options)
+    fully_shard(model, mesh=mesh)
     # After sharding: these are the parts, and the states will be as large as they are.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, optimizer_class(trained, **optimizer_options)
@@ -182,77 +182,34 @@ def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
     return owners
 
 
-def _split_states(
-    model: Any,
-    optimizer_class: type[torch.optim.Optimizer],
-    mesh: Any,
-    options: dict[str, Any],
-) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
-    """Stage 1: DDP averages all gradients, and each rank steps the parameters that it owns."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    device = trained[0].device
-    device_ids = None
-    if device.type != "cpu":
-        device_ids = [device.index]
-    group = mesh.get_group()
-    wrapper = DistributedDataParallel(
-        model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=True
-    )
-    optimizer = ZeroRedundancyOptimizer(
-        trained, optimizer_class=optimizer_class, process_group=group, **options
-    )
-    return wrapper, optimizer
-
-
-def _start_alike(model: Any, mesh: Any) -> None:
+def _start_alike(model: Any, group: distributed.ProcessGroup) -> None:
     """Give all ranks the weights of rank 0, as DDP does by itself.
 
     `fully_shard` takes from each rank the part that will be its own. Where ranks start with
     different weights, it would join parts of different models, and say nothing.
     """
-    group = mesh.get_group()
     first = distributed.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             distributed.broadcast(tensor, src=first, group=group)
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _require_class(optimizer_class: Any) -> None:
-    if not isinstance(optimizer_class, type) or not issubclass(
-        optimizer_class, torch.optim.Optimizer
-    ):
-        raise ValueError(
-            f"optimizer_class={optimizer_class!r}: give a class such as torch.optim.AdamW. An "
-            f"optimizer that exists holds the parameters as they were before they were split"
-        )
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_rank_bytes(
-    model: Any, *, stage: int, ranks: int, rank: int = 0, states_per_weight: int = 2
-) -> dict[str, int]:
-    """Bytes of weights, gradients and states on one rank between backward and step, in PyTorch.
+def predicted_rank_bytes(model: Any, *, stage: int, ranks: int, rank: int = 0) -> dict[str, int]:
+    """Bytes of weights, gradients and AdamW states on one rank between backward and step.
 
     `model` is the plain one. Parts are those that PyTorch makes: whole parameters in stage 1, rows
-    of each parameter in stages 2 and 3.
+    of each parameter in stages 2 and 3, which differ only while a step computes.
 
     Args:
-        stage: 0 (data parallel), 1, 2 or 3. Stages 2 and 3 differ only while a step computes.
+        stage: 0 (data parallel), 1, 2 or 3.
         ranks: N, which may be more than there are here.
         rank: of whom; the parts of the ranks need not be equal.
-        states_per_weight: tensors that the optimizer keeps for each weight, 2 for AdamW. Its
-            counters of steps are left out.
-    Raises ValueError for an unknown stage or rank.
     """
-    check_whole(states_per_weight=states_per_weight, least=0)
     check_choice((0, *STAGES), stage=stage)
     check_whole(ranks=ranks)
-    check_whole(rank=rank, least=0, most=ranks - 1)
     every = list(model.parameters())
     trained = [parameter for parameter in every if parameter.requires_grad]
     weights = sum(map(tensor_bytes, every))
@@ -265,7 +222,7 @@ def predicted_rank_bytes(
         weights = sum(_own_rows(parameter, ranks, rank) for parameter in every)
         own = sum(_own_rows(parameter, ranks, rank) for parameter in trained)
         gradients = own
-    return {"weights": weights, "gradients": gradients, "states": states_per_weight * own}
+    return {"weights": weights, "gradients": gradients, "states": STATES_PER_WEIGHT * own}
 
 
 def _own_rows(parameter: torch.Tensor, ranks: int, rank: int) -> int:
@@ -304,16 +261,13 @@ def predicted_sent_bytes(model: Any, *, stage: int, ranks: int) -> float:
 
 
 @estimate(Order.SHARDING)
-def estimate_zero(
-    budget: Budget, model: Any, shape: Shape, *, stage: int, reduce_each: bool = False
-) -> Budget:
+def estimate_zero(budget: Budget, model: Any, shape: Shape, *, stage: int) -> Budget:
     """The budget of rank 0 of `shape.ranks` with PyTorch's stages and AdamW.
 
     Stage 1 changes the states, and keeps gradients in DDP's buckets. In stages 2 and 3 what is
-    gathered counts where it is alive (_shard_budget.py). With several micro-batches they carry
-    whole gradients, unless `reduce_each`. Raises ValueError for an unknown stage.
+    gathered counts where it is alive (_shard_budget.py), and several micro-batches carry whole
+    gradients.
     """
-    check_flag(reduce_each=reduce_each)
     check_choice(STAGES, stage=stage)
     if stage == 1:
         parts = predicted_rank_bytes(model, stage=1, ranks=shape.ranks)
@@ -327,7 +281,7 @@ def estimate_zero(
         )
     groups = sharded_groups(model, shards=shape.ranks)
     sharded = sharded_budget(budget, model, shape, groups, reshard_after_forward=stage == 3)
-    if shape.micro_batches > 1 and not reduce_each:
+    if shape.micro_batches > 1:
         return sharded.change(carried=groups.whole.gradients)
     return sharded
 

@@ -48,17 +48,16 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_choice, check_flag, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.sizes import parts_needed, storage_bytes, tensor_bytes
+from recipes_lib.core.model.sizes import storage_bytes
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.rank_step import Batch, LossSum, sum_of_losses, tokens_of_all_ranks
 
@@ -67,15 +66,9 @@ AUTO = "auto"
 
 
 def config_file(name: str) -> Path:
-    """The file of a configuration that we ship, such as "zero2" or "zero3_offload".
-
-    Raises ValueError for another name.
-    """
-    file = FOLDER / f"{name}.json"
-    if not file.exists():
-        names = ", ".join(sorted(path.stem for path in FOLDER.glob("*.json")))
-        raise ValueError(f"there is no configuration {name!r} in {FOLDER}: choose one of {names}")
-    return file
+    """The file of a configuration that we ship, such as "zero2" or "zero3_offload"."""
+    check_choice(sorted(path.stem for path in FOLDER.glob("*.json")), name=name)
+    return FOLDER / f"{name}.json"
 
 
 def apply_deepspeed(
@@ -98,33 +91,24 @@ def apply_deepspeed(
         max_norm: clip the gradients of all ranks together to this norm.
         optimizer_options: of the optimizer, such as lr.
     Raises ValueError on every rank if there is no process group, if the ranks give other models or
-    options than each other, if only some of them have DeepSpeed, for a configuration that cannot be
-    read or has no stage, for one that has its own optimizer, and for a model that is no causal LM;
-    ImportError on every rank without DeepSpeed.
+    options than each other, for a configuration that has no stage or its own optimizer, and for a
+    model that is no causal LM; ImportError without DeepSpeed.
     """
     # First of all, so that no rank waits for one that has raised.
-    given = config
-    unreadable = None
-    if not isinstance(config, dict):
-        given, unreadable = _read(config)
+    with same_error_on_all_ranks():
+        if not isinstance(config, dict):
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
     agree(
         model=model,
-        config=given,
+        config=config,
         optimizer=optimizer_class,
         options=optimizer_options,
         numbers=(rows, micro_batches, max_norm),
-        # A rank without it would raise, and the others would wait for it.
-        deepspeed_is_installed=find_spec("deepspeed") is not None,
-        mistake_in_the_file=unreadable,
     )
-    if unreadable is not None:
-        raise ValueError(unreadable)
     require_causal_lm(model)
     check_whole(rows=rows, micro_batches=micro_batches)
-    if max_norm is not None:
-        check_number(max_norm=max_norm, above=0)
     device = next(model.parameters()).device
-    filled = filled_config(given, model, rows=rows, micro_batches=micro_batches, max_norm=max_norm)
+    filled = filled_config(config, model, rows=rows, micro_batches=micro_batches, max_norm=max_norm)
     deepspeed = _import_deepspeed(device)
     if device.type == "cpu":
         _without_pinned_memory(filled)
@@ -178,11 +162,10 @@ def filled_config(
 ) -> dict[str, Any]:
     """A copy of `config` with a number in place of each "auto", as the Trainer puts it there.
 
-    Raises ValueError without a stage, with an optimizer, and for an "auto" that nothing fills.
+    Raises ValueError without a stage, which DeepSpeed takes for 0, and with an optimizer.
     """
     stage = config.get("zero_optimization", {}).get("stage")
-    if stage not in (1, 2, 3):
-        raise ValueError(f"zero_optimization.stage={stage!r}: choose one of 1, 2, 3")
+    check_choice((1, 2, 3), stage=stage)
     if "optimizer" in config:
         raise ValueError(
             "the configuration names an optimizer of DeepSpeed, which it would compile: remove "
@@ -205,9 +188,6 @@ def filled_config(
     _fill(filled, numbers)
     _fill(filled["zero_optimization"], of_zero)
     _fill(filled.get("bf16", {}), of_bf16)
-    left = [name for name, value in _leaves(filled) if value == AUTO]
-    if left:
-        raise ValueError(f'{", ".join(left)} of the configuration is "auto": give a value')
     return filled
 
 
@@ -229,70 +209,7 @@ def held_bytes(engine: Any) -> dict[str, int]:
     }
 
 
-def predicted_deepspeed_bytes(
-    model: Any, *, stage: int, ranks: int, states_per_weight: int = 2, persistence: int = 0
-) -> dict[str, int]:
-    """Bytes of weights, masters, gradients and states on one rank, as in the table above.
-
-    Args:
-        states_per_weight: tensors that the optimizer keeps for each weight, 2 for AdamW.
-        persistence: `stage3_param_persistence_threshold`, up to which a parameter stays whole.
-    Gradients are there from backward to the step; in stage 1 all of them in backward, and from its
-    end on those of the own part. In stage 3 their memory stays. Raises ValueError for an unknown
-    stage.
-    """
-    check_whole(states_per_weight=states_per_weight, least=0)
-    check_choice((1, 2, 3), stage=stage)
-    check_whole(ranks=ranks)
-    check_whole(persistence=persistence, least=0)
-    size = model.dtype.itemsize
-    numbers = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    whole = sum(numbers)
-    part = parts_needed(whole, ranks)
-    weights = whole
-    gradients = whole if stage == 1 else part
-    if stage == 3:
-        # Each parameter is cut by itself, and a small one is there twice: its part, and whole.
-        part = sum(parts_needed(number, ranks) for number in numbers)
-        weights = part + sum(number for number in numbers if number <= persistence)
-        gradients = part
-    return {
-        "weights": size * weights,
-        "masters": 4 * part,
-        "gradients": size * gradients,
-        "states": 4 * states_per_weight * part,
-    }
-
-
-def predicted_deepspeed_sent(
-    model: Any, *, stage: int, ranks: int, gathered_again: bool = False
-) -> float:
-    """Bytes that one rank sends per step, in rings; `model` is the plain one and all of it trains.
-
-    Args:
-        gathered_again: whether stage 3 gathers the weights for backward once more. With the default
-            settings it does not in a model of up to 1,000,000,000 parameters.
-    Raises ValueError for an unknown stage.
-    """
-    check_flag(gathered_again=gathered_again)
-    check_choice((1, 2, 3), stage=stage)
-    check_whole(ranks=ranks)
-    weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
-    times = 3  # an all-reduce is 2, and new weights are 1
-    if stage == 3 and not gathered_again:
-        times = 2
-    return times * (ranks - 1) / ranks * weights
-
-
 # --- guards, and what DeepSpeed needs to be told --------------------------------------------------
-
-
-def _read(config: Path | str) -> tuple[dict[str, Any] | None, str | None]:
-    """What is in the file, and what is wrong with it: one of the two is None."""
-    try:
-        return json.loads(Path(config).read_text(encoding="utf-8")), None
-    except (OSError, TypeError, ValueError) as error:
-        return None, f"{config} is no configuration in JSON: {error}"
 
 
 def _fill(place: dict[str, Any], numbers: dict[str, Any]) -> None:
@@ -301,27 +218,13 @@ def _fill(place: dict[str, Any], numbers: dict[str, Any]) -> None:
             place[name] = number
 
 
-def _leaves(place: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in place.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed for this device, without the code that it would compile at the start."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Its launcher would set it. Ranks of one machine have their own number there.
     os.environ.setdefault("LOCAL_RANK", str(rank()))
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ImportError(
-            "DeepSpeed is not installed: `DS_ACCELERATOR=cpu pip install deepspeed` (on a machine "
-            "with GPUs without DS_ACCELERATOR=cpu), or use apply_zero, which needs PyTorch only"
-        ) from error
+    import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
