@@ -9,5 +9,5 @@ deep_thin                 a small language model of more and narrower blocks, at
 mixture_of_experts        many feed-forward layers, of which a token meets a few: grouped products
 mobile_net                convolutions in two steps: depthwise filters, inverted residuals
 efficient_net             inverted residuals that weigh their channels, scaled in proportion
-_convolutions  networks of convolutions: first weights, rounded channels, predicted work
+_convolutions             what both of them share: rounded channels, first weights
 """

@@ -1,50 +1,22 @@
-"""What networks of convolutions have in common: first weights, rounded channels, predicted work."""
+"""What networks of convolutions have in common: rounded channels and first weights.
+
+A model that transformers makes from a configuration alone is dead: its first weights are so small
+that all logits are equal. `initialise_convolutions_` sets this right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_number
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 FIRST_FACTOR_OF_BRANCHES = 0.1
-
-
-@dataclass(frozen=True)
-class Work:
-    """What layers cost: parameters, and multiply-adds for one image."""
-
-    parameters: int = 0
-    multiply_adds: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.parameters + other.parameters, self.multiply_adds + other.multiply_adds)
-
-
-def convolution_work(
-    *, inputs: int, outputs: int, kernel: int, pixels: int, groups: int = 1, norm: bool = True
-) -> Work:
-    """The work of a convolution that makes `outputs` channels of `pixels` pixels each.
-
-    Every pixel of an output is a sum over the inputs of its group and the kernel's places. With
-    `norm`, two parameters for each output follow; without, a bias.
-    """
-    weights = outputs * inputs // groups * kernel**2
-    after = outputs
-    if norm:
-        after = 2 * outputs
-    return Work(weights + after, weights * pixels)
-
-
-def linear_work(*, inputs: int, outputs: int) -> Work:
-    """The work of a linear layer with a bias, for one row."""
-    return Work((inputs + 1) * outputs, inputs * outputs)
+MOMENTUM = 0.1
+BATCH_OF_NOISE = 64
 
 
 def rounded_channels(channels: float, *, divisor: int = 8, least: int | None = None) -> int:
@@ -60,56 +32,53 @@ def rounded_channels(channels: float, *, divisor: int = 8, least: int | None = N
     return rounded
 
 
+def seeded(make: Callable[[], Any], seed: int | None) -> Any:
+    """What `make()` returns with this seed. None: with the current random state, which moves."""
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return make()
+
+
 @torch.no_grad()
-def initialise_convolutions_(
-    model: nn.Module,
-    *,
-    noise: Tensor,
-    branches: Iterable[nn.Module] = (),
-    momentum: float = 0.1,
-) -> None:
+def initialise_convolutions_(model: Any, *, branches: Iterable[nn.Module]) -> None:
     """First weights with which signals keep their size from layer to layer, in place.
 
     A convolution gets weights of variance 2 over the number of inputs of one output (He et al.,
     arXiv 1502.01852). Normalization starts with factors of one, and its running mean and variance
-    move by `momentum` of the way to those of a batch.
+    move by a tenth of the way to those of a batch. They begin as those of images of random pixels:
+    with zeros and ones, signals of an untrained network fade from block to block in eval mode, and
+    all its logits are nearly equal.
 
     Args:
-        noise: images [B, C, H, W] without a meaning. The running statistics begin as those of this
-            batch: with zeros and ones, signals of an untrained network fade from block to block in
-            eval mode, and all its logits are nearly equal.
         branches: the last norm of each block whose output is added to its input. It starts with
             factors of 0.1, so that a deep network begins as one of a few layers and learns in
             fewer steps (Goyal et al., arXiv 1706.02677, who begin with 0).
-    Raises ValueError for a momentum that is not above 0 and below 1.
     """
-    check_number(above=0, below=1, momentum=momentum)
+    norms = [module for module in model.modules() if isinstance(module, NORMS)]
     for module in model.modules():
         if isinstance(module, CONVOLUTIONS):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, NORMS):
-            module.reset_parameters()
-            module.momentum = 1.0  # takes the statistics of the next batch as they are
         elif isinstance(module, nn.Linear):
             module.reset_parameters()
+    for norm in norms:
+        norm.reset_parameters()
+        norm.momentum = 1.0  # takes the statistics of the next batch as they are
     for norm in branches:
         nn.init.constant_(norm.weight, FIRST_FACTOR_OF_BRANCHES)
     was_training = model.training
     model.train()
-    model(noise)
+    model(_noise_for(model))
     model.train(was_training)
-    for module in model.modules():
-        if isinstance(module, NORMS):
-            module.momentum = momentum
+    for norm in norms:
+        norm.momentum = MOMENTUM
 
 
-def noise_for(model: Any, *, batch: int = 64) -> Tensor:
+def _noise_for(model: Any) -> Tensor:
     """Images [B, C, H, W] of random pixels, as large as the configuration of `model` says."""
-    size = model.config.image_size
-    if isinstance(size, int):
-        size = (size, size)
+    side = model.config.image_size
     weight = next(model.parameters())
-    shape = (batch, model.config.num_channels, *size)
+    shape = (BATCH_OF_NOISE, model.config.num_channels, side, side)
     return torch.randn(shape, device=weight.device, dtype=weight.dtype)

@@ -32,10 +32,6 @@ from typing import Any, NamedTuple
 
 from recipes_lib.core.checks import check_whole
 
-# Options of LlamaConfig that follow from the number of weights.
-CHOSEN = ("vocab_size", "tie_word_embeddings", "num_hidden_layers", "hidden_size")
-CHOSEN += ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
@@ -81,11 +77,10 @@ def choose_proportions(
         heads_per_kv: heads of queries that share a head of keys and values; fewer where the number
             of heads is not a multiple of it.
         multiple_of: the width of the feed-forward is a multiple of this.
-    Raises ValueError for numbers below 1, and if there is no width between one head and a
-    feed-forward from 1 to 5 times as wide.
+    Raises ValueError if there is no width between one head and a feed-forward from 1 to 5 times as
+    wide.
     """
-    check_whole(weights=weights, layers=layers, vocabulary=vocabulary)
-    check_whole(head_dim=head_dim, heads_per_kv=heads_per_kv, multiple_of=multiple_of)
+    check_whole(weights=weights, layers=layers)
     best = None
     heads = 1
     while True:
@@ -111,21 +106,12 @@ def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: An
 
     Args:
         options: those of `choose_proportions`, and any of `LlamaConfig` that this does not choose.
-    Raises ValueError as `choose_proportions` does, and for other options.
+    Raises ValueError as `choose_proportions` does.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     names = ("head_dim", "heads_per_kv", "multiple_of")
     of_shape = {name: options.pop(name) for name in names if name in options}
-    known = LlamaConfig().to_dict()
-    for name, value in options.items():
-        if name not in known:  # the configuration would keep it, and nobody would read it
-            raise ValueError(f"{name}={value!r}: LlamaConfig has no such option")
-        if name in CHOSEN:
-            raise ValueError(
-                f"{name}={value!r} is what deep_thin_model chooses: give weights, layers and "
-                f"vocabulary, or make a LlamaConfig of your own"
-            )
     proportions = choose_proportions(
         weights=weights, layers=layers, vocabulary=vocabulary, **of_shape
     )
@@ -169,7 +155,6 @@ def _from_usual(proportions: Proportions) -> float:
 
 def predicted_weights(proportions: Proportions, *, vocabulary: int) -> int:
     """All weights of the model: one table, the blocks, the last norm."""
-    check_whole(vocabulary=vocabulary)
     kv_share = proportions.num_key_value_heads / proportions.num_attention_heads
     block = plain_block_weights(proportions.hidden_size, proportions.intermediate_size, kv_share)
     table = vocabulary * proportions.hidden_size

@@ -32,8 +32,6 @@ Shapes: B images, C channels, S squeezed channels, H and W pixels.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,17 +39,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.architecture._convolutions import (
-    Work,
-    convolution_work,
     initialise_convolutions_,
-    linear_work,
-    noise_for,
     rounded_channels,
+    seeded,
 )
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 
-FIRST = 32  # channels of the first convolution, at width 1
-LAST = 1280  # channels of the last one
+LAST = 1280  # channels of the last convolution, at width 1
 SMALLEST = 32  # pixels of a side: on smaller maps than these leave, the filters do not fit
 # Strides of the seven stages by the output stride; the first convolution has a stride of 2, too.
 STRIDES = {
@@ -69,33 +63,6 @@ def plain_squeeze_excite(x: Tensor, reduce: nn.Conv2d, expand: nn.Conv2d) -> Ten
     squeezed = F.silu(reduce(means))  # [B, S, 1, 1]
     factors = torch.sigmoid(expand(squeezed))  # [B, C, 1, 1]
     return x * factors
-
-
-class PlainWeighedBlock(nn.Module):
-    """An inverted residual with silu, whose wide channels are weighed before they are mixed."""
-
-    def __init__(self, inputs: int, outputs: int, *, expansion: int = 6, squeezed: float = 0.25):
-        super().__init__()
-        wide = expansion * inputs
-        self.expand = nn.Conv2d(inputs, wide, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(wide, eps=1e-3)
-        self.places = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False)
-        self.norm2 = nn.BatchNorm2d(wide, eps=1e-3)
-        self.squeeze = nn.Conv2d(wide, int(inputs * squeezed), 1)
-        self.excite = nn.Conv2d(int(inputs * squeezed), wide, 1)
-        self.project = nn.Conv2d(wide, outputs, 1, bias=False)
-        self.norm3 = nn.BatchNorm2d(outputs, eps=1e-3)
-        self.residual = inputs == outputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, K, H, W] with K outputs."""
-        y = F.silu(self.norm1(self.expand(x)))
-        y = F.silu(self.norm2(self.places(y)))
-        y = plain_squeeze_excite(y, self.squeeze, self.excite)
-        y = self.norm3(self.project(y))
-        if self.residual:
-            y = y + x
-        return y
 
 
 # --- the technique --------------------------------------------------------------------------------
@@ -128,12 +95,8 @@ def efficient_net(
     """
     from transformers import EfficientNetConfig, EfficientNetForImageClassification
 
-    check_number(above=0, width=width, depth=depth)
-    check_whole(classes=classes, channels=channels)
     check_whole(least=SMALLEST, image_size=image_size)
     check_choice(STRIDES, output_stride=output_stride)
-    if seed is not None:
-        check_whole(least=0, seed=seed)
     config = EfficientNetConfig(
         num_channels=channels,
         image_size=image_size,
@@ -145,26 +108,21 @@ def efficient_net(
         dropout_rate=0.2,
         drop_connect_rate=0.0,
     )
-    with torch.random.fork_rng(enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
-        model = EfficientNetForImageClassification(config)
-        return initialise_(replace_pooler(model)).eval()
+    model = seeded(lambda: initialise_(EfficientNetForImageClassification(config)), seed)
+    return replace_pooler(model).eval()
 
 
 def initialise_(model: Any) -> Any:
     """First weights for an EfficientNet of transformers, in place; returns `model`.
 
     All trained weights are lost. Normalization follows each batch by a tenth of the way: in
-    transformers it is 0.99 in most layers, TensorFlow's number for what is kept. Raises ValueError
-    for another model.
+    transformers it is 0.99 in most layers, TensorFlow's number for what is kept.
     """
-    _require_efficient_net(model)
     branches = []
-    for block in _base(model).encoder.blocks:
+    for block in model.efficientnet.encoder.blocks:
         if block.projection.apply_dropout:  # what transformers calls a block with a residual
             branches.append(block.projection.project_bn)
-    initialise_convolutions_(model, noise=noise_for(model), branches=branches)
+    initialise_convolutions_(model, branches=branches)
     return model
 
 
@@ -173,99 +131,9 @@ def replace_pooler(model: Any) -> Any:
 
     The output is the same for maps up to 1,280 pixels wide, which is any image. transformers takes
     the mean by a window of [D, D] pixels for D channels that reaches beyond the map: runtimes of
-    devices have no kernel for it, so it runs by a slow general one. Raises ValueError for another
-    model, and for one that takes the largest number in place of the mean.
+    devices have no kernel for it, so it runs by a slow general one. Raises ValueError for a model
+    that takes the largest number in place of the mean.
     """
-    _require_efficient_net(model)
-    if model.config.pooling_type != "mean":
-        raise ValueError(
-            f"pooling_type={model.config.pooling_type!r}: only the mean can be replaced"
-        )
-    _base(model).pooler = nn.AdaptiveAvgPool2d(1)
+    check_choice(["mean"], pooling_type=model.config.pooling_type)
+    model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
     return model
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _base(model: Any) -> Any:
-    """The network without its classifier."""
-    return getattr(model, "efficientnet", model)
-
-
-def _require_efficient_net(model: Any) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind != "efficientnet":
-        raise ValueError(
-            f"{type(model).__name__} is no EfficientNet of transformers: give one, such as "
-            f"efficient_net() returns"
-        )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_parameters(model: Any) -> int:
-    """Parameters of an EfficientNet classifier as its configuration describes it, before pruning.
-
-    Raises ValueError for another model.
-    """
-    return _work(model, image_size=32).parameters
-
-
-def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
-    """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels.
-
-    Of the configuration, as in `predicted_parameters`. Raises ValueError for another model.
-    """
-    check_whole(least=SMALLEST, image_size=image_size)
-    return _work(model, image_size=image_size).multiply_adds
-
-
-def _work(model: Any, *, image_size: int) -> Work:
-    _require_efficient_net(model)
-    config = model.config
-    side = image_size // 2  # with one row and one column of border: half, rounded down
-    first = _scaled(config, FIRST)
-    work = convolution_work(inputs=config.num_channels, outputs=first, kernel=3, pixels=side**2)
-    for index, (inputs, outputs, kernel, stride, expansion) in enumerate(_blocks(config)):
-        wide = inputs * expansion
-        if expansion > 1:
-            work += convolution_work(inputs=inputs, outputs=wide, kernel=1, pixels=side**2)
-        if stride == 2:
-            # The border is narrower on one side, but for the blocks of this list.
-            side = (side + (index in config.depthwise_padding)) // 2
-        work += convolution_work(
-            inputs=wide, outputs=wide, kernel=kernel, pixels=side**2, groups=wide
-        )
-        squeezed = max(1, int(inputs * config.squeeze_expansion_ratio))
-        work += linear_work(inputs=wide, outputs=squeezed)  # on one pixel: the mean
-        work += linear_work(inputs=squeezed, outputs=wide)
-        work += convolution_work(inputs=wide, outputs=outputs, kernel=1, pixels=side**2)
-    last = _scaled(config, LAST)
-    work += convolution_work(inputs=outputs, outputs=last, kernel=1, pixels=side**2)
-    return work + linear_work(inputs=last, outputs=config.num_labels)
-
-
-def _blocks(config: Any) -> Iterator[tuple[int, int, int, int, int]]:
-    """Inputs, outputs, kernel, stride and expansion of each block."""
-    stages = zip(
-        config.in_channels,
-        config.out_channels,
-        config.kernel_sizes,
-        config.strides,
-        config.expand_ratios,
-        config.num_block_repeats,
-        strict=True,
-    )
-    for inputs, outputs, kernel, stride, expansion, repeats in stages:
-        inputs = _scaled(config, inputs)
-        outputs = _scaled(config, outputs)
-        for _ in range(math.ceil(config.depth_coefficient * repeats)):
-            yield inputs, outputs, kernel, stride, expansion
-            inputs = outputs  # the first block of a stage changes channels and pixels
-            stride = 1
-
-
-def _scaled(config: Any, channels: int) -> int:
-    return rounded_channels(channels * config.width_coefficient, divisor=config.depth_divisor)

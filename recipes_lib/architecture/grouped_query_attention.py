@@ -19,7 +19,8 @@ Use when   Long texts or large batches fill the memory with the cache, and the m
            on. A model that is designed anew has few heads of keys and values from the start.
 Not when   The model cannot be trained after it, or for minutes only and it has few heads already:
            SmolLM2's three know too different things to be one. Texts are short: the weights are
-           what is read then.
+           what is read then. Queries, keys and values are one matrix (GPT-2, Phi-3), or each head
+           of keys has a norm of its own (OLMo 2).
 In production   `num_key_value_heads` in config.json: Llama 3, Qwen 2.5 and Mistral come with it,
            and vLLM, llama.cpp and transformers read it there.
 Source     Ainslie et al., "GQA" (arXiv 2305.13245). One group for all: Shazeer, "Fast Transformer
@@ -37,8 +38,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.sizes import storage_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -58,6 +60,10 @@ def mean_of_groups(weight: Tensor, *, heads: int, groups: int) -> Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
+PROJECTIONS = ("k_proj", "v_proj")
+
+
+@proves("changes")
 @torch.no_grad()
 def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     """Pool the heads of keys and values of every block to `kv_heads`, in place; returns `model`.
@@ -67,28 +73,26 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     projections are new parameters.
 
     Raises ValueError for a number of heads that does not divide the present one, or equals it; for
-    a family without groups (GPT-2, OPT, GPT-NeoX); where queries, keys and values are one matrix
-    (Phi-3); where each head of keys has a norm or a matrix of its own; where blocks share
-    projections or have different numbers of heads; and for quantized or adapted projections.
+    a family without groups; where blocks share projections or have different numbers of heads; and
+    where more than the two projections depends on the number of heads.
     """
     require_causal_lm(model)
     causal = without_adapters(model)
-    heads = _check_heads(causal, kv_heads)
+    config = causal.config.get_text_config()
+    heads = config.num_key_value_heads
+    check_choice([number for number in range(1, heads) if heads % number == 0], kv_heads=kv_heads)
     attentions = _attentions(causal)
-    _check_projections(causal, attentions, heads)
+    for name, attention in attentions.items():
+        _check_heads(name, attention, heads)
     twin = _twin(causal, kv_heads)
-    _check_twin(causal, twin, attentions, heads=heads, kv_heads=kv_heads)
-
     for name, attention in attentions.items():
         for projection in PROJECTIONS:
             whole = getattr(attention, projection)
             setattr(attention, projection, _pooled(whole, heads=heads, groups=kv_heads))
         _take_numbers(attention, twin.get_submodule(name))
-    causal.config.get_text_config().num_key_value_heads = kv_heads
+    config.num_key_value_heads = kv_heads
+    _require_same_shapes(causal, twin)
     return model
-
-
-PROJECTIONS = ("k_proj", "v_proj")
 
 
 def _pooled(linear: nn.Linear, *, heads: int, groups: int) -> nn.Linear:
@@ -106,13 +110,8 @@ def cache_bytes(cache: Any) -> int:
     """Bytes of the keys and values in the `past_key_values` that a model of transformers returns.
 
     They are what its tensors hold: a cache with a window keeps a view of larger ones until the
-    next token comes. Raises ValueError for another kind of cache.
+    next token comes.
     """
-    if not hasattr(cache, "layers"):
-        raise ValueError(
-            f"{type(cache).__name__} is no cache of transformers: give the past_key_values that "
-            f"model(input_ids, use_cache=True) returns"
-        )
     tensors = []
     for layer in cache.layers:
         tensors += [layer.keys.contiguous(), layer.values.contiguous()]
@@ -122,29 +121,9 @@ def cache_bytes(cache: Any) -> int:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _check_heads(causal: Any, kv_heads: int) -> int:
-    """The present number of heads of keys and values."""
-    check_whole(kv_heads=kv_heads)
-    heads = getattr(causal.config.get_text_config(), "num_key_value_heads", None)
-    if heads is None:
-        raise ValueError(
-            f"{type(causal).__name__} knows no groups of heads (its configuration has no "
-            f"num_key_value_heads), so it would not load again: convert a model of a family that "
-            f"has them, such as Llama"
-        )
-    if kv_heads >= heads or heads % kv_heads:
-        smaller = [number for number in range(1, heads) if heads % number == 0]
-        raise ValueError(
-            f"kv_heads={kv_heads}: the model has {heads} heads of keys and values; "
-            f"give one of {', '.join(map(str, smaller)) or 'none: it has one only'}"
-        )
-    return heads
-
-
 def _attentions(causal: Any) -> dict[str, nn.Module]:
     """The modules that project keys and values apart, by their names in the model."""
-    blocks = decoder_blocks(causal)
-    inside = {id(module) for module in blocks.modules()}
+    inside = {id(module) for module in decoder_blocks(causal).modules()}
     found = {}
     for name, module in causal.named_modules():
         has_both = all(hasattr(module, projection) for projection in PROJECTIONS)
@@ -153,88 +132,34 @@ def _attentions(causal: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _check_projections(causal: Any, attentions: dict[str, nn.Module], heads: int) -> None:
-    if not attentions:
+def _check_heads(name: str, attention: nn.Module, heads: int) -> None:
+    """Some blocks of MiMo-V2-Flash have twice the heads: other ones would be neighbours."""
+    features = attention.k_proj.out_features
+    head_dim = getattr(attention, "head_dim", features // heads)
+    if features != heads * head_dim:
         raise ValueError(
-            f"{type(causal).__name__} has no k_proj and v_proj (queries, keys and values are one "
-            f"matrix): convert a model that keeps them apart, such as Llama"
+            f"{name} has {features / head_dim:g} heads of keys, and the configuration {heads}: a "
+            f"model whose blocks have different numbers of heads cannot be pooled"
         )
-    for name, attention in attentions.items():
-        for projection in PROJECTIONS:
-            linear = getattr(attention, projection)
-            # A subclass is a quantized or adapted layer, whose weight is not all that it does.
-            if type(linear) is not nn.Linear:
-                raise ValueError(
-                    f"{name}.{projection} is of class {type(linear).__name__}: pool the heads of "
-                    f"the plain model, before it is quantized or gets adapters"
-                )
-            if linear.out_features % heads:
-                raise ValueError(
-                    f"{name}.{projection} has {linear.out_features} features, and the "
-                    f"configuration {heads} heads: this block is built otherwise"
-                )
-        # Some blocks of MiMo-V2-Flash have twice the heads: other ones would be neighbours.
-        head_dim = getattr(attention, "head_dim", None)
-        if isinstance(head_dim, int) and attention.k_proj.out_features != heads * head_dim:
-            raise ValueError(
-                f"{name} has {attention.k_proj.out_features // head_dim} heads of keys, and the "
-                f"configuration {heads}: a model whose blocks have different numbers of heads "
-                f"cannot be pooled"
-            )
-    _refuse_shared(causal, attentions)
-
-
-def _refuse_shared(causal: Any, attentions: dict[str, nn.Module]) -> None:
-    """Blocks that share a projection (Zamba) would each get and train one of their own."""
-    seen: dict[int, str] = {}
-    for name, attention in attentions.items():
-        for projection in PROJECTIONS:
-            weight = getattr(attention, projection).weight
-            if id(weight) in seen:
-                raise ValueError(
-                    f"{name}.{projection} of {type(causal).__name__} shares its weight with "
-                    f"{seen[id(weight)]}: pooled projections would not be shared any more"
-                )
-            seen[id(weight)] = f"{name}.{projection}"
 
 
 def _twin(causal: Any, kv_heads: int) -> nn.Module:
     """The model that the new configuration describes, without weights."""
     config = copy.deepcopy(causal.config)
     config.get_text_config().num_key_value_heads = kv_heads
-    try:
-        with torch.device("meta"):
-            return type(causal)(config)
-    except ValueError as error:
-        name = type(causal).__name__
-        raise ValueError(f"kv_heads={kv_heads}: {name} refuses it: {error}") from None
+    with torch.device("meta"):
+        return type(causal)(config)
 
 
-def _check_twin(
-    causal: Any,
-    twin: nn.Module,
-    attentions: dict[str, nn.Module],
-    *,
-    heads: int,
-    kv_heads: int,
-) -> None:
-    """Refuse a family in which more depends on the number of heads than the two projections.
-
-    A norm with a weight for each head of keys does (StableLM, Cohere, OLMo 2): its file would not
-    load again.
-    """
-    shapes = {name: parameter.shape for name, parameter in causal.named_parameters()}
-    for name in attentions:
-        for parameter in [f"{name}.{p}.{kind}" for p in PROJECTIONS for kind in ("weight", "bias")]:
-            if parameter in shapes:
-                rows, *others = shapes[parameter]
-                shapes[parameter] = torch.Size([rows // heads * kv_heads, *others])
+def _require_same_shapes(causal: Any, twin: nn.Module) -> None:
+    """A norm with a weight for each head of keys (StableLM, Cohere): no file would load again."""
+    ours = {name: parameter.shape for name, parameter in causal.named_parameters()}
     expected = {name: parameter.shape for name, parameter in twin.named_parameters()}
-    wrong = [name for name in {**shapes, **expected} if shapes.get(name) != expected.get(name)]
+    wrong = [name for name in {**ours, **expected} if ours.get(name) != expected.get(name)]
     if wrong:
         raise ValueError(
-            f"{wrong[0]} of {type(causal).__name__} depends on the number of heads, too, or is not "
-            f"in a model of its configuration: this one cannot be pooled"
+            f"{wrong[0]} depends on the number of heads, too, or is not in a model of its "
+            f"configuration"
         )
 
 
@@ -258,13 +183,10 @@ def predicted_cache_bytes(
     Args:
         kv_heads: G; None takes that of the model as it is.
     """
-    require_causal_lm(model)
-    check_whole(tokens=tokens, batch=batch)
     causal = without_adapters(model)
     config = causal.config.get_text_config()
     if kv_heads is None:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    check_whole(kv_heads=kv_heads)
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
@@ -275,16 +197,10 @@ def predicted_cache_bytes(
 def _kept_tokens(config: Any, tokens: int) -> list[int]:
     """How many tokens each layer keeps."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        # Without a list, all layers have the window, or none has.
-        kinds = ["sliding_attention"] * config.num_hidden_layers
     if window is None:
-        return [tokens] * len(kinds)
-    kept = []
-    for kind in kinds:
-        if kind == "sliding_attention":
-            kept.append(min(tokens, window - 1))
-        else:
-            kept.append(tokens)
-    return kept
+        return [tokens] * config.num_hidden_layers
+    with_window = min(tokens, window - 1)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # then all layers have the window
+        return [with_window] * config.num_hidden_layers
+    return [with_window if kind == "sliding_attention" else tokens for kind in kinds]

@@ -27,30 +27,24 @@ In production   transformers `MobileNetV2ForImageClassification`, timm `mobilene
 Source     Howard et al., "MobileNets", arXiv 1704.04861; Sandler et al., "MobileNetV2: Inverted
            Residuals and Linear Bottlenecks", arXiv 1801.04381.
 
-A model that transformers makes from a configuration alone is dead: its first weights are so small
-that all logits are equal. `mobile_net` and `initialise_` set this right.
-
 Shapes: B images, C input channels, K output channels, H and W pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.architecture._convolutions import (
-    Work,
-    convolution_work,
     initialise_convolutions_,
-    linear_work,
-    noise_for,
     rounded_channels,
+    seeded,
 )
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice
 
 # Channels and strides of the blocks after the first, at width 1 (table 2 of the paper).
 CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
@@ -58,7 +52,6 @@ STRIDES = (2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
 FIRST = 32  # channels of the first convolution
 LAST = 1280  # channels of the last one
 OUTPUT_STRIDES = (8, 16, 32)
-MOST_PARAMETERS = 500_000_000  # two gigabytes; at width 1 there are some two million
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -127,16 +120,10 @@ def mobile_net(
             where a stride is left out, transformers spreads the later filters out, which is for
             segmentation and slow; here they stay 3 x 3.
         seed: of the first weights. None: the current random state.
-    Raises ValueError for numbers outside their bounds, and for a network of more than 500 million
-    parameters, before any of them is made.
     """
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    check_number(above=0, width=width)
-    check_whole(classes=classes, image_size=image_size, channels=channels)
     check_choice(OUTPUT_STRIDES, output_stride=output_stride)
-    if seed is not None:
-        check_whole(least=0, seed=seed)
     config = MobileNetV2Config(
         num_channels=channels,
         image_size=image_size,
@@ -147,14 +134,14 @@ def mobile_net(
         tf_padding=False,
         classifier_dropout_prob=0.2,
     )
-    _require_small(config)
-    with torch.random.fork_rng(enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
+
+    def make() -> Any:
         model = MobileNetV2ForImageClassification(config)
         if output_stride < 32:
             _gather_filters(model)
-        return initialise_(model).eval()
+        return initialise_(model)
+
+    return seeded(make, seed).eval()
 
 
 def _gather_filters(model: Any) -> None:
@@ -179,98 +166,73 @@ def initialise_(model: Any) -> Any:
 
     All trained weights are lost. Normalization follows each batch by a tenth of the way: in
     transformers it is 0.997, TensorFlow's number for what is kept, so that the running statistics
-    are those of the last batch. Raises ValueError for another model.
+    are those of the last batch.
     """
-    _require_mobile_net(model)
     branches = []
-    for block in _base(model).layer:
+    for block in model.mobilenet_v2.layer:
         if block.use_residual:
             branches.append(block.reduce_1x1.normalization)
-    initialise_convolutions_(model, noise=noise_for(model), branches=branches)
+    initialise_convolutions_(model, branches=branches)
     return model
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _base(model: Any) -> Any:
-    """The network without its classifier."""
-    return getattr(model, "mobilenet_v2", model)
-
-
-def _require_small(config: Any) -> None:
-    """A width of 100 would fill the memory of the machine before anything is said."""
-    parameters = _work(config, image_size=config.image_size).parameters
-    if parameters > MOST_PARAMETERS:
-        raise ValueError(
-            f"width={config.depth_multiplier:g}, classes={config.num_labels} and "
-            f"channels={config.num_channels} make {parameters / 1e6:,.0f} million parameters, "
-            f"{4 * parameters / 1e9:,.0f} GB: give less, at most {MOST_PARAMETERS / 1e6:g} million"
-        )
-
-
-def _require_mobile_net(model: Any) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind != "mobilenet_v2":
-        raise ValueError(
-            f"{type(model).__name__} is no MobileNetV2 of transformers: give one, such as "
-            f"mobile_net() returns"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_parameters(model: Any) -> int:
-    """Parameters of a MobileNetV2 classifier as its configuration describes it, before pruning.
+class Work(NamedTuple):
+    """What layers cost: parameters, and multiply-adds for one image."""
 
-    Raises ValueError for another model.
-    """
-    _require_mobile_net(model)
-    return _work(model.config, image_size=32).parameters
+    parameters: int
+    multiply_adds: int
+
+
+def predicted_parameters(model: Any) -> int:
+    """Parameters of a MobileNetV2 classifier as its configuration describes it, before pruning."""
+    return sum(layer.parameters for layer in _layers(model.config, image_size=32))
 
 
 def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
     """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels.
 
-    Of the configuration, as in `predicted_parameters`. Raises ValueError for another model.
+    Of the configuration, as in `predicted_parameters`.
     """
-    check_whole(image_size=image_size)
-    _require_mobile_net(model)
-    return _work(model.config, image_size=image_size).multiply_adds
+    return sum(layer.multiply_adds for layer in _layers(model.config, image_size=image_size))
 
 
-def _work(config: Any, *, image_size: int) -> Work:
-    first = _scaled(config, FIRST)
-    last = LAST
-    if not config.finegrained_output or config.depth_multiplier >= 1:
-        last = _scaled(config, LAST)
+def _convolution(inputs: int, outputs: int, *, kernel: int = 1, side: int, groups: int = 1) -> Work:
+    """Every pixel of an output is a sum over the inputs of its group and the kernel's places.
+
+    Its norm has two parameters for each output.
+    """
+    weights = outputs * inputs // groups * kernel**2
+    return Work(weights + 2 * outputs, weights * side**2)
+
+
+def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
+    """The work of each layer, for images of `image_size` pixels a side."""
     side = _halved(image_size)
-    narrow = _scaled(config, CHANNELS[0])
-    work = convolution_work(inputs=config.num_channels, outputs=first, kernel=3, pixels=side**2)
+    first = _scaled(config, FIRST)
+    yield _convolution(config.num_channels, first, kernel=3, side=side)
     if not config.first_layer_is_expansion:
-        work += convolution_work(inputs=first, outputs=first, kernel=1, pixels=side**2)
-    work += _places_and_project(wide=first, outputs=narrow, side=side)
+        yield _convolution(first, first, side=side)
+    yield _convolution(first, first, kernel=3, side=side, groups=first)
+    yield _convolution(first, _scaled(config, CHANNELS[0]), side=side)
     for inputs, outputs, stride in _blocks(config):
         wide = rounded_channels(
             round(inputs * config.expand_ratio),
             divisor=config.depth_divisible_by,
             least=config.min_depth,
         )
-        work += convolution_work(inputs=inputs, outputs=wide, kernel=1, pixels=side**2)
+        yield _convolution(inputs, wide, side=side)
         if stride == 2:
             side = _halved(side)
-        work += _places_and_project(wide=wide, outputs=outputs, side=side)
-    work += convolution_work(
-        inputs=_scaled(config, CHANNELS[-1]), outputs=last, kernel=1, pixels=side**2
-    )
-    return work + linear_work(inputs=last, outputs=config.num_labels)
-
-
-def _places_and_project(*, wide: int, outputs: int, side: int) -> Work:
-    """A filter of 3 x 3 for each of `wide` channels, and the 1 x 1 convolution after it."""
-    places = convolution_work(inputs=wide, outputs=wide, kernel=3, pixels=side**2, groups=wide)
-    return places + convolution_work(inputs=wide, outputs=outputs, kernel=1, pixels=side**2)
+        yield _convolution(wide, wide, kernel=3, side=side, groups=wide)
+        yield _convolution(wide, outputs, side=side)
+    last = LAST
+    if not config.finegrained_output or config.depth_multiplier >= 1:
+        last = _scaled(config, LAST)
+    yield _convolution(_scaled(config, CHANNELS[-1]), last, side=side)
+    yield Work((last + 1) * config.num_labels, last * config.num_labels)  # with a bias
 
 
 def _blocks(config: Any) -> Iterator[tuple[int, int, int]]:

@@ -30,7 +30,6 @@ Shapes: B batch, H heads, S sequence, E head dimension.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from typing import Any
@@ -40,18 +39,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.data.evaluation import evaluating
-from recipes_lib.core.measure import dry
-from recipes_lib.core.model.causal_lm import (
-    require_causal_lm,
-    without_adapters,
-)
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     output_layer_of,
     require_shifted_loss,
     run_to_the_output_layer,
 )
+from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -77,44 +72,54 @@ KINDS = ("linear", "dynamic", "yarn")
 # than once are slowed by the whole factor.
 FAST_TURNS = 32
 SLOW_TURNS = 1
-PROBE_TOKENS = 8
 
 
+# A dynamic scaling changes no text of 16 tokens, a linear one does.
+@proves("changes", tried_with={"kind": "linear"})
 def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
     """Scale the rotary embedding of `model` in place, for texts `factor` times its trained length.
 
     The configuration changes with it, so that `save_pretrained` keeps the scaling. Returns `model`.
-    Raises ValueError, before anything changes, for another kind, factor <= 1, a model without one
-    rotary embedding for all of its layers, attention that does not read it (ALiBi), and a family
+    Raises ValueError for another kind, factor <= 1, a model without one rotary embedding for all of
+    its layers, one that is scaled already, attention that does not read it (ALiBi), and a family
     whose configuration cannot hold the scaling, so that a saved model could not be loaded.
     """
     require_causal_lm(model)
     check_choice(KINDS, kind=kind)
     check_number(factor=factor, above=1)
     causal = without_adapters(model)
-    known = _rope_parameters(causal)
-    if getattr(causal.base_model, "rotary_emb", None) is None or "rope_type" not in known:
-        raise ValueError(
-            f"{type(model).__name__} has no single rotary embedding to scale: "
-            f"it cannot be stretched here"
-        )
-    if known["rope_type"] != "default":
-        raise ValueError(
-            f"the model is scaled already ({known['rope_type']}): load the original configuration"
-        )
-
-    scaled = _scaled_config(causal, kind, factor)
-    _require_loadable(scaled)
-    rotary = _rotary_of(causal, scaled)
-    _require_effect(causal, factor)
-    # From here on nothing is refused any more: the model changes.
+    trunk = causal.base_model
     config = causal.config
-    for name in ("rope_parameters", "max_position_embeddings", "head_dim"):
-        if getattr(scaled, name, None) != getattr(config, name, None):
-            setattr(config, name, getattr(scaled, name))
-    rotary.config = config
-    causal.base_model.rotary_emb = rotary
+    known = _rope_parameters(causal)
+    if not hasattr(trunk, "rotary_emb") or "rope_type" not in known:
+        raise ValueError("it has no single rotary embedding to scale")
+    if known["rope_type"] != "default":
+        raise ValueError(f"it is scaled already ({known['rope_type']}): load the original")
+
+    config.rope_parameters = {**known, "rope_type": kind, "factor": float(factor)}
+    # The other kinds do not read it, and transformers would warn of it.
+    if kind == "yarn":
+        config.rope_parameters["original_max_position_embeddings"] = config.max_position_embeddings
+    # dynamic compares the text with the trained length, which therefore stays.
+    if kind != "dynamic":
+        config.max_position_embeddings = int(config.max_position_embeddings * factor)
+    # Mixtral leaves the width of a head open, and transformers computes with it for these kinds.
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    _require_loadable(config)
+    own = trunk.rotary_emb
+    trunk.rotary_emb = type(own)(config=config).to(own.inv_freq.device)
     return model
+
+
+def _require_loadable(config: Any) -> None:
+    """Raise ValueError unless the configuration is the same one after saving and loading."""
+    loaded = type(config).from_dict(config.to_dict()).rope_parameters
+    kind = config.rope_parameters["rope_type"]
+    if loaded["rope_type"] != kind:
+        raise ValueError(
+            f"its configuration loads with rope_type={loaded['rope_type']!r}, no {kind}"
+        )
 
 
 def rope_frequencies(
@@ -134,18 +139,8 @@ def rope_frequencies(
         base: `rope_theta`, 10,000 or more.
         trained: positions that the model was trained on, for dynamic and yarn.
         seq_len: of the text, for dynamic.
-    Raises ValueError for an odd head_dim and an unknown kind, and where `trained` is needed and
-    missing.
     """
     check_choice(["default", *KINDS], kind=kind)
-    check_whole(head_dim=head_dim)
-    check_whole(least=0, trained=trained, seq_len=seq_len)
-    check_number(above=0, base=base, factor=factor)
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim}: give an even head_dim, because dimensions pair up")
-    if kind in ("dynamic", "yarn") and trained < 1:
-        raise ValueError(f"trained={trained}: give the trained length, for dynamic and yarn")
-
     if kind == "dynamic":
         # The base at which the slowest pair turns as far over the text as it did in training.
         stretch = factor * max(seq_len, trained) / trained - (factor - 1)
@@ -188,13 +183,11 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
     """Mean loss of every `window` tokens along one text, row [1, S]: where does the model get lost?
 
     The logits are made window by window; 10,000 tokens of them would take gigabytes. Raises
-    ValueError for another shape, a window below 1, and a model that does more with its logits than
-    its output layer, a factor and a cap.
+    ValueError for a model that does more with its logits than its output layer, a factor and a cap,
+    and one that was trained on labels of another place.
     """
     require_causal_lm(model)
     check_whole(window=window)
-    if row.dim() != 2 or len(row) != 1 or row.shape[1] < 2:
-        raise ValueError(f"row {list(row.shape)}: give one row [1, S] of two tokens or more")
     causal = without_adapters(model)
     require_shifted_loss(causal)
     run = functools.partial(causal, input_ids=row, use_cache=False)
@@ -216,99 +209,12 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
     return losses
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _scaled_config(causal: Any, kind: str, factor: float) -> Any:
-    """A copy of the model's configuration, with the scaling in it."""
-    scaled = copy.deepcopy(causal.config)
-    scaled.rope_parameters = {
-        **_rope_parameters(causal),
-        "rope_type": kind,
-        "factor": float(factor),
-    }
-    # The other kinds do not read it, and transformers would warn of it.
-    if kind == "yarn":
-        scaled.rope_parameters["original_max_position_embeddings"] = scaled.max_position_embeddings
-    # dynamic compares the text with the trained length, which therefore stays.
-    if kind != "dynamic":
-        scaled.max_position_embeddings = int(scaled.max_position_embeddings * factor)
-    # Mixtral leaves the width of a head open, and transformers computes with it for these kinds.
-    if getattr(scaled, "head_dim", 0) is None:
-        scaled.head_dim = scaled.hidden_size // scaled.num_attention_heads
-    return scaled
-
-
-def _require_loadable(scaled: Any) -> None:
-    """Raise ValueError unless the configuration is the same one after saving and loading."""
-    kind = scaled.rope_parameters["rope_type"]
-    try:
-        loaded = type(scaled).from_dict(scaled.to_dict())
-    except Exception as error:  # each family has its own checks, and its own kinds of errors
-        reason = str(error).splitlines()[-1].strip()
-        raise ValueError(
-            f"{type(scaled).__name__} does not take rope_type={kind!r}, and the saved model could "
-            f"not be loaded: {reason}"
-        ) from error
-    if loaded.rope_parameters["rope_type"] != kind:
-        raise ValueError(
-            f"{type(scaled).__name__} turns rope_type={kind!r} into "
-            f"{loaded.rope_parameters['rope_type']!r} when it is loaded: give another kind"
-        )
-
-
-def _rotary_of(causal: Any, config: Any) -> Any:
-    """The rotary embedding that this family makes of `config`, beside the one of the model."""
-    own = causal.base_model.rotary_emb
-    try:
-        return type(own)(config=config).to(own.inv_freq.device)
-    except Exception as error:
-        raise ValueError(
-            f"{type(own).__name__} cannot be made with rope_type="
-            f"{config.rope_parameters['rope_type']!r} ({type(error).__name__}: {error}): keep this "
-            f"model as it is"
-        ) from error
-
-
-@torch.no_grad()
-def _require_effect(causal: Any, factor: float) -> None:
-    """Raise ValueError if other angles leave the logits as they are: attention does not read them.
-
-    Falcon with ALiBi has a rotary embedding all the same. A few tokens tell, with linear scaling,
-    which changes short texts as well.
-    """
-    if dry() or any(parameter.is_meta for parameter in causal.parameters()):
-        return
-    trunk = causal.base_model
-    own = trunk.rotary_emb
-    tokens = torch.arange(PROBE_TOKENS, device=causal.device) % causal.config.vocab_size
-    slowed = _rotary_of(causal, _scaled_config(causal, "linear", factor))
-    with evaluating(causal):
-        before = causal(input_ids=tokens[None], use_cache=False).logits
-        trunk.rotary_emb = slowed
-        try:
-            after = causal(input_ids=tokens[None], use_cache=False).logits
-        except Exception as error:
-            raise ValueError(
-                f"{type(causal).__name__} cannot run with scaled angles "
-                f"({type(error).__name__}: {error}): keep this model as it is"
-            ) from error
-        finally:
-            trunk.rotary_emb = own
-    if torch.equal(before, after):
-        raise ValueError(
-            f"{type(causal).__name__} does not read its rotary embedding, as with ALiBi: scaling "
-            f"would change nothing"
-        )
-
-
 def check_length(model: Any, seq_len: int) -> int:
     """The longest text that the positions of `model` are meant for; ValueError beyond it.
 
     A table of learned positions ends there with an IndexError; rotary ones go on in silence, and
     get worse.
     """
-    check_whole(seq_len=seq_len)
     allowed = predicted_length(model)
     if seq_len <= allowed:
         return allowed
@@ -342,7 +248,6 @@ def _rope_parameters(model: Any) -> dict[str, Any]:
 
 def predicted_length(model: Any, *, factor: float = 1.0) -> int:
     """Positions that `model` is meant for after a scaling by `factor`: trained length x factor."""
-    check_number(factor=factor, above=0)
     rope = _rope_parameters(model)
     scaled_by = 1.0
     # The configuration of a dynamic scaling keeps the trained length; the others multiply it.

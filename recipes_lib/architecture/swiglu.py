@@ -14,7 +14,7 @@ Costs      The weights of all feed-forward layers are fresh: the model is traine
            One product of two tensors [T, F] more, and four saved ones instead of two or three.
 Use when   A new model is designed: Llama, Mistral, Qwen and most others have it.
 Not when   The model is trained already: its feed-forward layers would be lost. To make one smaller,
-           distil it.
+           distil it. Blocks without an MLP of two projections of its own: mixtures, OPT, Bloom.
 In production   `LlamaMLP` of transformers with `hidden_act="silu"`; Liger `LigerSwiGLUMLP` computes
            silu and the product in one kernel; vLLM keeps both first matrices as one.
 Source     Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202); the two thirds are its
@@ -25,14 +25,14 @@ Shapes: T tokens, D hidden, F width of the middle.
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_flag, check_share, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.predict.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -49,6 +49,7 @@ def plain_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("changes")
 def apply_swiglu(
     model: Any,
     *,
@@ -71,7 +72,6 @@ def apply_swiglu(
     Raises ValueError where a block has no MLP of two projections (one has a gate already, or is a
     mixture of experts), and for a model that was loaded.
     """
-    check_flag(discard_trained=discard_trained)
     require_causal_lm(model)
     check_whole(multiple_of=multiple_of)
     if width is not None:
@@ -83,9 +83,8 @@ def apply_swiglu(
             f"the model was loaded from {loaded_from!r}, and a SwiGLU starts with fresh weights: "
             f"build the model from its configuration, or give discard_trained=True"
         )
-    blocks = decoder_blocks(causal)
-    names = [_name_of_mlp(block) for block in blocks]  # of all, before the first one changes
-    for block, name in zip(blocks, names):
+    for block in decoder_blocks(causal):
+        name = _name_of_mlp(block)
         mlp = getattr(block, name)
         setattr(block, name, _swiglu_like(mlp, width=width, multiple_of=multiple_of))
     return model
@@ -97,9 +96,6 @@ class SwiGLU(nn.Module):
     def __init__(
         self, hidden: int, width: int, *, bias: bool = False, dropout: float = 0.0
     ) -> None:
-        check_flag(bias=bias)
-        check_whole(hidden=hidden, width=width)
-        check_share(dropout=dropout)
         super().__init__()
         self.gate_proj = nn.Linear(hidden, width, bias=bias)
         self.up_proj = nn.Linear(hidden, width, bias=bias)
@@ -120,7 +116,6 @@ def matched_width(hidden: int, width: int, *, bias: bool = False, multiple_of: i
         bias: whether all projections have one.
         multiple_of: by which F has to be divisible.
     """
-    check_whole(hidden=hidden, width=width, multiple_of=multiple_of)
     wanted = predicted_parameters(hidden, width, gated=False, bias=bias)
 
     def distance(candidate: int) -> int:
@@ -163,9 +158,8 @@ def _name_of_mlp(block: nn.Module) -> str:
         if _projections(part):
             return name
     raise ValueError(
-        f"{type(block).__name__} has no MLP of two projections: one with a gate is a SwiGLU or a "
-        f"relative of it already, and experts, parts that stand in the block itself (OPT) and MLPs "
-        f"that add the residual (Bloom) are not replaced"
+        f"{type(block).__name__} has no MLP of two projections: one with a gate is a SwiGLU "
+        f"already, and experts, or projections in the block itself, are not replaced"
     )
 
 
@@ -178,10 +172,7 @@ def _projections(part: nn.Module) -> list[nn.Module]:
     # The projections of attention go from D to 3 D, and from D to D.
     if hidden != hidden_again or width != width_again or hidden == width:
         return []
-    # The MLP of Bloom gets the residual as well, and adds it by itself.
-    arguments = signature(part.forward).parameters.values()
-    needed = [argument for argument in arguments if argument.default is Parameter.empty]
-    return linears if len(needed) == 1 else []
+    return linears
 
 
 def _dropout_of(mlp: nn.Module) -> float:
@@ -197,8 +188,6 @@ def _dropout_of(mlp: nn.Module) -> float:
 
 def predicted_parameters(hidden: int, width: int, *, gated: bool, bias: bool = False) -> int:
     """Weights of one feed-forward layer: 2 D F, or 3 D F with a gate, and the biases."""
-    check_flag(gated=gated, bias=bias)
-    check_whole(hidden=hidden, width=width)
     first_projections = 2 if gated else 1
     weights = (first_projections + 1) * hidden * width
     if bias:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -46,7 +46,7 @@ def tied_logits(hidden: Tensor, embedding: nn.Embedding) -> Tensor:
 KEEP = ("equal", "embedding", "output")
 
 
-def apply_tied_embeddings(model: Any, *, keep: str = "equal") -> Any:
+def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True) -> Any:
     """Let the output layer share the weights of the embedding, in place; returns `model`.
 
     The configuration changes with it, so that the model is saved and loaded with one table. Make
@@ -56,30 +56,35 @@ def apply_tied_embeddings(model: Any, *, keep: str = "equal") -> Any:
         keep: which table stays. "equal": either, because they are equal, and the model stays the
             same. "embedding" or "output": that one, and the other is lost. The model must be
             trained then; a model with fresh weights is to be trained in any case.
-    Raises ValueError where the tables have different shapes or dtypes, where they differ and `keep`
-    does not say which one stays, and for a model that is tied already.
+        check: False trusts, and proves nothing.
+    Raises ValueError where the tables differ and `keep` does not say which one stays, for a model
+    that is tied already, and for a family that cannot be.
     """
     require_causal_lm(model)
     check_choice(KEEP, keep=keep)
+    promise = "function" if keep == "equal" else "changes"
+    return proves(promise)(one_table)(model, keep=keep, check=check)
+
+
+def one_table(model: Any, *, keep: str) -> Any:
+    """The embedding and the output layer read the table of one of them."""
     causal = without_adapters(model)
-    embedding, output = _tables(causal)
-    if _tied(causal):
+    embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if output.weight is embedding.weight:
         raise ValueError("the output layer shares the weights of the embedding already")
-    _check_shapes(embedding, output)
     if keep == "equal" and not torch.equal(embedding.weight, output.weight):
         raise ValueError(
             "the embedding and the output layer differ: say with keep='embedding' or "
             "keep='output' which table stays, and train the model after that"
         )
-    kept = embedding.weight
-    if keep == "output":
-        kept = output.weight
+    kept = output.weight if keep == "output" else embedding.weight
     _configure(causal, tied=True)
     for table in (embedding, output):
         table.weight = kept
     return model
 
 
+@proves("function")
 @torch.no_grad()
 def untie_embeddings(model: Any) -> Any:
     """Give the output layer a copy of the embedding's weights, in place; returns `model`.
@@ -90,8 +95,8 @@ def untie_embeddings(model: Any) -> Any:
     """
     require_causal_lm(model)
     causal = without_adapters(model)
-    embedding, output = _tables(causal)
-    if not _tied(causal):
+    embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if output.weight is not embedding.weight:
         raise ValueError("the output layer has weights of its own already")
     own = embedding.weight.detach().clone()
     output.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
@@ -99,55 +104,12 @@ def untie_embeddings(model: Any) -> Any:
     return model
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-def _tables(causal: Any) -> tuple[nn.Module, nn.Module]:
-    """The embedding and the output layer. Adapters and quantized layers are refused."""
-    embedding = causal.get_input_embeddings()
-    output = causal.get_output_embeddings()
-    for layer in (embedding, output):
-        # The weight of an adapted or quantized layer is not all that it does.
-        plain = isinstance(layer, nn.Embedding) or type(layer) is nn.Linear
-        if not plain or not layer.weight.is_floating_point():
-            raise ValueError(
-                f"a {type(layer).__name__} cannot be tied or untied here: do it with the plain "
-                f"model, before it is quantized or gets adapters"
-            )
-    return embedding, output
-
-
-def _tied(causal: Any) -> bool:
-    embedding, output = _tables(causal)
-    return output.weight is embedding.weight
-
-
-def _check_shapes(embedding: nn.Module, output: nn.Module) -> None:
-    pairs = {
-        "shapes": (tuple(embedding.weight.shape), tuple(output.weight.shape)),
-        "dtypes": (embedding.weight.dtype, output.weight.dtype),
-    }
-    for what, (of_embedding, of_output) in pairs.items():
-        if of_embedding != of_output:
-            raise ValueError(
-                f"the embedding and the output layer have different {what}, {of_embedding} and "
-                f"{of_output}: only equal ones can be tied"
-            )
-
-
 def _configure(causal: Any, *, tied: bool) -> None:
     """Write it into the configuration, and let transformers tie or not, as that says now."""
-    if not hasattr(causal.config, "tie_word_embeddings"):
-        raise ValueError(
-            f"{type(causal.config).__name__} has no tie_word_embeddings: "
-            f"this family cannot be saved and loaded with one table"
-        )
-    before = causal.config.tie_word_embeddings
     causal.config.tie_word_embeddings = tied
     keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
     if tied and not keys:
-        causal.config.tie_word_embeddings = before
-        raise ValueError(f"{type(causal).__name__} has no way to tie its output layer")
+        raise ValueError("this family has no way to tie its output layer, so no file would")
     # What `save_pretrained`, device maps and loading ask; it was made when the model was.
     causal.all_tied_weights_keys = keys
     causal.tie_weights()
@@ -161,5 +123,4 @@ def predicted_bytes_saved(model: Any) -> int:
 
     It is what `apply_tied_embeddings` saves, and what `untie_embeddings` takes.
     """
-    require_causal_lm(model)
-    return tensor_bytes(without_adapters(model).get_output_embeddings().weight)
+    return without_adapters(model).get_output_embeddings().weight.nbytes

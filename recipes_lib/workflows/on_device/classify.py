@@ -8,6 +8,7 @@ Shapes: N images, B of them in a batch, C channels, H and W pixels, K classes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.architecture._convolutions import CONVOLUTIONS
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.data.images import Images
 
 WEIGHT_DECAY = 5e-4
@@ -40,13 +42,10 @@ def image_logits(model: Any, images: Tensor | Images, *, batch_size: int = 250) 
             or any function of a batch. Its answer is a tensor, a NumPy array, a Hugging Face output
             with `logits`, or a list or tuple that begins with one of them.
         batch_size: how many images at a time. A file with a fixed batch needs exactly that one.
-    Raises ValueError for images of another shape, and for an answer that is no logits.
+    Raises ValueError for an answer that is no logits.
     """
-    check_whole(batch_size=batch_size)
     if isinstance(images, Images):
         images = images.images
-    if images.dim() != 4 or len(images) == 0:
-        raise ValueError(f"images {list(images.shape)}: give [N, C, H, W] with at least one image")
     answers = []
     with _in_eval_mode(model):
         for batch in images.split(batch_size):
@@ -63,7 +62,7 @@ def image_logits(model: Any, images: Tensor | Images, *, batch_size: int = 250) 
 def accuracy(model: Any, images: Images, *, batch_size: int = 250) -> float:
     """The part of `images`, from 0 to 1, in whose logits the right class is the largest.
 
-    Arguments and errors as in `image_logits`.
+    Arguments as in `image_logits`.
     """
     chosen = image_logits(model, images, batch_size=batch_size).argmax(dim=1)  # [N]
     return (chosen == images.labels.cpu()).double().mean().item()
@@ -87,21 +86,11 @@ def _placed_for(model: Any, batch: Tensor) -> Tensor:
     return batch.to(parameter.device, parameter.dtype)
 
 
-class _in_eval_mode:
+def _in_eval_mode(model: Any) -> contextlib.AbstractContextManager:
     """Modules of `model` in eval mode, and after that each in the mode it was in."""
-
-    def __init__(self, model: Any) -> None:
-        self._training = []
-        if isinstance(model, nn.Module):
-            self._training = [module for module in model.modules() if module.training]
-
-    def __enter__(self) -> None:
-        for module in self._training:
-            module.training = False
-
-    def __exit__(self, *error: object) -> None:
-        for module in self._training:
-            module.training = True
+    if isinstance(model, nn.Module):
+        return evaluating(model)
+    return contextlib.nullcontext()  # a function of a batch has no mode
 
 
 # --- a short training -----------------------------------------------------------------------------
@@ -131,21 +120,12 @@ def train_classifier(
             same images. None: cross-entropy with the labels.
         shift: most pixels up, down, left or right. What leaves on one side comes in on the other,
             so let it be no more than the images' border is wide.
-    Raises ValueError, before anything changes, for numbers outside their bounds and a model of
-    which no parameter trains; and for a loss that is not finite, when it comes up.
+    Raises ValueError, before anything changes, for a batch that has too few or too many images; and
+    for a loss that is not finite, when it comes up.
     """
-    check_whole(epochs=epochs, batch_size=batch_size)
-    check_whole(least=0, seed=seed, shift=shift)
-    check_number(above=0, learning_rate=learning_rate)
+    check_whole(least=2, most=len(images), batch_size=batch_size)  # batch normalization needs two
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ValueError("no parameter of this model trains: give one before it is quantized")
     steps = epochs * (len(images) // batch_size)
-    if batch_size < 2 or steps == 0:
-        raise ValueError(
-            f"batch_size={batch_size}: give 2 to {len(images)}, the number of images; batch "
-            f"normalization needs two"
-        )
     if loss is None:
         loss = _cross_entropy
     optimizer = torch.optim.SGD(
@@ -204,9 +184,8 @@ def _batches(
 def shifted(images: Tensor, *, most: int, generator: torch.Generator) -> Tensor:
     """Each of images [B, C, H, W] moved by up to `most` pixels, down and to the right or back.
 
-    What leaves on one side comes in on the other. Raises ValueError for a negative number.
+    What leaves on one side comes in on the other.
     """
-    check_whole(least=0, most=most)
     count, _, height, width = images.shape
     steps = torch.randint(-most, most + 1, (2, count), generator=generator)
     rows = (torch.arange(height) - steps[0][:, None]) % height  # [B, H]
@@ -226,11 +205,9 @@ def multiply_adds(model: nn.Module, example: Tensor) -> int:
     Each of them goes with one addition. A forward of `example` [B, C, H, W] runs, and every layer
     is asked how large its output is: so a layer that runs twice counts twice, and pruned layers
     count with the channels that they have left. Normalization, activations and pooling are not
-    counted, they are a few per cent. Raises ValueError for a model without such layers.
+    counted, they are a few per cent.
     """
     layers = [m for m in model.modules() if isinstance(m, (*CONVOLUTIONS, nn.Linear))]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no convolution and no linear layer to count")
     counted = []
 
     def count(layer: nn.Module, _inputs: Any, output: Tensor) -> None:

@@ -81,11 +81,13 @@ def test_each_module_stays_in_its_mode():
 
 
 def test_a_model_in_16_bits():
+    """The mistake: images in fp32 meet weights in bf16."""
     logits = image_logits(small_net().bfloat16(), random_images(size=32))
     assert logits.dtype is torch.float32 and logits.isfinite().all()
 
 
 def test_accuracy_is_the_part_that_is_right():
+    """The mistake: a mean over batches of different sizes."""
     images = random_images(count=6)
     right = F.one_hot(images.labels, 3).float()
     right[4] = -right[4]  # one of six is wrong
@@ -93,21 +95,19 @@ def test_accuracy_is_the_part_that_is_right():
 
 
 def test_answers_that_are_no_logits():
+    """The mistake: a feature map is taken for logits, and its accuracy is a number, too."""
     images = random_images()
     with pytest.raises(ValueError, match=r"answers 7 images with \[7, 1, 12, 12\]: give one"):
         image_logits(lambda batch: batch, images)
     with pytest.raises(ValueError, match=r"answers 7 images with \[1, 10\]"):
         image_logits(lambda batch: torch.zeros(1, 10), images)
-    with pytest.raises(ValueError, match=r"images \[0, 1, 4, 4\]: give \[N, C, H, W\]"):
-        image_logits(small_net(), torch.zeros(0, 1, 4, 4))
-    with pytest.raises(ValueError, match="batch_size=0"):
-        image_logits(small_net(), images, batch_size=0)
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
 def test_training_learns_the_digits():
+    """The mistake: gradients that nobody clears, or a learning rate that never rises."""
     train, test = handwritten_digits(train=1000, test=500)
     model = small_net()
     before = accuracy(model, test)
@@ -148,6 +148,7 @@ def test_a_loss_of_ones_own_sees_what_the_student_sees():
 
 
 def test_frozen_parameters_stay():
+    """The mistake: weight decay moves what has no gradient."""
     train, _ = handwritten_digits(train=60, test=10)
     model = small_net()
     model[0].requires_grad_(False)
@@ -157,6 +158,7 @@ def test_frozen_parameters_stay():
 
 
 def test_images_move_and_keep_their_pixels():
+    """The mistake: rows move as columns do, or pixels get lost."""
     images = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
     generator = torch.Generator().manual_seed(0)
     moved = shifted(images, most=2, generator=generator)
@@ -167,31 +169,12 @@ def test_images_move_and_keep_their_pixels():
     assert any(torch.equal(image, expected) for image in found)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": 0}, "epochs=0"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0: give a finite number above 0"),
-        ({"batch_size": 1}, "batch_size=1: give 2 to 30"),
-        ({"batch_size": 40}, "batch_size=40: give 2 to 30, the number of images"),
-        ({"shift": -1}, "shift=-1"),
-    ],
-)
-def test_training_with_wrong_numbers_changes_nothing(options, message):
-    model = small_net().train()
-    before = copy.deepcopy(model.state_dict())
-    settings = {"epochs": 1, "learning_rate": 0.1, "batch_size": 10} | options
-    with pytest.raises(ValueError, match=message):
-        train_classifier(model, random_images(count=30, size=32), **settings)
-    assert model.training
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
 def test_training_that_cannot_be():
+    """The mistakes: no batch is full, so nothing trains; a loss that has diverged goes on."""
     images = random_images(count=30, size=32)
     settings = {"epochs": 1, "learning_rate": 0.1, "batch_size": 10}
-    with pytest.raises(ValueError, match="no parameter of this model trains"):
-        train_classifier(small_net().requires_grad_(False), images, **settings)
+    with pytest.raises(ValueError, match="batch_size=40: give a whole number from 2 to 30"):
+        train_classifier(small_net(), images, **settings | {"batch_size": 40})
 
     def broken(logits, _images, _labels):
         return logits.sum() * torch.nan
@@ -219,6 +202,7 @@ def test_multiply_adds_are_those_of_the_formulas():
 
 
 def test_counting_leaves_the_model_as_it_was():
+    """The mistake: hooks that stay after an error, statistics that move."""
     model = small_net().train()
     statistics = model[1].running_mean.clone()
     multiply_adds(model, torch.randn(1, 1, 32, 32))
@@ -227,5 +211,3 @@ def test_counting_leaves_the_model_as_it_was():
     with pytest.raises(RuntimeError):
         multiply_adds(model, torch.randn(1, 2, 32, 32))
     assert all(len(module._forward_hooks) == 0 for module in model.modules())
-    with pytest.raises(ValueError, match="ReLU has no convolution and no linear layer"):
-        multiply_adds(nn.ReLU(), torch.randn(1, 1, 4, 4))
