@@ -1,34 +1,33 @@
 """Measurements that are recorded, and how they come into the texts.
 
-gpu             the command: every part in a process of its own, in under ten minutes per call
-parts           what it measures, one function per part
-sizes           what each part is given on each kind of machine
-versus          each recipe beside the library that does the same
-finetune        QLoRA by our loop and by the Trainer
-long_sequences  attention, loss and positions at growing length
-long_steps      whole training steps that are as long as memory allows
-architecture    small models trained both ways, and norms
-distillation    a student with its teacher and without
-quantization_aware  training with the rounding that the file will have, and without
-edge            SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate
-int8_images     MobileNetV2 in 8 bits through ONNX Runtime: time by image size, layers, accuracy
-family_predictions  predicted and measured peaks of small models of many families
-published_peaks     predictions beside the peaks that others have published
-inference_peers other programs that write text with the same model, in turns with ours
-peer_programs   ... those that run on PyTorch
-peer_files      ... and those that read a file of their own
+record              flat records: one file of results per machine and day
+render              writes them into README, cheatsheet, notebooks and docs, by templates/*.j2
+doctor, traps, pictures
+                    ... the arithmetic of an 8B model, the worst traps, the README's picture
+predictions_page    docs/predictions.md, of family_predictions and published_peaks
+on_your_card        docs/on-your-card.md: what the notebooks need on each kind of GPU
+long_card           docs/long-card.md: 262,144 tokens on 24 GB
 
-record          one file of results per machine and day
-complete        what a run lacks before it can be recorded
-render          write recorded numbers into README, cheatsheet and notebooks
-cells           ... inside a line
-sentences       ... as headlines
-facts           ... as what a notebook noted beside its ladder
-tables          ... as tables
-differences     ... over seeds: the mean, the range, and what they allow to say
-render_architecture, render_distillation, render_edge, render_int8_images, render_peers,
-render_quantization_aware
-                ... of the programs of their own
-page            the printed cheatsheet
-predictions_page  docs/predictions.md, of family_predictions and published_peaks
+gpu                 the command of `make gpu`: every part in a process of its own
+parts, sizes        ... what it measures, and how large on each kind of machine
+versus              ... each recipe beside the library that does the same
+finetune            ... QLoRA by our loop and by the Trainer
+long_sequences, long_steps
+                    ... attention, loss and positions at growing length; the longest steps
+one_rank            ... every strategy of notebook 02 on one rank
+
+study               what the programs below share: options, a file that grows, a short training
+architecture        small models trained both ways, and norms
+depths              deep and thin at equal weights
+distillation        a student with its teacher and without
+muon                Muon beside AdamW
+long_finetune       a fine-tuning run that is long enough to see
+quantization_aware  training with the rounding that the file will have, and without
+edge                SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate
+int8_images         MobileNetV2 in 8 bits: time by image size, layers, accuracy
+image_students      a classifier with its teacher and without
+inference_peers     other programs that write text with the same model, in turns with ours
+peer_programs, peer_files
+                    ... those on PyTorch, and those that read a file of their own
+turns               programs that answer one image, timed in turns
 """

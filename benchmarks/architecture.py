@@ -11,24 +11,19 @@ It writes runs/architecture.json: the machine, and the parts `norms`, `healing`,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import parts_to_keep, write_whole
-from recipes_lib.core.measure.machine import machine, provenance, runs_dir
+from benchmarks import study
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.bench.clock import now
 from recipes_lib.workflows.bench.norms import compare_norms
 from recipes_lib.workflows.bench.small_models import compare_architectures, pool_and_heal
 
-FILE = "architecture.json"
-
-FULL_STEPS = 600
-HEALED_STEPS = 300  # before the heads are pooled, and a fifth of that after
-SHORT_STEPS = 150
 SEEDS = (0, 1, 2)
 
 # The small models, and the tokens of a step: rows x seq_len.
@@ -37,14 +32,24 @@ SMALL = {"hidden": 64, "layers": 2, "rows": 8, "seq_len": 64}
 # Rows and hidden size of x: that of a long prompt in a model like Llama-3.2-1B, and one token.
 NORM_SIZES = {"prefill": (8192, 2048), "decode": (1, 2048)}
 
+
+@dataclass(frozen=True)
+class Settings:
+    """How long is trained, and how often measured."""
+
+    steps: int = 600
+    healed_steps: int = 300  # before the heads are pooled, and a fifth of that after
+    rounds: int = 20  # of a norm
+
+
+SHORT = Settings(steps=150, healed_steps=150, rounds=5)
+
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def small_models(*, short: bool) -> dict[str, Any]:
+def small_models(settings: Settings) -> dict[str, Any]:
     """Every architecture, three seeds, equal tokens."""
-    steps = FULL_STEPS
-    if short:
-        steps = SHORT_STEPS
+    steps = settings.steps
     trained = compare_architectures(steps=steps, seeds=SEEDS, **SMALL)
     for name, result in trained.items():
         print(f"{name:<12}{result}", flush=True)
@@ -52,11 +57,9 @@ def small_models(*, short: bool) -> dict[str, Any]:
     return {"steps": steps, "seeds": list(SEEDS), "sizes": SMALL, "rows": rows}
 
 
-def healing(*, short: bool) -> dict[str, Any]:
+def healing(settings: Settings) -> dict[str, Any]:
     """A trained model with pooled heads, three seeds."""
-    steps = HEALED_STEPS
-    if short:
-        steps = SHORT_STEPS
+    steps = settings.healed_steps
     after = steps // 5
     rows = []
     for kv_heads in (2, 1):
@@ -70,14 +73,12 @@ def healing(*, short: bool) -> dict[str, Any]:
     return {"steps": steps, "healing_steps": after, **sizes, "rows": rows}
 
 
-def norms(*, short: bool) -> dict[str, Any]:
+def norms(settings: Settings) -> dict[str, Any]:
     """Every way to compute a norm, in fp32 and in the 16 bits of this machine, beside a copy."""
     dtypes = [torch.float32]
     if machine().compute_dtype != torch.float32:
         dtypes.append(machine().compute_dtype)
-    rounds = 20
-    if short:
-        rounds = 5
+    rounds = settings.rounds
     found = []
     for where, (rows, hidden) in NORM_SIZES.items():
         for dtype in dtypes:
@@ -106,7 +107,7 @@ def copy_cost(*, rows: int, hidden: int, dtype: torch.dtype, rounds: int) -> dic
     return {"seconds": min(seconds), "bytes_per_second": moved / min(seconds), "error": 0.0}
 
 
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "norms": norms,
     "healing": healing,
     "small_models": small_models,
@@ -115,27 +116,25 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 # --- the command ----------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    """Run the parts, write the file after each, and return where it is.
-
-    Raises ValueError if only some parts run and the others in the file are of another machine or
-    day.
-    """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="fewer steps and rounds")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch; by default one")
-    options = parser.parse_args(arguments)
-    path = runs_dir() / FILE
-    facts = provenance() | {"threads": options.threads}
-    kept = [part for part in PARTS if part not in options.parts]
-    content = facts | parts_to_keep(path, facts, kept)
-    torch.set_num_threads(options.threads)
+def measured(
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     for part in options.parts:
-        content[part] = {"short": options.short} | PARTS[part](short=options.short)
-        write_whole(path, content)
-    return path
+        yield {part: PARTS[part](settings)}
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run the parts, write the file after each, and return where it is."""
+    return study.run(
+        "architecture",
+        Settings(),
+        measured,
+        about=__doc__,
+        arguments=arguments,
+        parts=list(PARTS),
+        short=SHORT,
+    )
 
 
 if __name__ == "__main__":
-    print(main())
+    main()

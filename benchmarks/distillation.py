@@ -21,16 +21,15 @@ has.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.record import write_whole
+from benchmarks import study
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.student import (
     block_influence,
@@ -38,24 +37,15 @@ from recipes_lib.compression.student import (
     make_student,
     pairs_of_blocks,
 )
-from recipes_lib.core.data import collate, load_text
 from recipes_lib.core.data.chat import Row
-from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
-from recipes_lib.core.measure.machine import (
-    machine,
-    provenance,
-    runs_dir,
-    seed_everything,
-    synchronize,
-)
+from recipes_lib.core.data.evaluation import GREEDY, row_losses
+from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
 
 WAYS = ("labels", "teacher", "teacher + hidden")
-FILE = "distillation.json"
-PAD = 0  # no row is padded
 
 
 @dataclass(frozen=True)
@@ -77,18 +67,23 @@ class Settings:
     hidden_weight: float = 1.0
 
 
-def compare(settings: Settings, *, minutes: float | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the content whenever there is more of it. `minutes` decide the steps, if given."""
+def compare(
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """What there is after each run. `options.minutes` decide the steps, if given."""
     tokenizer = load_tokenizer()
+    text = partial(study.text_rows, tokenizer, tokens=settings.seq)
     teacher = load_model()
-    calibration = _rows(tokenizer, "train", settings, count=6)
-    influence = block_influence(teacher, [_batch([row]) for row in calibration])
+    calibration = text("train", count=6)
+    influence = block_influence(teacher, [study.batch_of([row]) for row in calibration])
     blocks = choose_blocks(influence, keep=settings.keep, longest_gap=settings.longest_gap)
-    held_out = _rows(tokenizer, "validation", settings, count=settings.held_out)
-    if minutes is not None:
-        steps = _steps_that_fit(teacher, blocks, held_out, settings, minutes=minutes)
-        settings = replace(settings, steps=steps)
-    pool = _rows(tokenizer, "train", settings, count=2 * settings.steps * settings.rows)
+    held_out = text("validation", count=settings.held_out)
+    if options.minutes is not None:
+        students = [partial(student_of, teacher, blocks, way, settings) for way in settings.ways]
+        seconds = 60 * options.minutes / settings.seeds
+        batch = study.batch_of(held_out[: settings.rows])
+        settings = replace(settings, steps=study.steps_that_fit(students, batch, seconds=seconds))
+    pool = text("train", count=2 * settings.steps * settings.rows)
 
     student = make_student(teacher, blocks=blocks)
     content = {
@@ -102,7 +97,6 @@ def compare(settings: Settings, *, minutes: float | None = None) -> Iterator[dic
         "decode": decode_seconds({"teacher": teacher, "student": student}, held_out[0]),
         "runs": [],
     }
-    yield content
     for seed in range(settings.seeds):
         for way in settings.ways:
             run = train(teacher, blocks, way, pool, held_out, settings=settings, seed=seed)
@@ -124,27 +118,24 @@ def train(
     seed_everything(seed)
     student = student_of(teacher, blocks, way, settings)
     optimizer = torch.optim.AdamW(student.parameters(), lr=settings.lr, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_and_decay(settings.steps))
-    order = random.Random(seed).sample(range(len(pool)), settings.steps * settings.rows)
-    points = {_point(number, settings) for number in range(1, settings.evaluations + 1)}
+    evaluations = range(1, settings.evaluations + 1)
+    points = {settings.steps * number // settings.evaluations for number in evaluations}
     curve = []
-    seconds = []
-    for number in range(settings.steps):
-        chosen = order[number * settings.rows : (number + 1) * settings.rows]
-        start = _clock()
-        step(student, optimizer, _batch([pool[i] for i in chosen]))
-        seconds.append(_clock() - start)
-        schedule.step()
-        if number + 1 in points:
-            curve.append([number + 1, held_out_loss(student, held_out)])
-    return {
-        "way": way,
-        "seed": seed,
-        "loss": curve[-1][1],
-        "curve": curve,
-        "seconds": sum(seconds),
-        "seconds_per_step": statistics.median(seconds),
-    }
+
+    def evaluate(number: int) -> None:
+        if number in points:
+            curve.append([number, held_out_loss(student, held_out)])
+
+    seconds = study.train(
+        student,
+        optimizer,
+        pool,
+        steps=settings.steps,
+        rows=settings.rows,
+        seed=seed,
+        after_step=evaluate,
+    )
+    return {"way": way, "seed": seed, "loss": curve[-1][1], "curve": curve, **seconds}
 
 
 def student_of(teacher: Any, blocks: Sequence[int], way: str, settings: Settings) -> Any:
@@ -165,21 +156,9 @@ def student_of(teacher: Any, blocks: Sequence[int], way: str, settings: Settings
     )
 
 
-def step(student: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> float:
-    """One step, in 16 bits where the machine has units for bf16. Returns the loss."""
-    half = machine().native_bf16
-    with torch.autocast(machine().device, torch.bfloat16, enabled=half):
-        loss = student(**batch, use_cache=False).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 def held_out_loss(model: Any, rows: Sequence[Row]) -> float:
     """The mean loss over all targets of the rows, in nats."""
-    losses, targets = row_losses(model, rows, pad_token_id=PAD, batch_size=2)
+    losses, targets = row_losses(model, rows, pad_token_id=study.PAD, batch_size=2)
     return (losses.sum() / targets.sum()).item()
 
 
@@ -188,66 +167,16 @@ def decode_seconds(
 ) -> dict[str, float]:
     """Median seconds per token of HF's greedy `generate` after a prompt, in turns."""
     prompt = torch.tensor([row["input_ids"][:32]], device=machine().device)
-    options = GREEDY | {"pad_token_id": PAD, "eos_token_id": None}
+    options = GREEDY | {"pad_token_id": study.PAD, "eos_token_id": None}
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):
         for name, model in models.items():
-            start = _clock()
+            start = study.clock()
             model.eval().generate(
                 prompt, **options, min_new_tokens=new_tokens, max_new_tokens=new_tokens
             )
-            seconds[name].append((_clock() - start) / new_tokens)
+            seconds[name].append((study.clock() - start) / new_tokens)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _steps_that_fit(
-    teacher: Any, blocks: Sequence[int], rows: Sequence[Row], settings: Settings, *, minutes: float
-) -> int:
-    """Steps of each run, so that all runs together take so many minutes of training."""
-    of_all_ways = 0.0
-    for way in settings.ways:
-        student = student_of(teacher, blocks, way, settings)
-        optimizer = torch.optim.AdamW(student.parameters(), lr=0.0, fused=True)
-        batch = _batch(rows[: settings.rows])
-        step(student, optimizer, batch)  # makes the states
-        start = _clock()
-        step(student, optimizer, batch)
-        of_all_ways += _clock() - start
-    return max(1, int(60 * minutes / (settings.seeds * of_all_ways)))
-
-
-def _warm_up_and_decay(steps: int) -> Any:
-    """Factors of the learning rate: up over a tenth of the steps, and then down to a tenth."""
-    warm_up = max(1, steps // 10)
-
-    def factor(number: int) -> float:
-        rising = (number + 1) / warm_up
-        falling = 1 - 0.9 * number / steps
-        return min(1.0, rising) * falling
-
-    return factor
-
-
-def _point(number: int, settings: Settings) -> int:
-    """Behind which step the evaluation of this number comes."""
-    return settings.steps * number // settings.evaluations
-
-
-def _rows(tokenizer: Any, split: str, settings: Settings, *, count: int) -> list[Row]:
-    """`count` rows from evenly spaced pieces of the text."""
-    return text_windows(tokenizer, text=load_text(split=split), context=settings.seq, windows=count)
-
-
-def _batch(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    return collate(rows, pad_token_id=PAD, device=machine().device)
-
-
-def _clock() -> float:
-    """Seconds: of this thread on a CPU, of the wall on a GPU."""
-    if machine().device == "cpu":
-        return time.thread_time()
-    synchronize()
-    return time.perf_counter()
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -269,31 +198,18 @@ def summary(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison, and write the file after each run of a way."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, help="of training, of all runs together")
-    parser.add_argument("--steps", type=int, default=Settings.steps, help="if no minutes are given")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(Settings.ways))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--file", default=FILE, help=f"in runs/; by default {FILE}")
-    for name in ("seeds", "evaluations", "keep", "longest_gap", "rows", "seq", "held_out"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=getattr(Settings, name)
-        )
-    for name in ("lr", "temperature", "teacher_share", "hidden_weight"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=float, default=getattr(Settings, name)
-        )
-    given = vars(parser.parse_args())
-    torch.set_num_threads(given.pop("threads"))
-    minutes = given.pop("minutes")
-    path = runs_dir() / given.pop("file")
-    settings = Settings(**given | {"ways": tuple(given["ways"])})
-    for content in compare(settings, minutes=minutes):
-        write_whole(path, provenance() | content)
-        print(summary(content), flush=True)
-    print(path)
+    study.run(
+        "distillation",
+        Settings(),
+        compare,
+        about=__doc__,
+        arguments=arguments,
+        choices={"ways": WAYS},
+        minutes=True,
+        summary=summary,
+    )
 
 
 if __name__ == "__main__":

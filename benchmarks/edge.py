@@ -27,17 +27,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import write_whole
+from benchmarks import study
 from recipes_lib.core.data import load_text
 from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
-from recipes_lib.core.measure.machine import provenance, runs_dir
+from recipes_lib.core.measure.machine import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source
@@ -50,7 +50,6 @@ from recipes_lib.edge.language_model import (
 from recipes_lib.precision.quantization_aware import apply_rounding
 from recipes_lib.workflows.on_device.background import in_background
 
-FILE = "edge.json"
 PARTS = ("export", "quality", "load", "times")
 WHOLE = 30  # blocks of SmolLM2-135M
 SHORT = 6
@@ -120,7 +119,7 @@ def export(files: dict[str, FileOf], folder: Path) -> dict[str, Any]:
         if not described.exists():
             print(f"exporting {name}", flush=True)
             job = in_background(export_one, path=folder / f"{name}.pte", file=file)
-            write_whole(described, job.result())
+            study.save(described, job.result())
         model = model_of(file.layers)
         rows[name] = json.loads(described.read_text()) | {
             "settings": asdict(file),
@@ -362,38 +361,43 @@ def summary(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure the parts, and write the file after each of them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+def measured(
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The parts in their order, and what each found up to now."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    names = [name for name in FILES if name not in LONG or name in options.long]
+    folder = options.folder
+    yield {"source": model_source()}
+    if "export" in options.parts:
+        yield {"export": export({name: FILES[name] for name in names}, folder)}
+    if "quality" in options.parts:
+        yield {"quality": quality(folder, names, settings)}
+    if "load" in options.parts:
+        yield {"load": load(folder, names)}
+    if "times" in options.parts:
+        for found in times(folder, names, settings):
+            yield {"times": found}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long", nargs="*", choices=LONG, default=[], help="further files")
     parser.add_argument("--folder", type=Path, default=runs_dir() / "edge" / "smollm2")
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    given = parser.parse_args()
-    settings = Settings(rounds=given.rounds)
-    names = [name for name in FILES if name not in LONG or name in given.long]
-    path = runs_dir() / FILE
-    content: dict[str, Any] = {}
-    if path.exists():
-        content = json.loads(path.read_text())
-    content |= {"source": model_source(), "settings": asdict(settings)}
-    functions = {
-        "export": lambda: [export({name: FILES[name] for name in names}, given.folder)],
-        "quality": lambda: [quality(given.folder, names, settings)],
-        "load": lambda: [load(given.folder, names)],
-        "times": lambda: times(given.folder, names, settings),
-    }
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for part in given.parts:
-        for found in functions[part]():
-            content[part] = found
-            write_whole(path, content | provenance())
-    print(summary(content))
-    print(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the parts, and write the file after each of them."""
+    study.run(
+        "edge",
+        Settings(),
+        measured,
+        about=__doc__,
+        arguments=arguments,
+        parts=PARTS,
+        summary=summary,
+        add_options=add_options,
+    )
 
 
 if __name__ == "__main__":
-    # As a module with its own name: the process that exports has to import its functions.
-    from benchmarks.edge import main as run
-
-    run()
+    main()

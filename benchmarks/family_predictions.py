@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write_whole
+from benchmarks.study import save
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import provenance, runs_dir
 from recipes_lib.core.model.sizes import weight_bytes
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> Path:
         checkpointed = f"{error(row, 'checkpointed'):+.1%}"
         print(f"| {family} | {plain} | {checkpointed} | {row['source']} |", flush=True)
     path = runs_dir() / FILE
-    write_whole(path, provenance() | {"rows": rows})
+    save(path, provenance() | {"rows": rows})
     return path
 
 

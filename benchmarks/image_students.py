@@ -18,7 +18,8 @@ it has. `python -m benchmarks.record` keeps a file in full size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import turns
-from benchmarks.image_command import run_parts
+from benchmarks import study, turns
 from recipes_lib.architecture.efficient_net import efficient_net
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.compression.distillation import plain_distillation_loss
 from recipes_lib.core.data.images import Images, handwritten_digits
+from recipes_lib.core.measure.machine import runs_dir
 from recipes_lib.edge.export import export_to_executorch
 from recipes_lib.edge.runtime import load_pte
 from recipes_lib.workflows.on_device.classify import (
@@ -144,29 +145,31 @@ def times(settings: Settings, folder: Path) -> dict[str, Any]:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    """Measure the parts, write the file after each step of them, and return where it is."""
-    return run_parts(
-        arguments,
-        about=__doc__.splitlines()[0],
-        parts=PARTS,
-        full=Settings(),
-        short=SHORT,
-        name="image_students",
-        facts={"executorch": version("executorch")},
-        measured=measured,
-    )
-
-
-def measured(parts: list[str], settings: Settings, folder: Path) -> Iterator[tuple[str, Any]]:
-    """The parts in their order: the name of each, and what it found up to now."""
-    if "seeds" in parts:
+def measured(
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The parts in their order, and what each found up to now."""
+    yield {"executorch": version("executorch")}
+    if "seeds" in options.parts:
         rows = []
         for seed in range(settings.seeds):
             rows.append(of_seed(seed, settings))
-            yield "seeds", rows
-    if "times" in parts:
-        yield "times", times(settings, folder)
+            yield {"seeds": rows}
+    if "times" in options.parts:
+        yield {"times": times(settings, runs_dir() / "image_students")}
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Measure the parts, write the file after each step of them, and return where it is."""
+    return study.run(
+        "image_students",
+        Settings(),
+        measured,
+        about=__doc__,
+        arguments=arguments,
+        parts=PARTS,
+        short=SHORT,
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import study
 from benchmarks.peer_files import programs_with_files
 from benchmarks.peer_programs import (
     Loaded,
@@ -42,13 +42,20 @@ from benchmarks.peer_programs import (
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure import there_and_back, timed
-from recipes_lib.core.measure.machine import provenance, runs_dir
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 
-FILE = "inference_peers.json"
 QUESTION = "Explain to a child why the sky is blue."  # as in notebook 03
 PRODUCT_ROUNDS = 8  # repetitions of all products of a token, in each round
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is written and read, and how often."""
+
+    new_tokens: int = 48
+    rounds: int = 5
+    prompt: int = 512  # tokens of the long text
 
 
 @dataclass
@@ -259,41 +266,45 @@ def stay_on_one_core() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def main() -> None:
-    """Run all programs, and write the file after each round."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table")
-    given = parser.parse_args()
-    peers = all_programs()
-    if given.only:
-        unknown = set(given.only) - {peer.name for peer in peers}
-        if unknown:
-            parser.error(f"no row {sorted(unknown)}: give some of {[p.name for p in peers]}")
-        peers = [peer for peer in peers if peer.name in given.only]
-
-    facts = provenance()  # before this process stays on one core: it counts the cores
+def measured(
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The rows after each round."""
+    peers = [peer for peer in all_programs() if not options.only or peer.name in options.only]
     stay_on_one_core()
-    texts = texts_of(new_tokens=given.new_tokens, prompt=given.prompt)
-    facts |= {
-        "threads": 1,
+    texts = texts_of(new_tokens=settings.new_tokens, prompt=settings.prompt)
+    facts = {
         "source": model_source(),
-        "new_tokens": given.new_tokens,
+        "new_tokens": settings.new_tokens,
         "decode_after_tokens": len(texts.question),
         "prefill_tokens": len(texts.long_text),
     }
-    path = runs_dir() / FILE
     reference = partial(load_transformers, torch.float32)
-    rounds = compare(peers, texts, reference=reference, rounds=given.rounds)
+    rounds = compare(peers, texts, reference=reference, rounds=settings.rounds)
     for done, rows in enumerate(rounds):
-        content = facts | {"rounds": done, "rows": contents(rows)}
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(part, path)
-        print(f"after round {done}\n{table(content['rows'])}", flush=True)
-    print(path)
+        yield facts | {"rounds": done, "rows": contents(rows)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    names = [peer.name for peer in all_programs()]
+    parser.add_argument("--only", nargs="+", choices=names, help="rows of the table")
+
+
+def summary(content: dict[str, Any]) -> str:
+    return f"after round {content['rounds']}\n{table(content['rows'])}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all programs, and write the file after each round."""
+    study.run(
+        "inference_peers",
+        Settings(),
+        measured,
+        about=__doc__,
+        arguments=arguments,
+        summary=summary,
+        add_options=add_options,
+    )
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ has. `python -m benchmarks.record` keeps a file in full size.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +33,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks import turns
-from benchmarks.image_command import run_parts
+from benchmarks import study, turns
+from benchmarks.render import middle, over
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.data.images import Images, handwritten_digits
+from recipes_lib.core.measure.machine import runs_dir
 from recipes_lib.edge.onnx_export import (
     export_to_onnx,
     load_onnx,
@@ -215,55 +217,52 @@ def an_image(pixels: int) -> torch.Tensor:
     return enlarged(images.first(1), pixels).images
 
 
-def ratios(row: dict[str, Any], way: str = INT8) -> list[float]:
-    """Time of fp32 over that of `way`, turn by turn, in rising order."""
-    of_ways = row["milliseconds"]
-    return turns.ratios(of_ways[FP32], of_ways[way])
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
 def line_of(row: dict[str, Any]) -> str:
     """One size in words."""
-    of_fp32 = statistics.median(row["milliseconds"][FP32])
+    of_ways = row["milliseconds"]
+    of_fp32 = statistics.median(of_ways[FP32])
     parts = [f"{row['pixels']:4d} pixels: fp32 {of_fp32:.2f} ms"]
     for way in WAYS:
-        parts.append(f"{way} {turns.in_words(ratios(row, way))}")
+        parts.append(f"{way} {middle(over(of_ways[FP32], of_ways[way]))}")
     return "; ".join(parts)
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    """Measure the parts, write the file after each step of them, and return where it is."""
-    return run_parts(
-        arguments,
-        about=__doc__.splitlines()[0],
-        parts=PARTS,
-        full=Settings(),
-        short=SHORT,
-        name="int8_images",
-        facts={"pixels": PIXELS, "width": WIDTH, "onnxruntime": version("onnxruntime")},
-        measured=measured,
-    )
-
-
 def measured(
-    parts: list[str], settings: Settings, folder: Path
-) -> Iterator[tuple[str, dict[str, Any] | list[dict[str, Any]]]]:
-    """The parts in their order: the name of each, and what it found."""
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The parts in their order, and what each found up to now."""
+    yield {"pixels": PIXELS, "width": WIDTH, "onnxruntime": version("onnxruntime")}
+    parts = options.parts
+    folder = runs_dir() / "int8_images"
     files = None
     if "accuracy" in parts:
         files, found = trained_files(settings, folder / "trained")
         print(found, flush=True)
-        yield "accuracy", found
+        yield {"accuracy": found}
     if "layers" in parts:
         of_layers = files
         if files is None:
             of_layers = untrained_files(PIXELS, settings, folder / str(PIXELS))
-        yield "layers", layers(of_layers, settings.forwards)
+        yield {"layers": layers(of_layers, settings.forwards)}
     if "times" in parts:
         for rows in times(files, settings, folder):
-            yield "times", rows
+            yield {"times": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Measure the parts, write the file after each step of them, and return where it is."""
+    return study.run(
+        "int8_images",
+        Settings(),
+        measured,
+        about=__doc__,
+        arguments=arguments,
+        parts=PARTS,
+        short=SHORT,
+    )
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.render import page as from_template
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict.budget import Shape
@@ -135,33 +135,6 @@ def inputs_away(model: Any, *, in_flight: int) -> Iterator[None]:
 
 # --- the page -------------------------------------------------------------------------------------
 
-HEAD = """# A long text on a card of 24 GB
-
-Made by `python -m benchmarks.long_card`: predictions, without a GPU. Nobody has measured this step
-on a card yet; `make gpu` has it as its part `context`.
-
-One step of QLoRA (rank {rank}) on the shape of Llama 3.1 8B, with one row of {tokens:,} tokens in
-bf16: flash attention, chunked loss, MLP and norms in tiles of {tile:,} tokens, every block
-checkpointed, the inputs of the blocks on the host, 8-bit states. PyTorch sees {card} GiB of such a
-card. The context of CUDA and the gaps between tensors come on top of each peak.
-
-Forward and backward are a dry step of {few} blocks, whose tensors have no data. One block more
-changes it by {more:+.2%}, for the inputs of all but one block are away. The rest
-is weights, gradients and states of all 32 blocks, by arithmetic.
-
-With "fetched ahead", the input of the next block comes while backward is in the one behind it.
-
-| attention | inputs of the blocks | forward and backward | the rest | peak | beside {card} GiB |
-| :-- | :-- | --: | --: | --: | :-- |
-"""
-
-END = """
-Groups are one KV head with the query heads that read it:
-[head_groups.py](../recipes_lib/attention/head_groups.py). Not to fetch ahead is `in_flight=0` of
-[offload_activations](../recipes_lib/memory/activation_offload/__init__.py); backward then waits
-for each.
-"""
-
 WAYS = {
     ("all heads at once", "fetched ahead"): {"in_groups": False, "in_flight": 1},
     ("in groups", "fetched ahead"): {"in_groups": True, "in_flight": 1},
@@ -171,32 +144,26 @@ WAYS = {
 
 def page() -> str:
     """The page: the step with all heads at once, and in groups."""
-    fixed = fixed_bytes()
     steps = {way: step_bytes(blocks=FEW, tokens=TOKENS, **how) for way, how in WAYS.items()}
     last = list(WAYS)[-1]
     one_more = step_bytes(blocks=FEW + 1, tokens=TOKENS, **WAYS[last])
-    head = HEAD.format(
-        rank=RANK, tokens=TOKENS, tile=TILE, card=CARD, few=FEW, more=one_more / steps[last] - 1
+    return from_template(
+        "long-card.md.j2",
+        rank=RANK,
+        tokens=TOKENS,
+        tile=TILE,
+        card=CARD,
+        few=FEW,
+        more=one_more / steps[last] - 1,
+        steps=steps,
+        fixed_bytes=fixed_bytes(),
     )
-    rows = [row(*way, step, fixed) for way, step in steps.items()]
-    return head + "".join(rows) + END
 
 
-def row(attention: str, inputs: str, step: int, fixed: int) -> str:
-    """A row of the table; all bytes in GiB."""
-    peak = (step + fixed) / GIB
-    verdict = "too large"
-    if peak < CARD:
-        verdict = f"{CARD - peak:.1f} GiB are left"
-    numbers = f"{step / GIB:.1f} | {fixed / GIB:.1f} | {peak:.1f}"
-    return f"| {attention} | {inputs} | {numbers} | {verdict} |\n"
-
-
-def main() -> Path:
-    """Write the page, and return where it is."""
-    PAGE.write_text(page())
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
     print(f"written: {PAGE}")
-    return PAGE
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ model writes answers, uncut. `runs/long_finetune.json` is written after each poi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.record import write_whole
+from benchmarks import study
 from recipes_lib.core.data import load_instructions
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.evaluation import generate_answers
-from recipes_lib.core.measure.machine import machine, provenance, runs_dir, seed_everything
+from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
@@ -26,7 +26,6 @@ from recipes_lib.precision.mixed_precision import NAMES
 from recipes_lib.workflows.finetune import loop
 from recipes_lib.workflows.finetune.settings import Settings
 
-FILE = "long_finetune.json"
 RATES = {"full": 5e-5, "lora": 5e-4}
 
 
@@ -43,7 +42,9 @@ class Length:
     answer_tokens: int = 80
 
 
-def train(length: Length) -> Iterator[dict[str, Any]]:
+def train(
+    length: Length, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The result so far, after each point."""
     tokenizer = load_tokenizer()
     pad = tokenizer.pad_token_id
@@ -69,7 +70,7 @@ def train(length: Length) -> Iterator[dict[str, Any]]:
     content: dict[str, Any] = {
         "settings": asdict(length) | {"rates": RATES},
         "source": model_source(),
-        "rows": len(rows),
+        "pairs": len(rows),
         "wanted": wanted,
         "before": {"loss": before.mean, "answers": answers_of(model)},
         "curves": {},
@@ -105,19 +106,18 @@ def train(length: Length) -> Iterator[dict[str, Any]]:
         yield content
 
 
-def main() -> None:
+def summary(content: dict[str, Any]) -> str:
+    """A line per method: where it is."""
+    lines = []
+    for method, points in content["curves"].items():
+        done, loss = points[-1]
+        lines.append(f"{method}: step {done}, held-out loss {loss:.3f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the file after each point."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name in Length.__dataclass_fields__:
-        default = getattr(Length, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    path = runs_dir() / FILE
-    for content in train(Length(**vars(parser.parse_args()))):
-        write_whole(path, provenance() | content)
-        for method, points in content["curves"].items():
-            done, loss = points[-1]
-            print(f"{method}: step {done}, held-out loss {loss:.3f}", flush=True)
-    print(path)
+    study.run("long_finetune", Length(), train, about=__doc__, arguments=arguments, summary=summary)
 
 
 if __name__ == "__main__":

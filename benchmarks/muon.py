@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import write_whole
+from benchmarks import study
 from recipes_lib.core.data import collate, load_instructions
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.row_order import rows_of_step
-from recipes_lib.core.measure.machine import provenance, runs_dir, seed_everything
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import state_bytes
@@ -38,13 +36,12 @@ from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.muon import muon_adamw
 
-FILE = "muon.json"
 OPTIMIZERS = ("AdamW", "Muon")
 DECAY = 0.01  # of the weights, in both
 
 
 @dataclass(frozen=True)
-class Study:
+class Settings:
     """What is compared, and how much of it."""
 
     seeds: int = 3
@@ -56,37 +53,34 @@ class Study:
 
 
 def compare(
-    study: Study, *, minutes: float | None = None, done: Sequence[dict[str, Any]] = ()
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The study so far, after each run. No run begins once the minutes are over.
+    """The study after each run; runs of an older file with the same settings are taken over.
 
-    Args:
-        done: runs of an earlier call with the same settings, which are taken over.
+    No run begins once `options.minutes` are over.
     """
-    known = {(run["optimizer"], run["lr"], run["seed"]): run for run in done}
+    known = {(run["optimizer"], run["lr"], run["seed"]): run for run in runs_of(older, settings)}
     tokenizer = load_tokenizer()
-    rows = list(load_instructions(tokenizer, max_tokens=study.tokens, limit=1000))
+    rows = list(load_instructions(tokenizer, max_tokens=settings.tokens, limit=1000))
     held_out = list(
         load_instructions(
-            tokenizer, split="validation", max_tokens=study.tokens, limit=study.held_out
+            tokenizer, split="validation", max_tokens=settings.tokens, limit=settings.held_out
         )
     )
     pad = tokenizer.pad_token_id
     started = time.perf_counter()
-    content: dict[str, Any] = {
-        "settings": asdict(study),
-        "source": model_source(),
-        "before": held_out_losses(load_model(), held_out, pad_token_id=pad).mean,
-        "runs": [],
-    }
-    for seed, rate, name in itertools.product(range(study.seeds), study.rates, OPTIMIZERS):
+    before = held_out_losses(load_model(), held_out, pad_token_id=pad).mean
+    content: dict[str, Any] = {"source": model_source(), "before": before, "runs": []}
+    for seed, rate, name in itertools.product(range(settings.seeds), settings.rates, OPTIMIZERS):
         if (name, rate, seed) in known:
             content["runs"].append(known[name, rate, seed])
             yield content
             continue
-        if minutes is not None and time.perf_counter() - started > 60 * minutes:
+        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
+            yield {"cut": True}
             return
-        result = train(name, rows, held_out, rate=rate, seed=seed, study=study, pad_token_id=pad)
+        chosen = {"rate": rate, "seed": seed, "settings": settings}
+        result = train(name, rows, held_out, pad_token_id=pad, **chosen)
         content["runs"].append({"optimizer": name, "lr": rate, "seed": seed} | result)
         yield content
 
@@ -98,7 +92,7 @@ def train(
     *,
     rate: float,
     seed: int,
-    study: Study,
+    settings: Settings,
     pad_token_id: int,
 ) -> dict[str, Any]:
     """One run: the held-out loss at its end, seconds per step, bytes of the optimizer's states."""
@@ -108,17 +102,17 @@ def train(
         optimizer = muon_adamw(model, lr=rate, weight_decay=DECAY, betas=(0.9, 0.999))
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=DECAY, fused=True)
-    warmup = max(1, study.steps // 10)
+    warmup = max(1, settings.steps // 10)
 
     def share(step: int) -> float:
         """Of the learning rate: it rises, and falls to zero."""
-        return min((step + 1) / warmup, (study.steps - step) / (study.steps - warmup + 1))
+        return min((step + 1) / warmup, (settings.steps - step) / (settings.steps - warmup + 1))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     seconds = []
-    for step in range(study.steps):
+    for step in range(settings.steps):
         start = time.perf_counter()
-        chosen = rows_of_step(step, rows=len(rows), rows_per_step=study.rows, seed=seed)
+        chosen = rows_of_step(step, rows=len(rows), rows_per_step=settings.rows, seed=seed)
         batch = collate(
             [rows[number] for number in chosen],
             pad_token_id=pad_token_id,
@@ -137,12 +131,11 @@ def train(
     }
 
 
-def runs_of(path: Path, study: Study) -> list[dict[str, Any]]:
-    """The runs that a file holds, if they were made with these settings; rates may be others."""
-    if not path.exists():
-        return []
-    older = json.loads(path.read_text())
-    if older["settings"] | {"rates": None} != asdict(study) | {"rates": None}:
+def runs_of(older: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
+    """The runs of an older file, if they were made with these settings; rates may be others."""
+    # As a file holds it: a list for a tuple.
+    wanted = {**asdict(settings), "rates": None}
+    if older.get("settings", {}) | {"rates": None} != wanted:
         return []
     return older["runs"]
 
@@ -159,22 +152,17 @@ def summary(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study, and write the file after each run."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, help="after which no run begins")
-    for name in ("seeds", "steps", "rows", "tokens", "held_out"):
-        default = getattr(Study, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--rates", type=float, nargs="+", default=list(Study.rates))
-    given = vars(parser.parse_args())
-    minutes = given.pop("minutes")
-    study = Study(**given | {"rates": tuple(given["rates"])})
-    path = runs_dir() / FILE
-    for content in compare(study, minutes=minutes, done=runs_of(path, study)):
-        write_whole(path, provenance() | content)
-        print(summary(content), flush=True)
-    print(path)
+    study.run(
+        "muon",
+        Settings(),
+        compare,
+        about=__doc__,
+        arguments=arguments,
+        minutes=True,
+        summary=summary,
+    )
 
 
 if __name__ == "__main__":

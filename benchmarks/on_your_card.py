@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.render import page as from_template
 from recipes_lib.core.measure.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import plain_step
@@ -122,40 +123,10 @@ def needs(tier: str) -> list[Need]:
 
 # --- the page -------------------------------------------------------------------------------------
 
-TOP = """\
-# On your card
-
-No GPU has run these notebooks yet: all numbers of this page are predictions, by the arithmetic that the notebooks explain. On a CPU they are within a few percent of what is measured.
-
-A notebook takes its sizes from the *tier* of the machine, which it reads from the memory of the first GPU. Cards below 14 GiB get a sentence that says so, and the sizes of a CPU with `RECIPES_TIER=cpu`. Notebooks 02 and 06 run on the CPU of a machine with one GPU.
-"""  # noqa: E501
-BOTTOM = """\
-## What you can do when memory runs out
-
-Other programs on the card count: `nvidia-smi` lists them. Restart the kernel, because a notebook that has failed keeps its tensors. `RECIPES_TIER=gpu16` takes the sizes of a T4 on any card. Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before Python starts, if the error says that much is reserved but unallocated.
-
-## Send us what you measure
-
-`make gpu` measures every recipe on your card ([how](gpu.md)) and writes one file into `benchmarks/results`. Open a pull request with this file, and the tables of this project show it, with your card's name.
-"""  # noqa: E501
-
 
 def page() -> str:
     """The text of docs/on-your-card.md."""
-    parts = [TOP]
-    for tier, (cards, gib) in CARDS.items():
-        lines = [
-            f"## {cards}: `{tier}`",
-            "",
-            f"{gib} GiB, of which the sizes count on {USABLE * gib:.1f}.",
-            "",
-            "| notebook | highest row | predicted peak |",
-            "|---|---|---|",
-        ]
-        for need in needs(tier):
-            lines.append(f"| {need.notebook} | {need.row} | {need.gib:.1f} GiB |")
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join([*parts, BOTTOM])
+    return from_template("on-your-card.md.j2", tiers=CARDS, usable=USABLE, needs=needs)
 
 
 def main() -> None:

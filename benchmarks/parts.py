@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import long_sequences, long_steps, one_rank
 from benchmarks.finetune import Sizes, compare_updates, compare_ways
-from benchmarks.record import LADDERS, RESULTS, keep, keep_ladder
+from benchmarks.record import RESULTS, keep, keep_run
 from benchmarks.sizes import size_of
 from benchmarks.versus import compare, pairs
 from recipes_lib.core.measure import PeakMemory, measure
@@ -250,9 +250,9 @@ def keep_each(part: str, contents: Iterator[dict[str, Any]]) -> None:
 
 def run_notebook(number: str) -> None:
     """Run the source of a notebook, and keep its ladder."""
-    name = LADDERS[number]
-    runpy.run_path(str(ROOT / "notebooks" / "source" / f"{name}.py"), run_name="__main__")
-    keep_ladder(runs_dir() / f"{name}.json", folder=out_dir())
+    (source,) = (ROOT / "notebooks" / "source").glob(f"{number}_*.py")
+    runpy.run_path(str(source), run_name="__main__")
+    keep_run(runs_dir() / f"{source.stem}.json", folder=out_dir())
 
 
 def full_bench(*, at_once: int = 1) -> Bench:

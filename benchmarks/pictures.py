@@ -1,94 +1,87 @@
-"""The README's picture: the ladder of notebook 01, on a light and on a dark page.
+"""The README's picture: what each recipe leaves of a training step, on a light and a dark page.
 
-python -m benchmarks.pictures      write docs/ladder-01.png and docs/ladder-01-dark.png
+python -m benchmarks.pictures      write docs/memory.png and docs/memory-dark.png
 
-It is drawn from the newest recorded run, and narrow: a phone shows it at half its width, and its
-words stay legible.
+It is drawn from the newest recorded run of notebook 01, and narrow: a phone shows it at half its
+width, and its words stay legible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import LADDERS, RESULTS, newest, plain_name
-from recipes_lib.report.bars import Slots
-from recipes_lib.report.charts import SAME, draw_peaks, time_ratio
-from recipes_lib.report.figure import Key, blank_figure, ink, muted, page
-from recipes_lib.report.style import Unit, measured_on
+import matplotlib.pyplot as plt
+
+from benchmarks.record import Run, newest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PICTURES = {"ladder-01.png": False, "ladder-01-dark.png": True}  # by name: is its page dark?
-
-WIDTH = 7.0  # inches
-LARGER = 1.2  # than the letters of a chart in a notebook
-LETTERS = 11.5
-# The right edge of the times, in widths of the axes. The longest label of a bar ends with them, so
-# what is beyond 1 has to take "0.66×" and a gap that nobody reads over.
-EDGE = 1.25
-IN_POINTS = {"xycoords": "axes fraction", "textcoords": "offset points"}
+# By name: the colors of the paper, the words, and the bars.
+PICTURES = {
+    "memory.png": ("#ffffff", "#1f2328", "#2f6fb3"),
+    "memory-dark.png": ("#0d1117", "#e6edf3", "#6aa7e8"),
+}
+MIB = 2**20
 
 
 def draw(folder: Path = DOCS) -> list[Path]:
     """Write the pictures, and return their paths; nothing if no run was recorded."""
-    run = newest(LADDERS["01"], "cpu", folder=RESULTS)
+    run = newest("01")
     if run is None:
         return []
-    folder.mkdir(exist_ok=True)
     written = []
-    for name, dark in PICTURES.items():
-        with page(dark=dark):
-            figure = ladder_picture(run)
-        figure.savefig(folder / name)
+    for name, (paper, ink, color) in PICTURES.items():
+        figure = memory_picture(run, ink=ink, color=color)
+        figure.savefig(folder / name, facecolor=paper, dpi=110, bbox_inches="tight", pad_inches=0.2)
+        plt.close(figure)
         written.append(folder / name)
     return written
 
 
-def ladder_picture(run: dict[str, Any]) -> Any:
-    """Bars of the peaks with predictions as ticks; change and time of each row as text."""
-    rows = [row | {"name": plain_name(row["name"])} for row in run["rows"]]
-    slots = Slots(rows, size=LETTERS)
-    figure, axes = blank_figure(
-        rows,
-        (WIDTH, slots.inches + 0.4),
-        title=message(rows),
-        source=measured_on(run) + _remark(rows),
-        key=[Key("predicted before the run", ink(), "tick")],
-        larger=LARGER,
-        bars=True,
+def rows_that_help(run: Run) -> dict[str, dict[str, Any]]:
+    """The baseline, and every row that takes a tenth less memory, the largest first."""
+    most = run.first["peak_bytes"]
+    found = {name: row for name, row in run.rows.items() if row["peak_bytes"] < 0.9 * most}
+    by_size = sorted(found, key=lambda name: found[name]["peak_bytes"], reverse=True)
+    return {"full fine-tuning": run.first} | {name: found[name] for name in by_size}
+
+
+def memory_picture(run: Run, *, ink: str, color: str) -> Any:
+    """Bars of the measured peaks, with a tick where the arithmetic expected each."""
+    rows = rows_that_help(run)
+    measured = [row["peak_bytes"] / MIB for row in rows.values()]
+    predicted = [row["predicted_bytes"] / MIB for row in rows.values()]
+    places = range(len(rows))
+    figure, axes = plt.subplots(figsize=(7, 0.42 * len(rows) + 0.9))
+    bars = axes.barh(places, measured, color=color, height=0.62, label="measured")
+    axes.plot(
+        predicted, places, "|", color=ink, markersize=17, markeredgewidth=2, label="predicted"
     )
-    slots.write_names(axes)
-    # Narrow as it is, it has no room for brackets around the change.
-    draw_peaks(axes, rows, slots, change="{}", size=LETTERS)
-    _write_times(axes, rows, slots)
+    labels = [f"{measured[0]:,.0f} MiB"]
+    labels += [f"{mib:,.0f}   {mib / measured[0] - 1:+.0%}" for mib in measured[1:]]
+    axes.bar_label(bars, labels, padding=7, color=ink, fontsize=11)
+    axes.set_yticks(places, list(rows), color=ink, fontsize=11)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * measured[0])
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.set_frame_on(False)
+    axes.set_title(
+        f"Memory of one training step: {measured[0]:,.0f} → {measured[-1]:,.0f} MiB, as predicted",
+        color=ink,
+        fontsize=12.5,
+        fontweight="bold",
+        loc="left",
+        x=-0.32,
+    )
+    machine, cores, *_ = run.machine.split(", ")
+    where = "SmolLM2-135M, peak of all tensors; all rows but the first keep checkpointing on.\n"
+    where += f"Measured on {machine}, {cores}, {run.date}."
+    figure.text(0.02, 0.0, where, color=ink, fontsize=8.5)
+    axes.legend(frameon=False, labelcolor=ink, fontsize=10, loc="lower right")
     return figure
 
 
-def message(rows: Sequence[dict[str, Any]]) -> str:
-    """From the baseline's peak to that of all recipes together."""
-    first = rows[0]["peak_bytes"]
-    last = rows[-1]["peak_bytes"]
-    unit = Unit(first)
-    return f"One training step, recipe by recipe: {unit.number(first)} → {unit.text(last)}"
-
-
-def _remark(rows: Sequence[dict[str, Any]]) -> str:
-    if any(time_ratio(row, rows[0]) == SAME for row in rows):
-        return f"; {SAME} where turns do not differ"
-    return ""
-
-
-def _write_times(axes: Any, rows: Sequence[dict[str, Any]], slots: Slots) -> None:
-    """A column at the right edge: the time of each row over the baseline's."""
-    column = {"fontsize": LETTERS, "ha": "right", "annotation_clip": False}
-    axes.annotate("time", (EDGE, 1), (0, 6), color=muted(), **column, **IN_POINTS)
-    for row, place in zip(rows, slots.places, strict=True):
-        text = time_ratio(row, rows[0]) or "1×"
-        where = {"xycoords": ("axes fraction", "data"), "va": "center"}
-        axes.annotate(text, (EDGE, place), **column, **where)
-
-
 if __name__ == "__main__":
-    for written in draw():
-        print(written)
+    for path in draw():
+        print(path)

@@ -11,7 +11,6 @@ the source itself shows. What nobody has published, such as a setting of a run, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -304,32 +303,11 @@ PUBLISHED = (
 # --- the command --------------------------------------------------------------------------------
 
 
-def table(rows: Iterable[Compared]) -> str:
-    """All rows as markdown, with the reasons below."""
-    sources = list(dict.fromkeys(each.source for each in PUBLISHED))
-    reasons: list[str] = []
-    lines = ["| model and step | published | predicted | difference | guessed | source |"]
-    lines.append("| :-- | --: | --: | --: | :-- | :-- |")
-    for row in rows:
-        published = row.published
-        difference = f"{row.difference:+.1%}"
-        if row.reason:
-            if row.reason not in reasons:
-                reasons.append(row.reason)
-            difference += f" ({reasons.index(row.reason) + 1})"
-        source = f"[{sources.index(published.source) + 1}]({published.source})"
-        lines.append(
-            f"| {published.name} | {published.gib:.1f} GiB | {row.predicted:.1f} GiB | "
-            f"{difference} | {published.guess} | {source} |"
-        )
-    lines.append("")
-    lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Predict every row, and print the table."""
-    print(table(compare(row) for row in PUBLISHED))
+    """Predict every row, and print it."""
+    for row in map(compare, PUBLISHED):
+        published = row.published
+        print(f"{published.name}: {published.gib:.1f} GiB, predicted {row.predicted:.1f}")
 
 
 if __name__ == "__main__":

@@ -30,28 +30,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.distillation import held_out_loss, step
-from benchmarks.record import write_whole
+from benchmarks import study
+from benchmarks.distillation import held_out_loss
 from recipes_lib.compression.distillation import apply_distillation, remove_distillation
-from recipes_lib.core.data import collate, load_text
 from recipes_lib.core.data.chat import Row
-from recipes_lib.core.data.evaluation import text_windows
-from recipes_lib.core.measure.machine import (
-    machine,
-    provenance,
-    runs_dir,
-    seed_everything,
-    synchronize,
-)
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.precision.quantization_aware import (
@@ -62,8 +52,6 @@ from recipes_lib.precision.quantization_aware import (
 
 CONTROL = "full precision"
 WAYS = (CONTROL, "aware", "aware + teacher")
-FILE = "quantization_aware.json"
-PAD = 0  # no row is padded
 
 
 @dataclass(frozen=True)
@@ -94,20 +82,24 @@ class Settings:
         return self.aware_lr
 
 
-def compare(settings: Settings, *, minutes: float | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the content whenever there is more of it. `minutes` decide the steps, if given."""
-    tokenizer = load_tokenizer()
-    held_out = _rows(tokenizer, "validation", settings, count=settings.held_out)
-    if minutes is not None:
-        settings = replace(settings, steps=_steps_that_fit(held_out, settings, minutes=minutes))
-    pool = _rows(tokenizer, "train", settings, count=2 * settings.steps * settings.rows)
+def compare(
+    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """What there is after each run. `options.minutes` decide the steps, if given."""
+    text = partial(study.text_rows, load_tokenizer(), tokens=settings.seq)
+    held_out = text("validation", count=settings.held_out)
+    if options.minutes is not None:
+        models = [partial(prepared, way, settings) for way in settings.ways]
+        seconds = 60 * options.minutes / settings.seeds
+        batch = study.batch_of(held_out[: settings.rows])
+        settings = replace(settings, steps=study.steps_that_fit(models, batch, seconds=seconds))
+    pool = text("train", count=2 * settings.steps * settings.rows)
     content = {
         "source": model_source(),
         "settings": asdict(settings),
         "untrained": both_perplexities(load_model(), held_out, settings),
         "runs": [],
     }
-    yield content
     for seed in range(settings.seeds):
         for way in settings.ways:
             content["runs"].append(train(way, pool, held_out, settings=settings, seed=seed))
@@ -123,24 +115,11 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.rate(way), betas=(0.9, 0.99), weight_decay=0.0, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_up_and_decay(settings.steps))
-    order = random.Random(seed).sample(range(len(pool)), settings.steps * settings.rows)
-    seconds = []
-    for number in range(settings.steps):
-        chosen = order[number * settings.rows : (number + 1) * settings.rows]
-        start = _clock()
-        step(model, optimizer, _batch([pool[i] for i in chosen]))
-        seconds.append(_clock() - start)
-        schedule.step()
-    del optimizer
+    seconds = study.train(
+        model, optimizer, pool, steps=settings.steps, rows=settings.rows, seed=seed
+    )
     found = both_perplexities(_in_full_precision(model, way), held_out, settings)
-    return {
-        "way": way,
-        "seed": seed,
-        **found,
-        "seconds": sum(seconds),
-        "seconds_per_step": statistics.median(seconds),
-    }
+    return {"way": way, "seed": seed, **found, **seconds}
 
 
 def prepared(way: str, settings: Settings) -> Any:
@@ -179,49 +158,6 @@ def share_won_back(control: dict[str, float], rounded: float) -> float:
     return (control["rounded"] - rounded) / (control["rounded"] - control["full"])
 
 
-def _steps_that_fit(held_out: Sequence[Row], settings: Settings, *, minutes: float) -> int:
-    """Steps of each run, so that all runs together take so many minutes of training."""
-    of_all_ways = 0.0
-    for way in settings.ways:
-        model = prepared(way, settings)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-        batch = _batch(held_out[: settings.rows])
-        step(model, optimizer, batch)  # makes the states
-        start = _clock()
-        step(model, optimizer, batch)
-        of_all_ways += _clock() - start
-    return max(1, int(60 * minutes / (settings.seeds * of_all_ways)))
-
-
-def _warm_up_and_decay(steps: int) -> Any:
-    """Factors of the learning rate: up over a tenth of the steps, and then down to a tenth."""
-    warm_up = max(1, steps // 10)
-
-    def factor(number: int) -> float:
-        rising = (number + 1) / warm_up
-        falling = 1 - 0.9 * number / steps
-        return min(1.0, rising) * falling
-
-    return factor
-
-
-def _rows(tokenizer: Any, split: str, settings: Settings, *, count: int) -> list[Row]:
-    """`count` rows from evenly spaced pieces of the text."""
-    return text_windows(tokenizer, text=load_text(split=split), context=settings.seq, windows=count)
-
-
-def _batch(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    return collate(rows, pad_token_id=PAD, device=machine().device)
-
-
-def _clock() -> float:
-    """Seconds: of this thread on a CPU, of the wall on a GPU."""
-    if machine().device == "cpu":
-        return time.thread_time()
-    synchronize()
-    return time.perf_counter()
-
-
 def summary(content: dict[str, Any]) -> str:
     """A line per run: both perplexities, and both shares that are won back."""
     untrained = content["untrained"]
@@ -241,30 +177,18 @@ def summary(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison, and write the file after each run of a way."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, help="of training, of all runs together")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(Settings.ways))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--file", default=FILE, help=f"in runs/; by default {FILE}")
-    for name in ("seeds", "steps", "weight_bits", "group", "rows", "seq", "held_out"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=getattr(Settings, name)
-        )
-    for name in ("lr", "aware_lr", "teacher_share"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=float, default=getattr(Settings, name)
-        )
-    given = vars(parser.parse_args())
-    torch.set_num_threads(given.pop("threads"))
-    minutes = given.pop("minutes")
-    path = runs_dir() / given.pop("file")
-    settings = Settings(**given | {"ways": tuple(given["ways"])})
-    for content in compare(settings, minutes=minutes):
-        write_whole(path, provenance() | content)
-        print(summary(content), flush=True)
-    print(path)
+    study.run(
+        "quantization_aware",
+        Settings(),
+        compare,
+        about=__doc__,
+        arguments=arguments,
+        choices={"ways": WAYS},
+        minutes=True,
+        summary=summary,
+    )
 
 
 if __name__ == "__main__":

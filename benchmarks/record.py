@@ -1,10 +1,20 @@
-"""Keep what a run measured, and find it again: benchmarks/results/<machine>-<date>.json.
+"""Keep what a run measured, and find it again: benchmarks/results/<machine>-<date>.jsonl.
 
 python -m benchmarks.record runs/01_large_models_limited_hardware.json runs/distillation.json
 
-There is one file per machine and day. It holds the facts of the machine and the `parts` that were
-measured: a part of `benchmarks.gpu`, the ladder of a notebook, or the run of a program of its own:
-`benchmarks.architecture`, `benchmarks.distillation`, `benchmarks.inference_peers`.
+A line is a record, and says all that is known of one number:
+
+    notebook, row, metric       where it belongs: "01", "QLoRA", "peak_bytes"
+    value, low, high, unit      the number, and the range of its turns or seeds if there is one
+    machine, versions, date     where and when it was measured, with the commit
+    withdrawn                   why nobody should quote it, if that is so
+
+`notebook` is also the name of a program of its own ("distillation") or of a part of
+`benchmarks.gpu`. A fact that belongs to no row has the row "". A value may be a text, or a list:
+one number for each turn, seed or step.
+
+One file holds a machine and a day: its first line has what all its records share, and `read` gives
+each record whole. Recording a notebook a second time on that day replaces it.
 """
 
 from __future__ import annotations
@@ -13,229 +23,319 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.complete import LACKING
 from recipes_lib.core.measure.machine import provenance
 
 RESULTS = Path(__file__).parent / "results"
+BETWEEN = " · "  # the parts of a metric that was nested
 
-# The ladders of the notebooks, by the number of the notebook.
-LADDERS = {
-    "01": "01_large_models_limited_hardware",
-    "02": "02_multi_gpu_training",
-    "03": "03_optimizing_inference_speed",
-    "04": "04_training_long_sequences",
-    "05": "05_fine_tuning_pretrained_models",
-    "06": "06_training_for_edge_devices",
-}
+# Names of fields that hold nothing but their content.
+CONTAINERS = ("rows", "runs", "facts", "ways", "pairs", "strategies")
+# What tells the rows of a list apart.
+NAMES = ("name", "way", "optimizer", "where", "dtype", "kernel", "kv_heads", "layers", "hidden")
+NAMES += ("pixels", "tokens", "lr", "seed", "family")
+# Of a run's file, what says where it was measured.
+MACHINE = ("device", "name", "memory_bytes", "native_bf16", "cores", "tier", "versions")
+MACHINE += ("fast", "date", "commit", "ladder", "complete")
 
-# What a file of results says of its machine; see `core.machine.provenance`.
-FACTS = (
-    "device",
-    "name",
-    "memory_bytes",
-    "native_bf16",
-    "cores",
-    "tier",
-    "versions",
-    "fast",
-    "date",
-    "commit",
-)
+WIDEST = 1.5  # the slowest turn over the fastest: beyond it the machine was disturbed
+DISTURBED = "its turns differ by more than 1.5 times: another program disturbed the machine"
 
-# What has to be the same for parts that stand in one file of a program.
-SAME = ("name", "native_bf16", "date", "fast", "threads", "short", "settings")
+Record = dict[str, Any]
+
+# --- from nested to flat ------------------------------------------------------------------------
+
+
+def records_of(notebook: str, content: dict[str, Any]) -> list[Record]:
+    """What a run holds as flat records, without machine and date.
+
+    A run whose rows are records already keeps them.
+    """
+    rows = content.get("rows")
+    found = []
+    if isinstance(rows, list) and rows and "metric" in rows[0]:
+        found = [_withdrawn_if_disturbed(dict(row) | {"notebook": notebook}) for row in rows]
+        content = {key: value for key, value in content.items() if key != "rows"}
+    for row, path, value, low, high in _leaves("", (), content):
+        metric = BETWEEN.join(path)
+        record = {"notebook": notebook, "row": row, "metric": metric, "value": value}
+        if low is not None:
+            record |= {"low": low, "high": high}
+        found.append(_withdrawn_if_disturbed(record | {"unit": unit_of(path[-1])}))
+    return found
+
+
+def _leaves(row: str, path: tuple[str, ...], value: Any) -> Iterator[tuple]:
+    """(row, path, value, low, high) of everything below a value."""
+    if isinstance(value, dict):
+        yield from _leaves_of_dict(row, path, value)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        yield from _leaves_of_rows(row, path, value)
+    elif path and value is not None:
+        yield row, path, value, None, None
+
+
+def _leaves_of_dict(row: str, path: tuple[str, ...], value: dict[str, Any]) -> Iterator[tuple]:
+    for middle in ("median", "difference"):
+        if {middle, "low", "high"} <= value.keys():  # a number with its range
+            yield row, path, value[middle], value["low"], value["high"]
+            value = {k: v for k, v in value.items() if k not in (middle, "low", "high")}
+    ends = {key: _range_of(key) for key in value if value.get(_range_of(key)[0]) is not None}
+    beside = {name for end in ends.values() for name in end}
+    for key, part in value.items():
+        if key in ends:
+            low, high = (value[name] for name in ends[key])
+            yield row, (*path, key), part, low, high
+        elif key not in beside:  # else it stands with its number
+            yield from _leaves_of_part(row, path, str(key), part)
+
+
+def _leaves_of_part(row: str, path: tuple[str, ...], key: str, part: Any) -> Iterator[tuple]:
+    """Of one entry of a dict. Containers leave no trace in the names."""
+    if key == "rows" and isinstance(part, dict):
+        for name, content in part.items():
+            yield from _leaves(name, path, content)
+    elif key in CONTAINERS and _holds_dicts(part):
+        yield from _leaves(row, path, part)
+    else:
+        yield from _leaves(row, (*path, key), part)
+
+
+def _range_of(key: str) -> tuple[str, str]:
+    """Under which names the range of a number stands: of `after_ratio` it is `after_low`."""
+    stem = key
+    if key.endswith("_ratio"):
+        stem = key.removesuffix("_ratio")
+    return f"{stem}_low", f"{stem}_high"
+
+
+def _holds_dicts(part: Any) -> bool:
+    if isinstance(part, list) and part:
+        part = part[0]
+    return isinstance(part, dict)
+
+
+def _leaves_of_rows(row: str, path: tuple[str, ...], rows: list[dict[str, Any]]) -> Iterator[tuple]:
+    """Each dict of a list is a row of its own; where none has a name, they are turns."""
+    names = [key for key in NAMES if key in rows[0]]
+    if "name" in names:
+        names = ["name"]
+    if not names:
+        for key in rows[0]:
+            yield row, (*path, key), [turn[key] for turn in rows], None, None
+        return
+    for content in rows:
+        name = ", ".join(str(content[key]) for key in names)
+        rest = {key: part for key, part in content.items() if key != "name"}
+        yield from _leaves(name, path, rest)
+
+
+def unit_of(metric: str) -> str:
+    """The unit that the name of a metric tells; "" for a plain number."""
+    units = {"bytes": "B", "seconds": "s", "ms": "ms", "milliseconds": "ms", "ratio": "×"}
+    for word in reversed(metric.split("_")):
+        if word in units:
+            return units[word]
+    return ""
+
+
+def _withdrawn_if_disturbed(record: Record) -> Record:
+    """A ratio of times whose turns differ too much is measured again, and not quoted."""
+    low, high = record.get("low"), record.get("high")
+    if record.get("unit") == "×" and low and high / low > WIDEST:
+        return record | {"withdrawn": DISTURBED}
+    return record
+
 
 # --- write --------------------------------------------------------------------------------------
 
 
-def results_file(facts: dict[str, Any]) -> Path:
-    """Where the results of this machine and day belong."""
-    # "Intel(R) Xeon(R) Processor @ 2.70GHz" becomes "intel-xeon".
+def machine_of(facts: dict[str, Any]) -> str:
+    """The machine in words: "AMD EPYC, 2 CPU cores, native bf16", or the name of the GPU."""
+    name = re.sub(r"\((R|TM)\)", "", facts["name"])
+    if facts["device"] != "cpu":
+        return name
+    bf16 = "native bf16"
+    if not facts["native_bf16"]:
+        bf16 = "no native bf16"
+    return f"{name}, {facts['cores']} CPU cores, {bf16}"
+
+
+def results_file(facts: dict[str, Any]) -> str:
+    """The name of the file for this machine and day: amd-epyc-2cores-bf16-2026-11-25.jsonl."""
     plain = re.sub(r"\((R|TM)\)|@.*|NVIDIA|Processor|CPU", " ", facts["name"])
     slug = re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-")
     kind = ""
     if facts["device"] == "cpu" and facts["native_bf16"]:
         # Two kinds of CPU may share a name: one that multiplies bf16 natively is another machine.
         kind = "-bf16"
-    return RESULTS / f"{slug}-{facts['cores']}cores{kind}-{facts['date']}.json"
+    return f"{slug}-{facts['cores']}cores{kind}-{facts['date']}.jsonl"
 
 
 def keep(
-    part: str,
+    notebook: str,
     content: dict[str, Any],
     *,
     facts: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> Path:
-    """Add one part to the file of this machine and day, and return the file.
-
-    An older part of that name is replaced. The file is written whole or not at all.
+    """Add a notebook, program or part to the file of this machine and day, and return the file.
 
     Args:
         facts: of the machine that measured; by default those of this one.
         folder: by default benchmarks/results.
     """
     facts = facts or provenance()
-    path = (folder or RESULTS) / results_file(facts).name
+    path = (folder or RESULTS) / results_file(facts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = {}
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    where = {"machine": machine_of(facts), "versions": versions, "date": facts["date"]}
+    where |= {"commit": facts["commit"], "memory_bytes": facts["memory_bytes"]}
+    records = []
     if path.exists():
-        parts = json.loads(path.read_text())["parts"]
-    # Parts of one day may come from different commits: each says its own.
-    parts[part] = content | {"commit": facts["commit"], "versions": facts["versions"]}
-    results = {key: facts[key] for key in FACTS} | {"parts": parts}
-    write_whole(path, results)
+        records = [record for record in read(path) if record["notebook"] != notebook]
+        where["memory_bytes"] = read(path)[0]["memory_bytes"]
+    records += [where | record for record in records_of(notebook, content)]
+    shared = {key: records[0][key] for key in where}
+    lines = [shared]
+    for record in records:
+        lines.append({key: v for key, v in record.items() if shared.get(key) != v})
+    write_whole(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return path
 
 
-def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Write a file of JSON whole or not at all: who is cut while writing leaves the older file."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: who is cut while writing leaves the older file."""
     scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
 
 
-def parts_to_keep(path: Path, facts: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    """Those of `parts` that a program's older file holds and that do not run again.
-
-    Args:
-        facts: of the run that begins. The older file has to agree with all that are in `SAME`, or
-            its parts would get the date and machine of today.
-    Raises ValueError where it does not, and holds one of the parts.
-    """
-    if not path.exists():
-        return {}
-    old = json.loads(path.read_text())
-    kept = {part: old[part] for part in parts if part in old}
-    for key in SAME:
-        if kept and old.get(key) != facts.get(key):
-            raise ValueError(
-                f"{path} holds {', '.join(kept)} with {key} {old.get(key)}, and now it is "
-                f"{facts.get(key)}: run all parts, or move the file away"
-            )
-    return kept
-
-
 def keep_run(path: Path, *, folder: Path | None = None) -> Path:
-    """Keep a file from runs/: the ladder of a notebook, or the run of a program of its own.
+    """Keep a file from runs/: what a notebook or a program of this folder wrote.
 
-    Raises ValueError for any other file, for small sizes unless a `folder` is given, and for a run
-    that has not ended.
+    Raises ValueError for small sizes unless a `folder` is given, and for a run that has not ended.
     """
-    run = _read(path)
-    if path.stem in LACKING:
-        return _keep_program(path, run, folder=folder)
-    if "ladder" in run and "rows" in run:
-        return keep_ladder(path, folder=folder)
-    programs = ", ".join(f"{name}.json" for name in LACKING)
-    raise ValueError(
-        f"{path} is neither the ladder of a notebook nor one of {programs}: only these are recorded"
-    )
-
-
-def keep_ladder(path: Path, *, folder: Path | None = None) -> Path:
-    """Keep the ladder that a notebook or a bench wrote into runs/.
-
-    Raises ValueError for small sizes, unless a `folder` is given.
-    """
-    ladder = _read(path)
-    _check_full_size(path, ladder, folder)
-    content = {"facts": ladder["facts"], "rows": ladder["rows"]}
-    return keep(path.stem, content, facts=ladder, folder=folder)
-
-
-def _keep_program(path: Path, run: dict[str, Any], *, folder: Path | None) -> Path:
-    """Keep the run of a program of its own, if it has ended."""
-    _check_full_size(path, run, folder)
-    lacking = LACKING[path.stem](run)
+    run = json.loads(path.read_text(encoding="utf-8"))
+    lacking = [key for key in ("name", "versions", "date", "fast") if key not in run]
     if lacking:
-        raise ValueError(
-            f"{path} is not complete: it lacks {'; '.join(lacking)}. Record it when "
-            f"`python -m benchmarks.{path.stem}` has ended"
-        )
-    content = {key: value for key, value in run.items() if key not in FACTS}
-    return keep(path.stem, content, facts=run, folder=folder)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What a run wrote. Raises ValueError for a file that no program of ours has written."""
-    try:
-        run = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error}): give a file that a run wrote") from error
-    lacking = list(FACTS)
-    if isinstance(run, dict):
-        lacking = [key for key in FACTS if key not in run]
-    if lacking:
-        raise ValueError(
-            f"{path} does not say on which machine it was measured (it lacks "
-            f"{', '.join(lacking)}): give a file that a notebook or a benchmark wrote into runs/"
-        )
-    return run
-
-
-def _check_full_size(path: Path, run: dict[str, Any], folder: Path | None) -> None:
+        raise ValueError(f"{path} does not say where it was measured: give a file that a run wrote")
     if run["fast"] and folder is None:
-        raise ValueError(
-            f"{path} was measured in the small sizes of RECIPES_FAST=1: run it in full size first"
-        )
+        raise ValueError(f"{path} was measured with RECIPES_FAST=1: run it in full size first")
+    if not run.get("complete", True):
+        raise ValueError(f"{path} was cut, or is short: record it when the whole run has ended")
+    content = {key: value for key, value in run.items() if key not in MACHINE}
+    number, _, _ = path.stem.partition("_")
+    notebook = path.stem
+    if number.isdigit():
+        notebook = number  # 01_large_models_limited_hardware
+    return keep(notebook, content, facts=run, folder=folder)
 
 
 # --- read ---------------------------------------------------------------------------------------
 
 
+class Number(float):
+    """A recorded number, which knows its range and why it was withdrawn."""
+
+    low: float | None = None
+    high: float | None = None
+    withdrawn: str = ""
+
+
+class Run:
+    """All records of one notebook, machine and day.
+
+    `facts` are those that belong to no row, and `rows[name]` those of a row, both nested as the run
+    wrote them: `run.facts["useful"]["packed"]`, `run.rows["QLoRA"]["peak_bytes"]`.
+    """
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
+        self.machine = records[0]["machine"]
+        self.date = records[0]["date"]
+        self.versions = records[0]["versions"]
+        by_row: dict[str, dict[str, Any]] = {"": {}}
+        for record in records:
+            values = by_row.setdefault(record["row"], {})
+            *path, last = record["metric"].split(BETWEEN)
+            for part in path:
+                values = values.setdefault(part, {})
+            if isinstance(values, Number):  # what stands beside it: its rounds, its level
+                setattr(values, last, _value(record))
+            else:
+                values[last] = _value(record)
+        self.facts = by_row.pop("")
+        self.rows = by_row
+
+    def of(self, name: str, *path: str) -> list[Any]:
+        """What each seed of a way has: of the rows "labels, 0", "labels, 1", … for "labels"."""
+        found = []
+        for row, value in self.rows.items():
+            if row.startswith(f"{name}, "):
+                for part in path:
+                    value = value[part]
+                found.append(value)
+        return found
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The row that the others are compared with."""
+        return next(iter(self.rows.values()))
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return list(self.rows.values())[-1]
+
+    def first_of_group(self, name: str) -> dict[str, Any]:
+        """The row with which that of this name is compared: the first of its group."""
+        group = self.rows[name].get("group")
+        return next(row for row in self.rows.values() if row.get("group") == group)
+
+
+def _value(record: Record) -> Any:
+    value = record["value"]
+    if isinstance(value, bool | str | list):
+        return value
+    number = Number(value)
+    number.low = record.get("low")
+    number.high = record.get("high")
+    number.withdrawn = record.get("withdrawn", "")
+    return number
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file, each with all that it shares with the others."""
+    shared, *records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [shared | record for record in records]
+
+
+def every_record(folder: Path = RESULTS) -> list[Record]:
+    """All records, the oldest files first."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem[-10:])
+    return [record for path in files for record in read(path)]
+
+
 def newest(
-    part: str,
-    device: str,
-    *,
-    bf16: bool | None = None,
-    row: str | None = None,
-    folder: Path = RESULTS,
-) -> dict[str, Any] | None:
-    """The latest recorded part, together with the facts of its machine; None if there is none.
+    notebook: str, *, gpu: bool = False, row: str | None = None, folder: Path = RESULTS
+) -> Run | None:
+    """The latest run of a notebook, program or part on a CPU, or on a GPU; None if there is none.
 
     Args:
-        device: "cpu" or "cuda".
-        bf16: only of machines with, or only of machines without native bf16.
         row: only of runs that have a row of this name.
     """
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        run = json.loads(path.read_text())
-        if run["device"] != device or run["fast"] or part not in run["parts"]:
-            continue
-        if bf16 is not None and run["native_bf16"] != bf16:
-            continue
-        if row is not None and not _has_row(run["parts"][part], row):
-            continue
-        found.append(run)
-    if not found:
-        return None
-    latest = max(found, key=lambda run: run["date"])
-    return latest | latest["parts"][part]
-
-
-def _has_row(content: dict[str, Any], name: str) -> bool:
-    return any(plain_name(row["name"]) == plain_name(name) for row in content["rows"])
-
-
-def plain_name(name: str) -> str:
-    """A row's name without the "+ " that runs before 2026-11-23 wrote in front of some."""
-    return name.removeprefix("+ ")
-
-
-def machine_line(run: dict[str, Any]) -> str:
-    """The machine, versions and date of a run in one line."""
-    name = re.sub(r"\((R|TM)\)", "", run["name"])
-    versions = f"torch {run['versions']['torch']}, transformers {run['versions']['transformers']}"
-    bf16 = "no native bf16"
-    if run["native_bf16"]:
-        bf16 = "native bf16"
-    return f"{name}, {run['cores']} CPU cores, {bf16}, {versions}, {run['date']}"
+    runs: dict[tuple[str, str], list[Record]] = {}
+    for record in every_record(folder):
+        on_gpu = " CPU cores" not in record["machine"]
+        if record["notebook"] == notebook and on_gpu == gpu:
+            runs.setdefault((record["date"], record["machine"]), []).append(record)
+    found = [Run(records) for _, records in sorted(runs.items())]
+    if row is not None:
+        found = [run for run in found if row in run.rows]
+    return found[-1] if found else None
 
 
 if __name__ == "__main__":

@@ -1,182 +1,276 @@
-"""Write recorded numbers and docstrings into the texts, between markers.
+"""Write recorded numbers into the texts: whole pages from templates, and places between markers.
 
-python -m benchmarks.render            write, and draw the README's pictures and the printed page
-python -m benchmarks.render FILE …     write these texts only
+python -m benchmarks.render            write, and draw the README's pictures
 python -m benchmarks.render --check    exit 1 if a text differs from what would be written
 
     <!-- numbers:headline-01 -->     a block, replaced up to   <!-- end -->
-    <!-- cards:memory -->            likewise: cards of the techniques in recipes_lib/memory
-    <!-- traps:worst -->             likewise: the rows of TRAPS.md that are in bold
     <!--m 01 QLoRA-->                inside a line, up to      <!--/m-->
 
-No number enters a text in any other way, so none can disagree with what a run measured. A place
-without a recorded run is left empty.
+`templates/tables.j2` has a macro for each block, and `templates/numbers.j2` one for each number
+that is not a row of a ladder. `docs/results.md` and the pages with predictions have a template each
+and are written whole. No number enters a text in any other way, so none can disagree with what a
+run measured. A place without a recorded run is empty.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    arithmetic,
-    cards,
-    page,
-    render_architecture,
-    render_depths,
-    render_distillation,
-    render_edge,
-    render_image_students,
-    render_int8_images,
-    render_muon,
-    render_peers,
-    render_quantization_aware,
-    sentences,
-    tables,
-    traps,
-)
-from benchmarks.cells import DEVICES, cell
-from benchmarks.record import LADDERS, RESULTS, newest
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.exceptions import UndefinedError
 
-Words = Callable[[dict[str, Any] | None], str]  # of a run; nothing where none is recorded
+from benchmarks import doctor, traps
+from benchmarks.record import RESULTS, Number, Run, every_record, newest
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = Path(__file__).parent / "templates"
+MARKER = re.compile(r"<!--m (\w+) ([^>]+?)-->")
 
-# --- a block ------------------------------------------------------------------------------------
+# --- how numbers are written ----------------------------------------------------------------------
+
+
+def mib(size: float, digits: int = 0) -> str:
+    return f"{size / 2**20:,.{digits}f}"
+
+
+def mb(size: float) -> str:
+    """Millions of bytes, as files are given on devices."""
+    return f"{three(size / 10**6)} MB"
+
+
+def three(value: float) -> str:
+    """Three digits: 84.8, 0.051, 1,583."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    if value >= 0.1:
+        return f"{value:.2f}"
+    return f"{value:.3f}"
+
+
+def change(ratio: float, digits: int = 0) -> str:
+    """A ratio as a change: "-79%"."""
+    percent = round(100 * (ratio - 1), digits)
+    return f"{percent + 0:+.{digits}f}%"  # + 0: what rounds to nothing has no minus
+
+
+def share(value: float, digits: int = 0) -> str:
+    return f"{100 * value:.{digits}f}%"
+
+
+def fixed(value: float, digits: int = 2) -> str:
+    return f"{value:,.{digits}f}"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}"
+
+
+def small(value: float) -> str:
+    """ "6e-07" """
+    return f"{value:.0e}"
+
+
+def times(value: float) -> str:
+    """A ratio with the range of its turns: "0.86× (0.82–0.96)"; † behind one that is withdrawn."""
+    text = f"{value:.2f}×"
+    if isinstance(value, Number) and value.low is not None:
+        text += f" ({value.low:.2f}–{value.high:.2f})"
+        if value.withdrawn:
+            text += "†"
+    return text
+
+
+def faster(value: Number) -> str:
+    """A ratio of times turned around: how many times as fast, "3.91× (3.27–4.99)"."""
+    text = f"{three(1 / value)}×"
+    if value.low is not None:
+        text += f" ({three(1 / value.high)}–{three(1 / value.low)})"
+        if value.withdrawn:
+            text += "†"
+    return text
+
+
+def ranged(value: Number, digits: int = 1) -> str:
+    """A number with its range: "54.9 (53.8–64.1)"."""
+    return f"{value:,.{digits}f} ({value.low:,.{digits}f}–{value.high:,.{digits}f})"
+
+
+# --- several seeds or turns -----------------------------------------------------------------------
+
+
+def minus(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The differences of paired seeds: both began alike and saw the same text."""
+    return [value - other for value, other in zip(values, others)]
+
+
+def over(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The ratios turn by turn, in rising order: both sides of a turn met the same machine."""
+    return sorted(value / other for value, other in zip(values, others))
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """The mean, the smallest and the largest: "+0.013 (+0.001 to +0.027)"."""
+    low, high = min(values), max(values)
+    mean = statistics.fmean(values)
+    return f"{mean:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+
+def middle(values: Sequence[float]) -> str:
+    """The median, and where the middle half of many turns lies: "2.09× (2.07 to 2.22)"."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{median:.2f}× ({low:.2f} to {high:.2f})"
+
+
+def median_of(values: Sequence[float]) -> str:
+    """The median and the range of few turns: "8.9× (8.0 to 11.6)"."""
+    return f"{statistics.median(values):.1f}× ({min(values):.1f} to {max(values):.1f})"
+
+
+def verdict(differences: Sequence[float]) -> str:
+    """What differences of a loss allow to say: a range that contains zero decides nothing."""
+    if len(differences) < 3:
+        return "too few seeds"
+    if max(differences) < 0:
+        return "better"
+    if min(differences) > 0:
+        return "worse"
+    return "undecided"
+
+
+def beside(ratio: Number) -> str:
+    """What the ratios of all rounds allow to say of another program's time."""
+    if ratio.high < 1:
+        return "faster"
+    if ratio.low > 1:
+        return "slower"
+    return "undecided"
+
+
+def quality(row: dict[str, Any]) -> str:
+    """Of a file on a device: its accuracy, its agreement with the first row, or its perplexity."""
+    if "accuracy" in row:
+        return f"{row['accuracy']:.1%} right"
+    if "agreement" in row:
+        return f"{row['agreement']:.0%} the same"
+    return f"perplexity {row['perplexity']:,.1f}"
+
+
+def where(run: Run) -> str:
+    """The machine, versions and date of a run in one line."""
+    versions = [each for each in run.versions.split(", ") if each.startswith(("torch", "transf"))]
+    return f"{run.machine}, {', '.join(versions)}, {run.date}"
+
+
+def worst_error(run: Run) -> str:
+    """How far the arithmetic was off at most, over all rows of a ladder of bytes or of lengths."""
+    errors = []
+    for row in run.rows.values():
+        # A ladder of lengths is judged where the bytes reach the limit, not at the last try.
+        found, predicted = "crossing", "predicted_tokens"
+        if predicted not in row:
+            found, predicted = "peak_bytes", "predicted_bytes"
+        errors.append(abs(row[predicted] / row[found] - 1))
+    return at_most(max(errors))
+
+
+def at_most(error: float) -> str:
+    """ "1.2% at most", or "less than 0.1%", which would be printed as 0.0%."""
+    if error < 0.0005:
+        return "less than 0.1%"
+    return f"{error:.1%} at most"
+
+
+FILTERS = (mib, mb, three, change, share, fixed, signed, small, times, faster, ranged, minus, over)
+FILTERS += (spread, middle, median_of, verdict, beside, quality, where, worst_error, at_most)
+
+
+def environment(folder: Path = RESULTS) -> Environment:
+    """Jinja with our filters, and `newest` of the results in this folder."""
+    loader = FileSystemLoader(TEMPLATES)
+    options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    found = Environment(loader=loader, undefined=StrictUndefined, **options)
+    found.filters |= {function.__name__: function for function in FILTERS}
+    found.filters |= {"mean": statistics.fmean, "median": statistics.median}
+
+    def newest_here(notebook: str, **which: Any) -> Run | None:
+        return newest(notebook, **which, folder=folder)
+
+    def withdrawn() -> list[dict[str, Any]]:
+        return [record for record in every_record(folder) if "withdrawn" in record]
+
+    found.globals |= {"newest": newest_here, "withdrawn": withdrawn, "doctor_of": doctor}
+    found.globals |= {"max": max, "abs": abs}
+    return found
+
+
+# --- a place in a text ----------------------------------------------------------------------------
 
 
 def block(key: str, *, folder: Path = RESULTS) -> str:
-    """The markdown of one block, with its heading; nothing where no run is recorded.
+    """The markdown of one block: the macro of that name in tables.j2.
 
-    headline-01    the result of a notebook in a few sentences (no heading)
-    table-01       its ladder, measured on a CPU
-    gpu-01         its ladder, measured on a GPU
-    versus-gpu     the recipes beside the libraries, on a CPU or GPU
-    finetune-cpu   QLoRA by our loop beside the Trainer, likewise
-    architecture-cpu, healing-cpu, norms-cpu, depths-cpu, distillation-cpu, edge-cpu, grids-cpu,
-    int8-cpu, muon-cpu, peers-cpu, students-cpu
-                   the runs of their own, likewise
-    architecture-03, distillation-03, peers-03
-                   the same as notebook 03 shows them (no heading)
-    muon-05        the same as notebook 05 shows it
-    depths-06, edge-06, grids-06, int8-06, students-06
-                   the same as notebook 06 shows them
-    source-01      where the weights of the notebook's run came from (no heading)
-    doctor-8b      the doctor's remedies for an 8-billion model, by arithmetic (no heading)
+    headline-01    the result of a notebook in a few sentences
+    table-01, gpu-01, muon-05, …
 
     Raises KeyError for an unknown key.
     """
+    macros = environment(folder).get_template("tables.j2").module
     kind, _, which = key.partition("-")
-    if kind == "headline":
-        return sentences.headline(which, newest(LADDERS[which], "cpu", folder=folder))
-    if kind == "source":
-        return sentences.source(newest(LADDERS[which or "01"], "cpu", folder=folder))
-    if key == "doctor-8b":
-        return arithmetic.doctor_table()
-    if (kind, which) in IN_NOTEBOOKS:
-        part, text = IN_NOTEBOOKS[kind, which]
-        return text(newest(part, "cpu", folder=folder))
-    if kind not in TABLES:
+    if kind in ("headline", "table"):
+        return _called(getattr(macros, kind), which)
+    if kind == "gpu":
+        return _called(macros.table, which, gpu=True)
+    if not hasattr(macros, kind):
         raise KeyError(f"numbers:{key} is no block")
-    title, table = TABLES[kind](which, folder)
-    if not table:
+    return _called(getattr(macros, kind), which)
+
+
+def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
+    """What a marker of this notebook and name shows: first on CPU, then on GPU.
+
+    Nothing where no run has it.
+    """
+    if number == "doctor":
+        return doctor.in_words(name)
+    macros = environment(folder).get_template("numbers.j2").module
+    own = getattr(macros, macro_name(name), None)
+    shown = []
+    for gpu in (False, True):
+        row = None if own else name
+        run = newest(macros.PARTS.get(name, number), gpu=gpu, row=row, folder=folder)
+        if run is None:
+            continue
+        if own:
+            text = _called(own, run)
+        else:
+            text = _called(getattr(macros, f"row_{number}", macros.row_in_bytes), run, name)
+        if text:
+            shown.append(f"{run.machine}: {text}" if gpu else text)
+    return "; ".join(shown)
+
+
+def macro_name(name: str) -> str:
+    """The name of a marker as that of a macro: "8-bit states" becomes n_8_bit_states."""
+    words = re.sub(r"\W+", "_", name)
+    if words[0].isdigit():
+        return f"n_{words}"
+    return words
+
+
+def _called(macro: Any, *arguments: Any, **options: Any) -> str:
+    """The text of a macro; nothing if the run is older than what the text asks for."""
+    try:
+        text = str(macro(*arguments, **options)).strip("\n")
+    except UndefinedError:
         return ""
-    return f"### {title}\n\n{table}"
-
-
-def cpu_ladder(number: str, folder: Path) -> tuple[str, str]:
-    """The ladder of a notebook on a CPU: its heading and its table."""
-    run = newest(LADDERS[number], "cpu", folder=folder)
-    other = None
-    if run is not None:  # there may be a run on the other kind of CPU
-        other = newest(LADDERS[number], "cpu", bf16=not run["native_bf16"], folder=folder)
-    return f"Notebook {number} on a CPU", ladder(number, run, other)
-
-
-def gpu_ladder(number: str, folder: Path) -> tuple[str, str]:
-    """The ladder of a notebook on a GPU."""
-    run = newest(LADDERS[number], "cuda", folder=folder)
-    return f"Notebook {number} on a GPU", ladder(number, run)
-
-
-def ladder(number: str, run: dict[str, Any] | None, other: dict[str, Any] | None = None) -> str:
-    """The ladder of a notebook as a table. 02 counts bytes of a rank, 03 tokens per second, 04
-    tokens, 06 bytes of files, and the others bytes of memory."""
-    if number == "02":
-        return tables.ranks(run)
-    if number == "03":
-        return tables.speeds(run)
-    if number == "04":
-        return tables.lengths(run)
-    if number == "06":
-        return tables.files(run)
-    return tables.ladder(run, other, number=number)
-
-
-def beside_libraries(device: str, folder: Path) -> tuple[str, str]:
-    """The recipes beside the libraries that do the same."""
-    title = f"The recipes beside the libraries, on a {device.upper()}"
-    return title, tables.versus(newest("versus", DEVICES[device], folder=folder))
-
-
-def beside_trainer(device: str, folder: Path) -> tuple[str, str]:
-    """QLoRA by our loop beside the Trainer."""
-    title = f"QLoRA beside the Trainer, on a {device.upper()}"
-    return title, tables.finetune(newest("finetune", DEVICES[device], folder=folder))
-
-
-def own_run(part: str, title: str, text: Words) -> Callable[[str, Path], tuple[str, str]]:
-    """The heading and the table of a run of its own."""
-
-    def titled(device: str, folder: Path) -> tuple[str, str]:
-        run = newest(part, DEVICES[device], folder=folder)
-        return f"{title}, on a {device.upper()}", text(run)
-
-    return titled
-
-
-TABLES = {
-    "table": cpu_ladder,
-    "gpu": gpu_ladder,
-    "versus": beside_libraries,
-    "finetune": beside_trainer,
-    "architecture": own_run(
-        "architecture", "Parts of the architecture", render_architecture.small_models
-    ),
-    "healing": own_run("architecture", "Pooled heads", render_architecture.healing),
-    "norms": own_run("architecture", "Norms", render_architecture.norms),
-    "depths": own_run("depths", "Deep and thin", render_depths.depths),
-    "distillation": own_run(
-        "distillation", "A student with and without its teacher", render_distillation.students
-    ),
-    "edge": own_run("edge", "A language model as a file", render_edge.files),
-    "students": own_run(
-        "image_students",
-        "A classifier with and without its teacher",
-        render_image_students.students,
-    ),
-    "int8": own_run("int8_images", "Images in 8 bits", render_int8_images.both),
-    "grids": own_run("quantization_aware", "Training on a grid", render_quantization_aware.grids),
-    "muon": own_run("muon", "Muon beside AdamW", render_muon.study),
-    "peers": own_run("inference_peers", "Other programs", render_peers.peers),
-}
-
-IN_NOTEBOOKS: dict[tuple[str, str], tuple[str, Words]] = {
-    ("architecture", "03"): ("architecture", render_architecture.block),
-    ("depths", "06"): ("depths", render_depths.block),
-    ("distillation", "03"): ("distillation", render_distillation.block),
-    ("edge", "06"): ("edge", render_edge.block),
-    ("grids", "06"): ("quantization_aware", render_quantization_aware.block),
-    ("int8", "06"): ("int8_images", render_int8_images.block),
-    ("muon", "05"): ("muon", render_muon.block),
-    ("students", "06"): ("image_students", render_image_students.block),
-    ("peers", "03"): ("inference_peers", render_peers.block),
-}
-
-# --- a text -------------------------------------------------------------------------------------
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
@@ -196,10 +290,6 @@ def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
         begin, number, name, end = match.groups()
         return begin + cell(number, name, folder=folder) + end
 
-    def fill_cards(match: re.Match) -> str:
-        begin, room, end = match.groups()
-        return f"{begin}\n{cards.of_room(room)}\n{end}"
-
     def fill_traps(match: re.Match) -> str:
         begin, end = match.groups()
         return f"{begin}{traps.worst()}\n{end}"
@@ -208,64 +298,50 @@ def render(text: str, *, comment: str = "", folder: Path = RESULTS) -> str:
     rest = r"[\s\S]*?"  # what stood there before
     marked_block = rf"({prefix}<!-- numbers:([\w-]+) -->\n){rest}({prefix}<!-- end -->)"
     text = re.sub(marked_block, fill_block, text)
-    text = re.sub(rf"(<!-- cards:(\w+) -->\n){rest}(<!-- end -->)", fill_cards, text)
     # A row of TRAPS.md may have a number, so the cells come last.
     text = re.sub(rf"(<!-- traps:worst -->\n){rest}(<!-- end -->)", fill_traps, text)
-    marked_cell = r"(<!--m (\w+) ([^>]+?)-->).*?(<!--/m-->)"
-    return re.sub(marked_cell, fill_cell, text)
+    return re.sub(rf"({MARKER.pattern}).*?(<!--/m-->)", fill_cell, text)
 
 
 # --- the command --------------------------------------------------------------------------------
 
 
-def texts() -> list[Path]:
-    """All texts with numbers."""
-    pages = [ROOT / name for name in ("README.md", "CHEATSHEET.md", "TRAPS.md")]
-    pages += sorted((ROOT / "docs").glob("*.md"))
-    pages += sorted((ROOT / "notebooks" / "source").glob("*.py"))
-    return [page for page in pages if page.exists()]
+def page(template: str, folder: Path = RESULTS, **values: Any) -> str:
+    """A page that is written whole."""
+    text = environment(folder).get_template(template).render(**values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
 
 
 def stale_texts() -> dict[Path, str]:
     """What each text should be that differs from the recorded results."""
+    wanted = {ROOT / "docs" / "results.md": page("results.md.j2")}
+    marked = [ROOT / name for name in ("README.md", "CHEATSHEET.md", "TRAPS.md")]
+    marked += sorted((ROOT / "docs").glob("*.md"))
+    for path in marked:
+        if path not in wanted and path.exists():
+            wanted[path] = render(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "notebooks" / "source").glob("*.py")):
+        wanted[path] = render(path.read_text(encoding="utf-8"), comment="# ")
     stale = {}
-    for path in texts():
-        comment = ""
-        if path.suffix == ".py":
-            comment = "# "
-        old = path.read_text(encoding="utf-8")
-        new = render(old, comment=comment)
-        if new != old:
-            stale[path] = new
+    for path, text in wanted.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale[path] = text
     return stale
-
-
-def draw() -> None:
-    """The README's pictures and the printed cheatsheet, from the same results as the numbers."""
-    from benchmarks import pictures  # here, because it takes long to import
-
-    pictures.draw()
-    page.write()
 
 
 def main(arguments: list[str]) -> int:
     """Write the texts, or only check them; gives the exit code."""
-    only = [Path(given).resolve() for given in arguments if given != "--check"]
     stale = stale_texts()
-    if only:
-        stale = {path: text for path, text in stale.items() if path in only}
-    names = [path.relative_to(ROOT).as_posix() for path in stale]
+    names = ", ".join(path.relative_to(ROOT).as_posix() for path in stale) or "nothing"
     if "--check" in arguments:
-        if not only and not page.is_current():
-            names.append("docs/cheatsheet.pdf")
-        print(f"stale: {', '.join(names) or 'nothing'}")
-        return int(bool(names))
-
+        print(f"stale: {names}")
+        return int(bool(stale))
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
-    if not only:
-        draw()
-    print(f"written: {', '.join(names) or 'nothing'}")
+    from benchmarks import pictures  # here, because it takes long to import
+
+    pictures.draw()
+    print(f"written: {names}")
     return 0
 
 

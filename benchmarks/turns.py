@@ -48,20 +48,3 @@ def one_turn(program: Program, image: Tensor, seconds: float) -> float:
         program(image)
         forwards.append(1e3 * (time.thread_time() - start))
     return statistics.median(forwards)
-
-
-def ratios(slow: list[float], fast: list[float]) -> list[float]:
-    """The first time over the second, turn by turn, in rising order."""
-    return sorted(first / second for first, second in zip(slow, fast))
-
-
-def middle_half(values: list[float]) -> tuple[float, float, float]:
-    """The median, and between which numbers the middle half of the turns lies."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return median, low, high
-
-
-def in_words(values: list[float]) -> str:
-    """The same as text: "2.09× (2.05 to 2.12)"."""
-    median, low, high = middle_half(values)
-    return f"{median:.2f}× ({low:.2f} to {high:.2f})"

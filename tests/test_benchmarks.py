@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 
 import pytest
 import torch
 
-from benchmarks import gpu, parts, versus
+from benchmarks import gpu, parts, record, versus
 from recipes_lib.workflows.bench.run import Bench
 
 # --- the measurements ---------------------------------------------------------------------------
@@ -25,9 +24,8 @@ def results(tmp_path, monkeypatch):
     gc.collect()
     gc.freeze()
 
-    def read():
-        (file,) = (tmp_path / "results").glob("*.json")
-        return json.loads(file.read_text())["parts"]
+    def read(part):
+        return record.newest(part, folder=tmp_path / "results")
 
     return read
 
@@ -36,7 +34,7 @@ def test_the_command_runs_a_part_in_a_process_of_its_own(results, monkeypatch):
     """As on a GPU machine; the parts themselves are tested in this process, which is faster."""
     monkeypatch.setenv("RECIPES_TIER", "cpu")
     gpu.main(["--tier", "cpu", "--fast", "--parts", "limits"])
-    found = results()["limits"]
+    found = results("limits").facts
     assert found["bf16_tflops"] > 0
     assert found["copy_gb_per_s"] > 0
 
@@ -64,10 +62,11 @@ def test_the_ladder_has_a_row_per_technique(results, monkeypatch):
     """On a CPU without the one that refuses there. Every entry has a test of its own."""
     monkeypatch.setattr(parts, "techniques", lambda: ["lora", "optimizer_offload"])
     parts.ladder()
-    found = results()["ladder"]
-    assert found["failed"] == {}
-    assert [row["name"] for row in found["rows"]] == ["baseline", "lora"]
-    assert all(row["predicted_bytes"] > 0 and row["tokens_per_second"] > 0 for row in found["rows"])
+    found = results("ladder")
+    assert "failed" not in found.facts
+    assert list(found.rows) == ["baseline", "lora"]
+    for row in found.rows.values():
+        assert row["predicted_bytes"] > 0 and row["tokens_per_second"] > 0
 
 
 def test_a_technique_that_fails_costs_only_its_row(results, monkeypatch):
@@ -85,13 +84,13 @@ def test_a_technique_that_fails_costs_only_its_row(results, monkeypatch):
     monkeypatch.setattr(parts, "techniques", lambda: ["lora", "optimizer_offload"])
     parts.ladder()
     failed = {name: f"RuntimeError: no {name}" for name in ("baseline", "lora")}
-    assert results()["ladder"]["failed"] == failed
+    assert results("ladder").facts["failed"] == failed
 
 
 def test_recipes_train_what_the_libraries_train(results):
     """Same loss after three updates, and not more memory."""
     parts.versus()
-    found = results()["versus"]["pairs"]
+    found = results("versus").facts
     assert found.keys() == versus.pairs().keys()
     for technique, pair in found.items():
         assert "failed" not in pair, pair
@@ -164,6 +163,6 @@ def test_qlora_stays_under_its_cap(results, monkeypatch):
     monkeypatch.setattr(parts, "PeakMemory", Watching)
     monkeypatch.setattr(parts, "measure", timed_step)
     parts.qlora()
-    found = results()["qlora"]
+    found = results("qlora").facts
     assert 0 < found["weights_gib"] < found["peak_gib"] < found["cap_gib"]
     assert found["tokens_per_second"] > 0

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import math
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
-from benchmarks import finetune, gpu, parts, record, render
+from benchmarks import finetune, gpu, parts, record
 from benchmarks.finetune import Sizes, Way, our_loop
 from recipes_lib.core.data.chat import IGNORED
-from recipes_lib.core.measure.machine import provenance
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.bench.run import Bench
 from recipes_lib.workflows.finetune.loop import adapt, micro_batches
@@ -47,9 +45,8 @@ def test_the_part_in_small_sizes(short_pairs, monkeypatch, tmp_path):
     """What a GPU machine runs, with the same code, and what it keeps."""
     monkeypatch.setenv("RECIPES_RESULTS", str(tmp_path))
     parts.finetune()
-    (file,) = tmp_path.glob("*.json")
-    part = json.loads(file.read_text())["parts"]["finetune"]
-    found = part["ways"]
+    part = record.newest("finetune", folder=tmp_path).facts
+    found = {name: way for name, way in part.items() if "ours" in name or "Trainer" in name}
     assert set(found) == {
         "Trainer",
         "ours",
@@ -188,54 +185,3 @@ def test_every_way_runs_on_a_gpu():
         assert name in failed or row["before_bytes"] < 2**26, name
     *_, last = finetune.compare_updates(Bench("llama-3.2-1b", 2, 64, micro_batches=2, layers=2))
     assert not [name for name, row in last["updates"].items() if "failed" in row], last
-
-
-# --- the table ----------------------------------------------------------------------------------
-
-ROW = {"tokens_per_second": 12_000.4, "peak_bytes": 40 * 2**30, "losses": [12.0], "before_bytes": 0}
-WAYS = {
-    "Trainer": ROW | {"tokens_per_second": 5_000.0},
-    "ours": ROW,
-    "Trainer + Liger": {"failed": "ImportError: this recipe needs liger_kernel"},
-    "ours, compiled blocks": {"failed": "OutOfMemoryError: too large"},
-}
-CONTENT = {
-    "shape": "llama-3.1-8b",
-    "layers": None,
-    "documents": 12,
-    "max_tokens": 512,
-    "packs": 8,
-    "steps": 8,
-    "gradient_checkpointing": False,
-    "useful_share": {"padded": 0.42},
-    "ways": WAYS,
-    "parameters": 10**9,
-}
-UPDATES = {"updates": {"fp32": {"seconds": 0.01, "bytes_per_parameter": 8.0}}}
-GPU = {"fast": False, "device": "cuda", "name": "Test GPU", "date": "2026-01-02"}
-
-
-def test_the_table_of_a_recorded_run(tmp_path):
-    record.keep("finetune", CONTENT | UPDATES, facts=provenance() | GPU, folder=tmp_path)
-    text = render.render("<!-- numbers:finetune-gpu -->\nstale\n<!-- end -->", folder=tmp_path)
-    assert "| ours | 12,000 | 2.40× | 40.00 |" in text
-    assert "| Trainer | 5,000 | 1.00× | 40.00 |" in text
-    assert "| Trainer + Liger | not installed | | |" in text
-    assert "| ours, compiled blocks | failed | | |" in text
-    assert "Test GPU" in text
-    assert "42% is text" in text
-    assert "fp32 10.0 ms and 8.0 bytes per parameter" in text
-
-
-def test_the_table_of_a_kind_of_machine_without_a_run(tmp_path):
-    record.keep("finetune", CONTENT | UPDATES, facts=provenance() | GPU, folder=tmp_path)
-    none = render.render("<!-- numbers:finetune-cpu -->\n<!-- end -->", folder=tmp_path)
-    assert none == "<!-- numbers:finetune-cpu -->\n<!-- end -->", "no place is held for it"
-
-
-def test_the_table_of_a_run_that_was_cut_off(tmp_path):
-    """By the time limit, before the updates, and with a Trainer that failed: no ratio to it."""
-    failed = {"Trainer": {"peak_bytes": 1, "failed": "OutOfMemoryError: too large"}}
-    content = CONTENT | {"ways": WAYS | failed}
-    record.keep("finetune", content, facts=provenance() | GPU, folder=tmp_path)
-    assert "| ours | 12,000 |  | 40.00 |" in render.block("finetune-gpu", folder=tmp_path)

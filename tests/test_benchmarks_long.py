@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import long_sequences, long_steps, record, render
+from benchmarks import long_sequences, long_steps
 from benchmarks.sizes import FAST
-from recipes_lib.core.measure.machine import provenance
 from recipes_lib.core.model import model_of_shape
 
 
@@ -128,75 +127,3 @@ def test_out_of_memory_shortens_the_row():
     assert long_steps.until_it_fits(step, 1000) == {"tokens": 765}
     failed = long_steps.until_it_fits(step, 5000)
     assert failed == {"failed": "out of memory, 3349 tokens and more"}
-
-
-# --- into the texts -----------------------------------------------------------------------------
-
-
-def test_notebook_04_in_numbers(tmp_path):
-    first = {
-        "name": "baseline",
-        "predicted_tokens": 110,
-        "tokens": 99,
-        "crossing": 100,
-        "peak_bytes": 1,
-        "seconds": 2.0,
-        "loss": 2.5,
-    }
-    last = first | {
-        "name": "everything combined",
-        "predicted_tokens": 3000,
-        "tokens": 2970,
-        "crossing": 3000,
-        "seconds": 5.0,
-    }
-    facts = {
-        "model": "tiny",
-        "limit_bytes": 4 * 2**30,
-        "timed_at": 64,
-        "loss_error": 2e-6,
-        "slopes": {"baseline": 1.5, "flash attention": 1.0},
-        "local": {
-            "tokens": 16384,
-            "speedup": {"sliding window": 5.25},
-            "ideal": {"sliding window": 6.5},
-        },
-        "curriculum": {"fixed length": [2.5, 2.75], "curriculum": [2.25, 2.5]},
-        "loss": {
-            "ours": {"seconds": 1.0, "peak_bytes": 5},
-            "torch": {"seconds": 4.0},
-            "torch, 256 rows": {"seconds": 2.0},
-            "plain": {"seconds": 2.0, "peak_bytes": 10},
-        },
-    }
-    machine = provenance() | {"fast": False, "device": "cpu", "date": "2026-01-02"}
-    content = {"rows": [first, last], "facts": facts}
-    record.keep(record.LADDERS["04"], content, facts=machine, folder=tmp_path)
-    curves = {"none": [1.0, 5.0], "yarn": [1.1, 1.2]}
-    record.keep("rope", {"tokens": 12288, "curves": curves}, facts=machine, folder=tmp_path)
-
-    headline = render.block("headline-04", folder=tmp_path)
-    for sentence in (
-        "**99 → 2,970 tokens:**",
-        "**30 times as long**",
-        "within 4 GiB",
-        "The loss on 64 tokens is the same in every row, to 2e-06.",
-        "by 10.0% at most",
-    ):
-        assert sentence in headline
-    table = render.block("table-04", folder=tmp_path)
-    assert "| everything combined | 3,000 | +0.0% | 2,970 | 30.0× | 2.50× |" in table
-    assert "at 64 tokens" in table
-    cells = {
-        "everything combined": "CPU: 30.0× the length, 2.50× time per token",
-        "flash": "CPU: memory grows as S^1.00, eager S^1.50",
-        "loss": "CPU: ours takes 0.50× the memory and 0.50× the time of all logits; "
-        "of `F.linear_cross_entropy` 0.25× the time with its default, "
-        "0.50× the time with 256 rows",
-        "sliding window": "CPU: 5.2× faster at 16,384 tokens, 6.5× fewer pairs",
-        "curriculum": "CPU: loss 2.38, fixed length 2.62, at equal compute",
-        "rope": "CPU: loss at 12,288 tokens 5.00, with YaRN 1.20",
-    }
-    found = {name: render.cell("04", name, folder=tmp_path) for name in cells}
-    assert {name: cell.replace("\u00a0", " ") for name, cell in found.items()} == cells
-    assert render.block("gpu-04", folder=tmp_path) == ""

@@ -1,6 +1,6 @@
 """Which release of another library broke what: run the tests with the newest of everything.
 
-    pip install --upgrade --editable ".[notebooks,edge,execute,dev,print,trackers]"
+    pip install --upgrade --editable ".[notebooks,edge,execute,dev,trackers]"
     python -m tools.canary
 
 The tests run once with what is installed. If some fail, each library that differs from its tested

@@ -20,9 +20,9 @@ MAP = ROOT / "docs" / "file-map.md"
 HEAD = """\
 # File map
 
-One technique is one file, its test has the same name, and no technique imports another. There are
-five floors, from the command line down to what everything stands on; a floor uses only those below
-it. A file whose name begins with another's, such as `block_sparse_cpu.py`, is a part of that one.
+A technique is a file, or a folder whose `__init__.py` is the technique; its test has the same name.
+There are five floors, from the command line down to what everything stands on; a floor uses only
+those below it.
 
 *Written by `make texts` from the docstrings of the package.*
 
@@ -45,27 +45,28 @@ def table_of(init: Path) -> dict[str, str]:
 
 
 def section(folder: Path) -> str:
-    """One folder: its first line as a sentence, and a row for each of its files."""
+    """One room: its first line as a sentence, and a row for each file or folder in it."""
     init = folder / "__init__.py"
     docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8")))
     title = folder.relative_to(LIB).as_posix()
     lines = [f"## {title}", "", docstring.splitlines()[0], "", "| file | what it is |", "|---|---|"]
     for name, words in table_of(init).items():
         path = folder / f"{name}.py"
-        if not path.exists():  # a folder in the folder, which has a section of its own
+        if not path.exists():
             path = folder / name
         link = path.relative_to(ROOT).as_posix()
-        lines.append(f"| [{path.name}](../{link}) | {words.removeprefix('... ')} |")
+        lines.append(f"| [{name}](../{link}) | {words.removeprefix('... ')} |")
     return "\n".join(lines) + "\n"
 
 
 def file_map() -> str:
-    """The whole page: the folders in the order of the package's own docstring."""
+    """The whole page: the rooms in the order of the package's own docstring."""
     sections = [HEAD]
     for name in table_of(LIB / "__init__.py"):
         sections.append(section(LIB / name))
-        for init in sorted((LIB / name).glob("*/__init__.py")):
-            sections.append(section(init.parent))
+        if name == "core":  # the only room with rooms in it
+            parts = [LIB / name / part for part in table_of(LIB / name / "__init__.py")]
+            sections += [section(part) for part in parts if part.is_dir()]
     return "\n".join(sections)
 
 

@@ -830,7 +830,7 @@ ladder.climb(
 # **Guess first.** The averages are rounded after every step. The second one, of the squared gradient, is multiplied by 0.999 in a step. bf16 has two to three digits. What happens to an average that should fall?
 
 # %%
-from recipes_lib.precision._rounding import random_bits, stochastic_round
+from recipes_lib.precision._adam import random_bits, stochastic_round
 
 nearest = torch.ones(10_000, dtype=torch.bfloat16)
 stochastic = torch.ones(10_000, dtype=torch.bfloat16)

@@ -192,7 +192,7 @@ from recipes_lib.parallel.bandwidth import (
 )
 from recipes_lib.report.rank_charts import bus_chart
 from recipes_lib.report.show import show
-from recipes_lib.workflows.on_ranks.by_hand import ring_by_hand
+from recipes_lib.workflows.on_ranks.demonstrations import ring_by_hand
 
 # In every section: the idea in a few lines, run, and compared with the library's call.
 show(ring_all_reduce)
@@ -294,7 +294,7 @@ climb("one process", 1, "alone")
 
 # %%
 from recipes_lib.parallel.data_parallel import averaged_by_hand
-from recipes_lib.workflows.on_ranks.by_hand import data_parallel_by_hand
+from recipes_lib.workflows.on_ranks.demonstrations import data_parallel_by_hand
 
 show(averaged_by_hand)
 difference = pools[2].run(data_parallel_by_hand)
@@ -354,7 +354,7 @@ lanes_chart(panels, title="Buckets are sent while backward goes on")
 
 # %%
 from recipes_lib.core.ranks.rank_step import sum_of_losses
-from recipes_lib.workflows.on_ranks.batches import byte_batches
+from recipes_lib.workflows.on_ranks.train import byte_batches
 
 (whole,) = byte_batches(steps=1, **batch)
 half = sizes.rows // 2  # the rows of each of two ranks
@@ -416,7 +416,7 @@ for name, took in in_turns(seconds, rounds=sizes.rounds).items():
 
 # %%
 from recipes_lib.parallel.zero import step_of_own_part
-from recipes_lib.workflows.on_ranks.by_hand import zero_by_hand
+from recipes_lib.workflows.on_ranks.demonstrations import zero_by_hand
 
 show(step_of_own_part)
 difference = pools[2].run(zero_by_hand)
@@ -482,7 +482,7 @@ else:
 
 # %%
 from recipes_lib.parallel.fully_sharded import _GatheredLinear, linear_of_shards
-from recipes_lib.workflows.on_ranks.by_hand import sharded_layer_by_hand
+from recipes_lib.workflows.on_ranks.demonstrations import sharded_layer_by_hand
 
 show(linear_of_shards, _GatheredLinear)
 difference = pools[2].run(sharded_layer_by_hand)
@@ -499,7 +499,7 @@ climb("HSDP", 4, "rows are split")
 # **Why not more?** During a step a rank also holds the block that is gathered, the next one that is fetched ahead, and the gradients of a whole block until they are scattered. So its peak is 16 P / N, plus two to four blocks, plus the activations of its rows. The ladder counts only what stays, 16 P / N. The peak can be counted without the ranks. PyTorch lets this process pretend that it is one of 64, with tensors that have shapes and no data. It takes one step on the shape of Llama 3.1 8B, with a few of its blocks, and a row of 512 tokens:
 
 # %%
-from recipes_lib.workflows.on_ranks.peaks import sharded_peak
+from recipes_lib.workflows.on_ranks.train import sharded_peak
 
 peaks = {}
 for count in (2, 8, 64):
@@ -887,7 +887,7 @@ for workers, (name, share) in enumerate(stalls.items()):  # 0 workers, then 1
 #
 # **Why not more?** The worker here is a thread, which helps where making a batch means waiting for a disk or a network. Python code that computes, as padding and filtering do, needs other processes, and these need cores of their own.
 #
-# **How do I use it?** `DataLoader(num_workers=4, prefetch_factor=2, pin_memory=True)`; `split_dataset_by_node` for streams of `datasets`. `step_loader` and `stream_loader` of the file do it by rank, and continue in the middle of an epoch.
+# **How do I use it?** `DataLoader(num_workers=4, prefetch_factor=2, pin_memory=True)`; `split_dataset_by_node` for streams of `datasets`. `step_loader` of the file does it by rank, and continues in the middle of an epoch.
 #
 # **What does it cost?** Processes, and the memory of the batches that wait.
 #

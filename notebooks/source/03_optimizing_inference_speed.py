@@ -39,7 +39,7 @@
 # | 2 | compiled decoding | operator calls per token, on a GPU | [compiled_decode.py](../recipes_lib/inference/compiled_decode.py) |
 # | 3 | weights in 16 bits | bytes per weight | [sixteen_bit_weights.py](../recipes_lib/precision/sixteen_bit_weights.py) |
 # | 4 | INT8 quantization | bytes per weight | [int8.py](../recipes_lib/precision/int8/__init__.py), [int8_sensitivity.py](../recipes_lib/precision/int8/sensitivity.py) |
-# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4/__init__.py) |
+# | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4.py) |
 # | 6 | activation-aware scaling | the error of INT4 | [awq.py](../recipes_lib/precision/awq/__init__.py) |
 # | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student/__init__.py), [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
 # | 8 | flash attention | time and memory of a prompt | [flash.py](../recipes_lib/attention/flash.py) |
@@ -568,7 +568,7 @@ add_row("int8 dynamic", dynamic)
 # Most formats round a token in the same way in every call, so a whole piece of text can go through the model at once. Dynamic int8 is the exception: all tokens of a call share one scale. It reads one token per call, as when it writes.
 
 # %%
-from recipes_lib.core.data.quality import decode_quality
+from recipes_lib.core.data.evaluation import decode_quality
 
 exact = decode_quality(fresh(), documents)
 print(f"fp32          perplexity {exact.perplexity:.3f}, {exact.tokens} tokens")
@@ -927,16 +927,14 @@ judge("student", student_decoder)
 # **Why not more?** In so few steps the two students can end at the same place, and in one run of each nothing can be ranked. What a student learns first is the text itself, and labels teach that as well. A real distillation takes hours and several seeds: `python -m benchmarks.distillation --minutes 60` runs both ways with three seeds.
 #
 # <!-- numbers:distillation-03 -->
-# After 44 steps each the held-out loss is 3.112 from the text alone and 3.069 with the teacher: a difference of -0.044 (-0.044 to -0.043) nats per token, and the student with its teacher is better in all 3 seeds. The student began with 4.534, and its teacher has 2.400.
+# | the student learned from | held-out loss of each seed | mean | difference | verdict |
+# |---|--:|--:|--:|--:|
+# | nothing yet | | 4.534 | | |
+# | the text alone | 3.105 3.115 3.116 | 3.112 | | |
+# | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | better |
+# | *the teacher itself* | | 2.400 | | |
 #
-# | the student learned from | seed 0 | seed 1 | seed 2 | mean | difference | verdict |
-# |---|--:|--:|--:|--:|--:|--:|
-# | nothing yet |  |  |  | 4.534 |  |  |
-# | the text alone | 3.105 | 3.115 | 3.116 | 3.112 |  |  |
-# | the text and its teacher | 3.062 | 3.071 | 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | better |
-# | *the teacher itself* |  |  |  | 2.400 |  |  |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB, and `generate` writes with it 1.37× as fast. It trains for 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token, on 8 rows of other modules. The difference is to the text alone with the same seed; in brackets are the smallest and the largest. A verdict is better or worse only if all 3 seeds agree on the sign. A step with the teacher takes 1.51× as long as one on the text alone; the losses are compared at equal steps.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB; `generate` writes with it 1.37× as fast. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. A step with the teacher takes 1.51× as long.*
 # <!-- end -->
 #
 # **How do I use it?** `trl.experimental.gkd.GKDTrainer`, NVIDIA's Model Optimizer, or a loop of your own with `apply_distillation(student, teacher)`.
@@ -1168,8 +1166,6 @@ for name, result in architectures.items():
 # **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. The table below is a recorded run of ten times as many steps, and there a part can change its place: compare SwiGLU in both. Large models need tests of their own, and the papers in the references made them.
 #
 # <!-- numbers:architecture-03 -->
-# The recorded comparison trains each of the small models for 600 steps:
-#
 # | architecture | held-out loss | difference | verdict | weights | cache |
 # |---|--:|--:|--:|--:|--:|
 # | as GPT | 2.179 |  |  | 115,328 | 1,024 |
@@ -1179,9 +1175,9 @@ for name, result in architectures.items():
 # | untied | 2.192 | +0.014 (+0.002 to +0.021) | worse | 131,712 | 1,024 |
 # | as Llama | 2.092 | -0.086 (-0.121 to -0.053) | better | 102,848 | 256 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. Tiny models of 2 blocks that are 64 wide, on 8 rows of 64 bytes per step; seeds 0, 1, 2, 600 steps. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the first line with the same seed; in brackets are the smallest and the largest. A verdict is better or worse only if all 3 seeds agree on the sign. Cache: bytes of keys and values per token.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. Tiny models of 2 blocks that are 64 wide, on 8 rows of 64 bytes per step; seeds 0, 1, 2, 600 steps. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. Cache: bytes of keys and values per token.*
 #
-# A trained small model has a loss of 2.396, and of 3.067 after its four heads of keys and values are pooled to 1. Another 60 steps bring it to 2.459, and the model that was never pooled to 2.364: a difference of +0.095 (+0.089 to +0.097) over 3 seeds. On 8,192 × 2,048 numbers in float32, RMSNorm moves 6.9 GB/s in plain operators and 26.9 GB/s compiled, where a copy moves 28.6. For one token a call takes 17 µs in plain operators and 20 µs compiled.
+# A trained small model has a loss of 2.396, and of 3.067 after its four heads of keys and values are pooled to one. Another 60 steps bring it to 2.459, and the model that was never pooled to 2.364. On 8,192 × 2,048 numbers in fp32, RMSNorm moves 6.9 GB/s in plain operators and 26.9 compiled, where a copy moves 28.6. For one token a call takes 17 µs in plain operators and 20 µs compiled.
 # <!-- end -->
 #
 # **How do I use it?** It is part of the configuration of a new model: `LlamaConfig(tie_word_embeddings=True, …)`. In many trained models LayerNorm can be replaced by RMSNorm, and the model still computes the same: `apply_rms_norm(model)` changes the weights in front of the norms so that the mean is always zero. On a GPU, Liger's kernels are fused.
@@ -1475,8 +1471,6 @@ ladder
 # How good is this beside programs that were written for nothing else? `python -m benchmarks.inference_peers` writes the same file in the formats of llama.cpp, and lets all programs take turns on one core. It needs `pip install -e ".[peers]"`, which compiles llama.cpp.
 #
 # <!-- numbers:peers-03 -->
-# With 32 bits, transformers, fp32 needs 1.13× (0.98–1.14) the time of ours, fp32 for a token, and the rounds do not agree which is faster. With 16 bits, llama.cpp, F16 needs 0.53× (0.43–0.68) the time of ours, 16 bits for a token, so it is faster. With 8 bits, llama.cpp, Q8_0 needs 0.55× (0.44–0.59) the time of ours, int8 weight-only for a token, so it is faster. With 4 bits, llama.cpp, Q4_0 needs 0.51× (0.44–0.53) the time of ours, int4 for a token, so it is faster.
-#
 # | program | bits | ms per token | to ours | verdict | prompt, ms | to ours | equal tokens |
 # |---|--:|--:|--:|--:|--:|--:|--:|
 # | ours, fp32 | 32 | 54.9 (53.8–64.1) |  |  | 1,583 (1,507–1,738) |  | 48/48 |
@@ -1489,12 +1483,12 @@ ladder
 # | torchao, int8 weight-only | 8 | 97.5 (90.4–108.1) | 3.90× (3.17–4.16) | slower | 1,056 (956–1,196) | 0.83× (0.79–0.88) | 6/48 |
 # | torchao, int8 weight-only, compiled | 8 | 32.6 (30.5–41.1) | 1.33× (1.21–1.49) | slower | 1,857 (1,791–1,994) | 1.52× (1.36–1.66) | 6/48 |
 # | bitsandbytes, LLM.int8 | 8 | 127.3 (118.6–144.9) | 6.56× (5.83–7.34) | slower | 1,731 (1,674–1,801) | 2.48× (2.23–2.61) | 4/48 |
-# | llama.cpp, F16 | 16 | 14.4 (13.9–21.8) | 0.53× (0.43–0.68) | faster | 1,901 (1,790–2,084) | 2.09× (2.01–2.22) | 48/48 |
+# | llama.cpp, F16 | 16 | 14.4 (13.9–21.8) | 0.53× (0.43–0.68)† | faster | 1,901 (1,790–2,084) | 2.09× (2.01–2.22) | 48/48 |
 # | llama.cpp, Q8_0 | 8 | 13.8 (12.8–15.0) | 0.55× (0.44–0.59) | faster | 1,667 (1,635–1,808) | 1.37× (1.25–1.50) | 46/48 |
 # | llama.cpp, Q4_0 | 4 | 8.3 (8.0–9.5) | 0.51× (0.44–0.53) | faster | 1,400 (1,355–1,460) | 0.80× (0.75–0.86) | 4/48 |
 # | ONNX Runtime, int8 dynamic | 8 | 15.7 (15.5–19.3) | 0.87× (0.76–0.98) | faster | 617 (579–659) | 0.92× (0.75–0.95) | 4/48 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. One thread; this library (0.1.0); transformers generate (5.23.0); torchao, transformers generate (0.18.0); bitsandbytes, transformers generate (0.50.2); llama.cpp (llama-cpp-python 0.3.36); ONNX Runtime (1.32.0). One text: 48 tokens after 40, and a prompt of 512 tokens. Medians of 5 rounds in turns; in brackets are the lowest and the highest. To ours: the time over that of our row with as many bits and weights of that kind, in the same round. Below 1 the other program is faster. The verdict is on a token, and stands only if no round disagrees. Equal tokens: up to the first that differs from those of `generate` in fp32. A token takes ours, 16 bits 23.1 ms in products and 8.1 ms in the rest; ours, int8 weight-only 19.5 ms in products and 5.0 ms in the rest; ours, int4 11.6 ms in products and 4.4 ms in the rest.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. One thread. One text: 48 tokens after 40, and a prompt of 512 tokens. Medians of 5 rounds in turns; in brackets are the lowest and the highest. To ours: the time over that of our row with as many bits, in the same round; below 1 the other program is faster, and the verdict stands only if no round disagrees. † a range of more than 1.5 times: to be measured again. Equal tokens: up to the first that differs from those of `generate` in fp32. Versions: bitsandbytes, transformers generate 0.50.2, llama.cpp llama-cpp-python 0.3.36, ONNX Runtime 1.32.0, this library 0.1.0, torchao, transformers generate 0.18.0, transformers generate 5.23.0.*
 # <!-- end -->
 #
 # **Why is a program of its own faster?** The note below the table says how much of our time the products take. In the run that is recorded here they alone take longer than a whole token of llama.cpp with as many bits. Its kernels are made for one layout of the weights, and it calls them without PyTorch in between. We call an operator of PyTorch 121 times per token for the products alone, and each call costs time before any weight is read.

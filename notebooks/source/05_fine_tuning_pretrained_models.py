@@ -611,14 +611,14 @@ del model, optimizer, split
 # **Does it train better?** Published results differ. Jordan (2024) reports large gains in pretraining. Moonshot's report (Liu et al., 2025) finds no gain when it fine-tunes a model that AdamW has pretrained. `python -m benchmarks.muon` fine-tunes all weights of this model for ten steps with each of the two, on the same rows, at the same two learning rates, with three seeds. **Guess first:** which of the two ends worse with a learning rate that is three times as large?
 #
 # <!-- numbers:muon-05 -->
-# | optimizer | learning rate | held-out loss | mean |
+# | optimizer | learning rate | held-out loss of each seed | mean |
 # |---|--:|--:|--:|
 # | AdamW | 2e-04 | 3.171 3.150 3.247 | 3.189 |
 # | Muon | 2e-04 | 3.226 3.209 3.209 | 3.215 |
 # | AdamW | 6e-04 | 3.831 3.452 3.748 | 3.677 |
 # | Muon | 6e-04 | 3.179 3.147 3.202 | 3.176 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. 10 steps of 4 rows, of at most 128 tokens. Held-out loss on 48 rows, one number per seed; before: 3.884.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. 10 steps of 4 rows of at most 128 tokens. Held-out loss on 48 rows; before: 3.884.*
 #
 # Each at the better of these rates, Muon's loss minus AdamW's is -0.046 to +0.009: the seeds do not agree.
 # <!-- end -->
@@ -881,7 +881,7 @@ loss_chart(
 # %%
 for method, verdict in long_run["verdicts"].items():
     print(
-        f"{names[method]:<17}{verdict['difference']:+.3f} nats per token "
+        f"{names[method]:<17}{verdict['value']:+.3f} nats per token "
         f"(95 % interval {verdict['low']:+.3f} to {verdict['high']:+.3f})"
     )
 for number, wanted in enumerate(long_run["wanted"][:3]):

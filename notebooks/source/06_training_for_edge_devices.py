@@ -348,17 +348,15 @@ climb_in_pytorch("student", student)
 # The two lines with few images answer the guess, by one run of each. Here is a recorded run that repeats this recipe with three seeds:
 #
 # <!-- numbers:students-06 -->
-# Over 3 seeds the student gives 99.9% (99.7% to 100.1%) as many right answers as its teacher, and in ExecuTorch it is 1.96× (1.95 to 1.99) as fast. It has 2.7 times fewer multiply-adds.
+# | network | learned from | wrong answers of each seed | mean | difference | verdict |
+# |---|---|--:|--:|--:|--:|
+# | teacher | 3,000 labels | 46 44 52 | 47 | | |
+# | student | 3,000 labels | 60 52 57 | 56 | | |
+# | student | the same, and the teacher | 48 50 51 | 50 | -7 (-12 to -2) | better |
+# | small student | 1,000 labels | 198 180 173 | 184 | | |
+# | small student | the same, and the teacher | 134 128 115 | 126 | -58 (-64 to -52) | better |
 #
-# | network | learned from | seed 0 | seed 1 | seed 2 | mean | difference | verdict |
-# |---|---|--:|--:|--:|--:|--:|--:|
-# | teacher | 3,000 labels | 46 | 44 | 52 | 47 |  |  |
-# | student | 3,000 labels | 60 | 52 | 57 | 56 |  |  |
-# | student | the same, and the teacher | 48 | 50 | 51 | 50 | -7 (-12 to -2) | better |
-# | small student | 1,000 labels | 198 | 180 | 173 | 184 |  |  |
-# | small student | the same, and the teacher | 134 | 128 | 115 | 126 | -58 (-64 to -52) | better |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. Wrong answers, of 2,000 digits that no network has learned from. The difference is to the labels alone with the same seed; in brackets are the smallest and the largest. It decides only if all 3 seeds agree on the sign. All seeds have the same images. The widths are 0.5 and 0.25, and the teacher has learned from 3,000 images in both cases.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. Wrong answers, of 2,000 digits that no network has learned from. The difference is to the same seed of the labels alone; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. The widths are 0.5 and 0.25, and the teacher has learned from 3,000 images in both cases. The student has 2.7 times fewer multiply-adds than its teacher, and in ExecuTorch it is 1.96× (1.95 to 1.99) as fast.*
 # <!-- end -->
 #
 # **Why not more?** The teacher of the small student has learned from three times as many images as the student itself: a part of the gain is what those images say. The student of the chain sees the same images as its teacher, and gains less.
@@ -824,8 +822,6 @@ print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares)
 # What 8 bits do for the time depends on the kernels. In ExecuTorch the student in 8 bits is clearly faster. In ONNX Runtime it is not faster at this size. And it depends on the size of the image and of the network: the recorded run below has ONNX Runtime and a network of twice the width. Its first layer stays in fp32 where the column does not say otherwise, and *one scale per layer* means that all filters of a layer share it. On other processors the answer can be another one: measure on the device.
 #
 # <!-- numbers:int8-06 -->
-# MobileNetV2 at 96 × 96 pixels: 2.09× (2.07 to 2.22) as fast in 8 bits, 97.05% right instead of 97.10% of 2,000 digits. The 1 × 1 convolutions gain 2.7×, for an instruction sums four of their products. A depthwise convolution sums over no channels, and gains 1.0×: in 8 bits it is 31% of the time.
-#
 # | image | fp32, ms | 8 bits, ms | ratio | first layer in 8 bits as well | one scale per layer |
 # |---|--:|--:|--:|--:|--:|
 # | 32 × 32 | 0.29 | 0.21 | 1.35× (1.34 to 1.37) | 1.33× (1.33 to 1.35) | 1.51× (1.50 to 1.53) |
@@ -835,7 +831,7 @@ print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares)
 # | 160 × 160 | 3.74 | 1.63 | 2.30× (2.25 to 2.34) | 2.17× (2.14 to 2.25) | 2.38× (2.30 to 2.41) |
 # | 224 × 224 | 7.36 | 3.36 | 2.21× (2.16 to 2.25) | 2.13× (2.08 to 2.20) | 2.32× (2.28 to 2.39) |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23, ONNX Runtime 1.32.0. MobileNetV2 of width 1.0, one image on one thread, 31 turns. Ratios: time of fp32 over that of 8 bits in the same turn, the median; in brackets is the middle half of the turns.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. ONNX Runtime 1.32.0. MobileNetV2 of width 1.0, one image on one thread, 31 turns. Ratios: time of fp32 over that of 8 bits in the same turn, the median; in brackets is the middle half of the turns. At 96 pixels 97.05% of 2,000 digits are right in 8 bits, and 97.10% in fp32.*
 #
 # | layers | fp32 | 8 bits | time of fp32 to 8 bits |
 # |---|--:|--:|--:|
@@ -844,7 +840,7 @@ print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares)
 # | 1 × 1 convolutions | 1.24 ms (80%) | 0.45 ms (55%) | 2.73× |
 # | the rest | 0.03 ms (2%) | 0.10 ms (12%) | 0.30× |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23, ONNX Runtime 1.32.0. 96 × 96 pixels, by the profile of 100 forwards. The rest has the sums and the steps into 8 bits and back; fp32 sums inside a convolution.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 96 × 96 pixels, by the profile of 100 forwards. An instruction sums four products of a 1 × 1 convolution in 8 bits; a depthwise convolution sums over no channels, so it gains nothing. The rest has the sums and the steps into 8 bits and back; fp32 sums inside a convolution.*
 # <!-- end -->
 #
 # **How do I use it?** In an app, by the class `Module` of ExecuTorch's library for Android, iOS or C++: [the page for devices](../launch/edge.md) says how to get the library. The next cell builds a C++ program of [some fifty lines](../recipes_lib/edge/cpp/main.cpp) with the headers in ExecuTorch's Python package, and gives it the file of the whole chain. This needs a compiler for C++20 and cmake:
@@ -906,8 +902,6 @@ for layers in (6, 12, 30, 48):
 # That answers the guess: 12 blocks are 832 wide. Is depth worth more than width? A recorded run trains five tiny models that read bytes. They have about as many weights each.
 #
 # <!-- numbers:depths-06 -->
-# The recorded comparison trains each depth for 600 steps:
-#
 # | blocks × width | weights | held-out loss | difference | verdict | time |
 # |---|--:|--:|--:|--:|--:|
 # | 2 × 128 | 422,528 | 1.919 |  |  | 1.0× |
@@ -916,7 +910,7 @@ for layers in (6, 12, 30, 48):
 # | 16 × 48 | 425,520 | 2.163 | +0.244 (+0.190 to +0.311) | worse | 3.5× |
 # | 32 × 32 | 411,680 | 2.334 | +0.414 (+0.400 to +0.437) | worse | 6.5× |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 3 seeds, 600 steps of 8 × 64 bytes. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the first line with the same seed; in brackets are the smallest and the largest. It decides only if all seeds agree. Time: one token in eager mode on one thread, to that of the first line.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 3 seeds, 600 steps of 8 × 64 bytes. Held-out loss in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. Time: one token in eager mode on one thread.*
 # <!-- end -->
 #
 # The recorded comparison says the opposite of MobileLLM: with more depth the loss is higher, for every seed. These models are 300 times smaller, and they have read few bytes. So this shows only that depth is no rule for all sizes. MobileLLM's finding is for 125 million weights and far more tokens; we have not repeated it.
@@ -968,16 +962,14 @@ del rounded
 # That answers the guess: with four bits everywhere the perplexity more than doubles. Most of that comes from the output layer, whose rounded weights change every logit. With eight bits there, the perplexity is about one and a half times that of full precision. In [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) four bits in groups of 64 cost less: its grid has an offset, its activations are not rounded to eight bits, and it reads other pieces of text. So compare perplexities within one notebook only. Eight bits everywhere cost little. Can training win it back? A recorded run trains the whole model on the grid, and beside it a control that trains as long in full precision and is rounded at the end. Training on the text lowers the perplexity by itself, so only the comparison with the control says what the rounding in training is worth. The learning rates differ: 1e-4 for the control, and 3e-4 with the rounding, because a weight has to reach the middle of two levels before anything changes.
 #
 # <!-- numbers:grids-06 -->
-# Rounding takes the perplexity of SmolLM2 from 11.03 to 16.77, 1.52×. Copies of it then train for 30 steps. The control trains in full precision, and is rounded at the end: 9.12 becomes 13.24. Another copy trains with the rounding: 10.99. So training with the rounding wins back 54 % (48 to 63) of what rounding costs the control, and with a teacher besides 62 % (60 to 66).
-#
 # | training | full precision | rounded | won back, against the control |
 # |---|--:|--:|--:|
-# | no further training | 11.03 | 16.77 |  |
-# | in full precision, rounded at the end | 9.12 | 13.24 |  |
-# | with the rounding | 10.18 | 10.99 | 54 % (48 to 63) |
-# | with the rounding, and a teacher | 10.56 | 10.68 | 62 % (60 to 66) |
+# | no further training | 11.03 | 16.77 | |
+# | in full precision, rounded at the end | 9.12 | 13.24 | |
+# | with the rounding | 10.18 | 10.99 | 54% (48% to 63%) |
+# | with the rounding, and a teacher | 10.56 | 10.68 | 62% (60% to 66%) |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Learning rates: 0.0001 for the control, 0.0003 with the rounding. Won back: the part of what rounding costs the control, which trained as long in full precision, that training with the rounding saves. In brackets are the smallest and the largest of the seeds.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Learning rates: 0.0001 for the control, 0.0003 with the rounding. Won back: of what rounding costs the control, which trained as long in full precision, the part that training with the rounding saves; in brackets are the smallest and the largest of the seeds.*
 # <!-- end -->
 #
 # **Why not more?** Thirty steps are few, and the text is short. This run does not say how much a longer training wins back.
@@ -1116,20 +1108,18 @@ ladder
 # **All 30 blocks**, in a recorded run. It has the first six blocks alone as well. A range shows the noise within one run: two runs can differ by more, so compare it with the table above.
 #
 # <!-- numbers:edge-06 -->
-# With 6 blocks, the fp32 file writes 2.2× as fast as `generate`, and 33 of 33 tokens are the same. So 2.2× is the price of Python and of `generate`. In 4 bits, the attention that is made for a cache writes 2.5× as fast as one of plain operators. The whole model is 114 MB, 42 % of bf16, and writes 8.9× (8.0 to 11.6) as fast as `generate` in fp32, on one thread. Its perplexity goes from 11.03 to 16.66; rounded in eager mode, the model has 16.77.
-#
 # | way | blocks | MB | of its bf16 | tokens/s | faster | memory | perplexity |
 # |---|--:|--:|--:|--:|--:|--:|--:|
 # | `generate`, fp32 | 6 |  |  | 41 |  |  |  |
 # | `generate`, fp32 | 30 |  |  | 14 |  | 538 MB | 11.03 |
 # | `generate`, bf16 | 30 |  |  | 17 | 1.2× (0.9 to 1.3) | 274 MB |  |
-# | `.pte`, fp32 | 6 | 311.6 | 314 % | 90 | 2.2× (1.8 to 2.5) |  |  |
-# | `.pte`, 4 bits, attention of plain operators | 6 | 68.7 | 69 % | 153 | 3.7× (3.1 to 4.7) |  |  |
-# | `.pte`, 4 bits, attention made for a cache | 6 | 68.5 | 69 % | 357 | 8.9× (7.5 to 12.4) |  |  |
-# | `.pte`, 4 bits, attention made for a cache | 30 | 114.3 | 42 % | 127 | 8.9× (8.0 to 11.6) | 113 MB | 16.66 |
-# | `.pte`, fp32 | 30 | 652.0 | 242 % | 37 | 2.5× (1.5 to 3.0) | 652 MB | 11.03 |
+# | `.pte`, fp32 | 6 | 311.6 | 314% | 90 | 2.2× (1.8 to 2.5) |  |  |
+# | `.pte`, 4 bits, attention of plain operators | 6 | 68.7 | 69% | 153 | 3.7× (3.1 to 4.7) |  |  |
+# | `.pte`, 4 bits, attention made for a cache | 6 | 68.5 | 69% | 357 | 8.9× (7.5 to 12.4) |  |  |
+# | `.pte`, 4 bits, attention made for a cache | 30 | 114.3 | 42% | 127 | 8.9× (8.0 to 11.6) | 113 MB | 16.66 |
+# | `.pte`, fp32 | 30 | 652.0 | 242% | 37 | 2.5× (1.5 to 3.0) | 652 MB | 11.03 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, 6 or all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Of its bf16: of the bytes of these blocks in bf16. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity: of the file, token by token, over 2,040 tokens. Memory: what a process grows by until the first token, with the libraries loaded before.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, 6 or all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity of the file, token by token, over 2,040 tokens; rounded in eager mode the whole model has 16.77. 33 of 33 tokens of the fp32 file are those of `generate`. Memory: what a process grows by until the first token.*
 # <!-- end -->
 #
 # **Why not more?** The output layer has 28 million of the 135 million weights, and keeps eight bits. In a model of few blocks it is most of the work.

@@ -8,10 +8,6 @@ Idea       Heads do not read each other. The output layer of attention only sums
                forward    for each group g of KV heads, with the query heads that read them:
                               y += attention(x Wq[g], x Wk[g], x Wv[g]) Wo[g]
                backward   for each group g: the same again, and its gradients
-
-           Wq[g] are the rows of the projection that make the heads of g, Wo[g] the columns of the
-           output layer that read them. With 8 groups, an eighth of Q, K, V and their gradients
-           exists at a time.
 Saves      Beside x and y, all but one group's share of what attention holds. For the shape of
            Llama 3.1 8B with checkpointed blocks and tiled MLP and norms, a dry step counts 7.1
            tensors [S, D] at the peak of a block instead of 8.6, and 9.6 with adapters. With them,
@@ -20,7 +16,8 @@ Costs      The forward of attention once more in backward, as each group is reco
            products. In 16 bits the sum over the groups rounds once per group. Weights in four bits
            are unpacked once per group. Dropout draws other numbers.
 Use when   Rows are so long that one block does not fit, and its MLP is tiled already.
-Not when   Time matters more: with few tokens nothing is saved that would matter.
+Not when   Time matters more; heads read each other (a norm over all of them); adapters have
+           dropout.
 In production   none in transformers; DeepSpeed's Ulysses and its kin split the heads over GPUs
            instead, as `parallel.context_parallel` explains.
 Source     The heads of Vaswani et al., arXiv 1706.03762; recomputation as in Chen et al., arXiv
@@ -41,17 +38,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.marks import ONLY_LOOKS, marked
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.model.recompute import (
-    caches_among,
-    nothing_to_recompute,
-    require_empty,
-    without_caches,
-)
+from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.recompute import caches_among, generates, without_caches
 from recipes_lib.core.model.recomputed_parts import (
     needs_backward,
     refuse_selective_checkpointing,
@@ -64,7 +55,6 @@ INPUTS = ("q_proj", "k_proj", "v_proj")  # their rows are heads
 OUTPUT = "o_proj"  # its columns are heads
 # What some families keep on the module, and what a group has a part of.
 COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
-PROBE = 8  # tokens that are read before and after, to see that the logits stay
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -92,32 +82,24 @@ def attention_by_groups(
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("exact")
 def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
     """Let attention of every block work on one group of heads after the other. Returns `model`.
 
-    It works with any kernel of attention, with adapters and with weights in four bits; those come
-    before, checkpointing after. While the model generates with a cache, attention runs as before.
-    Blocks without attention stay as they are.
+    It works with any kernel of attention, with adapters of LoRA and with weights in four bits;
+    those come before, checkpointing after. While the model generates with a cache, attention runs
+    as before. Blocks without attention stay as they are.
 
     Args:
         groups: how many. It has to divide the number of KV heads. None takes one KV head a group.
-    Raises ValueError for attention without q_proj, k_proj, v_proj and o_proj; for a projection that
-    is neither plain, nor in four bits, nor one adapter of LoRA on such a one; for weights of single
-    heads beside them; for a model whose logits would change; and for one that has groups already.
+    Raises ValueError for attention without q_proj, k_proj, v_proj and o_proj, and for one whose
+    heads cannot be told apart.
     """
     require_causal_lm(model)
     attentions = _attentions(model)
-    if any(isinstance(attention, InHeadGroups) for attention in attentions):
-        raise ValueError("this model has groups of heads already: call remove_head_groups(model)")
-    groups = _groups(model, attentions, groups)
-    before = _logits_of_probe(model)
+    groups = _groups(model, groups)
     for attention in attentions:
         mix_in(attention, InHeadGroups, head_groups=groups)
-    try:
-        _require_same(before, model)
-    except Exception:
-        remove_head_groups(model)
-        raise
     return model
 
 
@@ -142,11 +124,10 @@ class InHeadGroups:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the layer does with all heads: [B, S, D] -> ([B, S, D], no attention weights)."""
-        caches = caches_among(args, kwargs)
-        if caches and nothing_to_recompute(self, caches):
-            return super().forward(hidden_states, *args, **kwargs)  # it generates
-        require_empty(caches, index=getattr(self, "layer_idx", 0))
-        args, kwargs = without_caches(args, kwargs)
+        has_cache = len(caches_among(args, kwargs)) > 0
+        if has_cache and generates(self, args, kwargs):
+            return super().forward(hidden_states, *args, **kwargs)
+        args, kwargs = without_caches(args, kwargs, index=getattr(self, "layer_idx", 0))
         of_all_heads = super().forward.__func__
 
         def of_group(group: int, hidden: Tensor) -> Tensor:
@@ -283,59 +264,17 @@ def _attentions(model: Any) -> list[nn.Module]:
                 found.append(module)
     if not found:
         raise ValueError(
-            f"no attention of {type(decoder_blocks(model)[0]).__name__} has {', '.join(INPUTS)} "
-            f"and {OUTPUT}, so its heads cannot be told apart: leave the groups out"
+            f"no attention has {', '.join(INPUTS)} and {OUTPUT}, so its heads cannot be told apart"
         )
     for attention in found:
-        problem = _why_not(attention)
-        if problem:
-            raise ValueError(f"{type(attention).__name__}: {problem}; leave the groups out")
-    require_forward_of_class(found)
+        for part in attention.modules():
+            dropouts = getattr(part, "lora_dropout", {}).values()
+            if any(getattr(dropout, "p", 0) > 0 for dropout in dropouts):
+                raise ValueError("an adapter with dropout would differ from group to group")
     return found
 
 
-def _why_not(attention: nn.Module) -> str | None:
-    """Why the heads of this attention cannot go in groups; None if they can."""
-    own_weights = [name for name, _ in attention.named_parameters(recurse=False)]
-    if own_weights:
-        return f"it has weights of single heads beside its projections ({', '.join(own_weights)})"
-    for name in (*INPUTS, OUTPUT):
-        problem = _why_no_projection(getattr(attention, name))
-        if problem:
-            return f"its {name} {problem}"
-    return None
-
-
-def _why_no_projection(projection: nn.Module) -> str | None:
-    """Why rows and columns of this layer cannot be used by themselves; None if they can."""
-    base = getattr(projection, "base_layer", projection)
-    if any(_has_hook(module) for module in (projection, base)):
-        return "has a hook, which would not be called"
-    in_four_bits = isinstance(base, nn.Linear) and _in_four_bits(base)
-    if type(base) is not nn.Linear and not in_four_bits:
-        return f"is a {type(base).__name__}"
-    if base is projection:
-        return None
-    if len(projection.active_adapters) != 1 or not hasattr(projection, "lora_A"):
-        return "has other adapters than one of LoRA"
-    (name,) = projection.active_adapters
-    if name not in projection.lora_A or projection.merged or projection.disable_adapters:
-        return "has an adapter that is merged or switched off"
-    if projection.lora_B[name].bias is not None or any(projection.use_dora.values()):
-        return "has an adapter with a bias or with DoRA"
-    if getattr(projection.lora_dropout[name], "p", 0) > 0:
-        return "has an adapter with dropout, which would differ from group to group"
-    return None
-
-
-def _has_hook(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its forward: what only looks does not count."""
-    if module._forward_pre_hooks:
-        return True
-    return any(not marked(hook, ONLY_LOOKS) for hook in module._forward_hooks.values())
-
-
-def _groups(model: Any, attentions: list[nn.Module], groups: int | None) -> int:
+def _groups(model: Any, groups: int | None) -> int:
     """How many groups: as given, or one for each KV head."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -347,49 +286,6 @@ def _groups(model: Any, attentions: list[nn.Module], groups: int | None) -> int:
             f"groups={groups}: the model has {heads} KV heads; give a number that divides them"
         )
     return groups
-
-
-@torch.no_grad()
-def _logits_of_probe(model: Any) -> Tensor | None:
-    """The logits of a few tokens, in eval mode. None on tensors without data."""
-    device = model.get_input_embeddings().weight.device
-    if dry() or device.type == "meta":
-        return None
-    tokens = torch.arange(PROBE, device=device)[None] % model.config.get_text_config().vocab_size
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        return model(input_ids=tokens, use_cache=False).logits.float()
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _require_same(before: Tensor | None, model: Any) -> None:
-    """Raise ValueError if a family does with its heads what groups do not."""
-    if before is None:
-        return
-    try:
-        after = _logits_of_probe(model)
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"attention of {type(model).__name__} does not run with some of its heads "
-            f"({type(error).__name__}: {first_line}); leave the groups out"
-        ) from error
-    tolerance = 1e-3
-    four_bits = any(
-        _in_four_bits(module) for module in model.modules() if hasattr(module, "weight")
-    )
-    if model.dtype != torch.float32 or four_bits:
-        # Layers of four bits compute in bf16 where that is fast.
-        tolerance = 5e-2
-    off = (after - before).abs().max() / before.abs().max()
-    if not off <= tolerance:  # also if it is no number
-        raise ValueError(
-            f"in groups of heads the logits of {type(model).__name__} are others, off by {off:.1%}:"
-            f" its heads read each other; leave the groups out"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -405,8 +301,8 @@ def estimate_head_groups(
     ValueError for what `apply_head_groups` refuses.
     """
     require_adapters(budget, model)
-    groups = _groups(model, _attentions(model), groups)
-    prepare: Callable[[Any], Any] = partial(apply_head_groups, groups=groups)
+    groups = _groups(model, groups)
+    prepare: Callable[[Any], Any] = partial(apply_head_groups, groups=groups, check=False)
     counted = dry_budget(
         model,
         shape.micro(),

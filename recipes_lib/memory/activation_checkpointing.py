@@ -5,8 +5,7 @@ Idea       Backward visits one block at a time, so only one block's activations 
 
                plain        x0 [a0] x1 [a1] x2 [a2] -> loss   all [a] alive
                "block"      x0      x1      x2      -> loss   [a2] again from x2, used, freed …
-               "selective"  x0 m0   x1 m1   x2 m2   -> loss   m: what matmuls and attention gave;
-                                                              norms, RoPE, activations again
+               "selective"  x0 m0   x1 m1   x2 m2   -> loss   m: what matmuls and attention gave
 Saves      What a block keeps per token shrinks to D elements ("block"), or to
            3D + 2Q + 2KV + 2F ("selective"). One block is whole again while backward is in it.
 Costs      "block": one more forward, so a third more arithmetic (divided by `every`);
@@ -15,16 +14,13 @@ Costs      "block": one more forward, so a third more arithmetic (divided by `ev
 Use when   Activations are the largest term: long sequences, large batches, frozen weights.
 Not when   Weights, optimizer states or the loss set the peak: it costs time and saves nothing.
 In production   `model.gradient_checkpointing_enable()` (newer:
-           `activation_checkpointing_enable()`) or `TrainingArguments(gradient_checkpointing=True)`:
-           every block, whole. `gradient_checkpointing_kwargs={"offload": True}` also moves the
-           blocks' inputs into host memory (transformers 5.17), `{"every_n_layers": k}` checkpoints
-           every k-th block. torchtitan: selective.
+           `activation_checkpointing_enable()`), every block, whole; with `{"offload": True}` also
+           into host memory (transformers 5.17), `{"every_n_layers": k}`. torchtitan: selective.
 Source     Chen et al., arXiv 1604.06174; "Current and New Activation Checkpointing Techniques in
            PyTorch", PyTorch blog, March 2025.
 
-Traps: with the KV cache on, the recomputed block appends its keys and values a second time; a
-forward replaced by a closure stays bound to the old block in `copy.deepcopy(model)`. Neither
-happens here.
+Trap: with the KV cache on, a recomputed block appends its keys a second time. Here it drops an
+empty cache in training, and refuses a filled one.
 
 Shapes: B batch, S sequence, T = B*S tokens, D hidden, F feed-forward, Q query and KV key width.
 """
@@ -35,32 +31,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths, require_causal_lm
-from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, mark, unmark
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.model.recompute import (
-    argument_names,
-    caches_among,
-    nothing_to_recompute,
-    require_empty,
-    require_no_checkpoints,
-    require_no_other_state,
-    without_caches,
-)
+from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict import plain_step
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import (
-    embedding_copies,
-    features,
-    head_of,
-    head_trains,
-    is_linear,
-    require_adapters,
-    saved_outside_the_blocks,
-)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -98,6 +78,7 @@ class InputOnly(torch.autograd.Function):
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("exact")
 def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: int = 1) -> Any:
     """Let blocks 0, every, 2*every, … keep little, and recompute the rest. Returns `model`.
 
@@ -109,57 +90,47 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
         mode: "block" keeps the input only, "selective" also what matmuls and attention return.
         every: 1 for all blocks, k for every k-th.
     Raises ValueError for an unknown mode, an `every` outside 1 … number of blocks, and a model
-    that is no causal LM, is checkpointed already, or has blocks with a forward of their own, as a
-    device map sets it. The model's forward raises one for a filled KV cache in training.
+    that is checkpointed already. The model's forward raises one for a filled KV cache in training.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
     _check(blocks, mode, every)
-    require_no_checkpoints(blocks)
-    require_forward_of_class(blocks)
+    recompute.require_no_checkpoints(blocks)
     for index in range(0, len(blocks), every):
-        names = argument_names(blocks[index])
-        contexts = CONTEXTS[mode]
-        mix_in(blocks[index], _Checkpointed, checkpoint_contexts=contexts, argument_names=names)
-        mark(blocks[index], CHECKPOINTED_INDEX, index)
-    return model
-
-
-def remove_activation_checkpointing(model: Any) -> Any:
-    """Give every block its own class back. Raises ValueError if there is nothing to remove."""
-    blocks = [block for block in decoder_blocks(model) if isinstance(block, _Checkpointed)]
-    if not blocks:
-        raise ValueError(
-            "this model has no block that apply_activation_checkpointing() has changed"
+        names = recompute.argument_names(blocks[index])
+        mix_in(
+            blocks[index],
+            Checkpointed,
+            checkpointed_index=index,
+            checkpoint_mode=mode,
+            argument_names=names,
         )
-    for block in blocks:
-        unmix(block, _Checkpointed, attributes=["checkpoint_contexts", "argument_names"])
-        unmark(block, CHECKPOINTED_INDEX)
     return model
 
 
-class _Checkpointed:
+class Checkpointed:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
-    # Makes two contexts, as torch's `checkpoint` wants them: one around the forward and one around
-    # the recomputation. The first may keep what operators return, for the second to use.
-    checkpoint_contexts: Callable[[], tuple]
+    checkpointed_index: int  # among the blocks; other techniques read this mark
+    checkpoint_mode: str
     argument_names: tuple[str, ...]  # of the block's forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        caches = caches_among(args, kwargs)
-        if nothing_to_recompute(self, caches):
+        if recompute.generates(self, args, kwargs):
             return super().forward(*args, **kwargs)
-        require_empty(caches, index=getattr(self, CHECKPOINTED_INDEX))
-        require_no_other_state(self.argument_names, args, kwargs)
-        args, kwargs = without_caches(args, kwargs)
+        args, kwargs = recompute.without_caches(
+            args, kwargs, index=self.checkpointed_index, names=self.argument_names
+        )
         # A reentrant checkpoint, the older kind, gives weights no gradient if the block's input
         # needs none. So it is with adapters on a frozen base.
         options = {"use_reentrant": False}
-        # torch.compile knows no contexts but the selective ones, not even those that do nothing.
-        if self.checkpoint_contexts is not noop_context_fn:
-            options["context_fn"] = self.checkpoint_contexts
+        if self.checkpoint_mode == "selective":
+            options["context_fn"] = _keep_matmuls
         return checkpoint(super().forward, *args, **options, **kwargs)
+
+
+def _keep_matmuls() -> tuple:
+    return create_selective_checkpoint_contexts(KEPT_OPERATORS)
 
 
 # What "selective" keeps: results that take many operations per byte to make again.
@@ -174,18 +145,21 @@ KEPT_OPERATORS = [
 ]
 
 
-def _keep_matmuls() -> tuple:
-    return create_selective_checkpoint_contexts(KEPT_OPERATORS)
-
-
-CONTEXTS = {"block": noop_context_fn, "selective": _keep_matmuls}
-
-
-# --- guards ---------------------------------------------------------------------------------------
+def remove_activation_checkpointing(model: Any) -> Any:
+    """Give every block its own class back. Raises ValueError if there is nothing to remove."""
+    blocks = [block for block in decoder_blocks(model) if isinstance(block, Checkpointed)]
+    if not blocks:
+        raise ValueError(
+            "this model has no block that apply_activation_checkpointing() has changed"
+        )
+    attributes = ["checkpointed_index", "checkpoint_mode", "argument_names"]
+    for block in blocks:
+        unmix(block, Checkpointed, attributes=attributes)
+    return model
 
 
 def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
-    check_choice(CONTEXTS, mode=mode)
+    check_choice(("block", "selective"), mode=mode)
     check_whole(every=every, least=1, most=len(blocks))
 
 
@@ -213,20 +187,20 @@ def estimate_activation_checkpointing(
     plain_blocks = len(blocks) - checkpointed_blocks
     stored = checkpointed_blocks * kept + plain_blocks * budget.one_block
 
-    as_backward_begins = stored + saved_outside_the_blocks(budget, model)
+    as_backward_begins = stored + plain_step.saved_outside_the_blocks(budget, model)
     last_is_checkpointed = (len(blocks) - 1) % every == 0
     if not last_is_checkpointed:  # it is free before any other block is recomputed
         return budget.change(activations=as_backward_begins)
 
     in_last_block = stored - kept + budget.one_block + budget.block_gradients
     head_gradient = 0
-    if head_trains(budget, model):
-        head_gradient = tensor_bytes(head_of(model))
+    if plain_step.head_trains(budget, model):
+        head_gradient = tensor_bytes(plain_step.head_of(model))
     return budget.with_moment_in_a_block(
         as_backward_begins=as_backward_begins,
         in_a_block=in_last_block + head_gradient,
         # Where each gradient goes at once, only that of a tied one waits, for its second half.
-        if_gradients_go=in_last_block + embedding_copies(model) // 2,
+        if_gradients_go=in_last_block + plain_step.embedding_copies(model) // 2,
     )
 
 
@@ -246,7 +220,7 @@ def _kept_bytes(budget: Budget, model: Any, mode: str, *, index: int = 0) -> int
     """Bytes per token that one checkpointed block keeps: its input [D], and what `mode` adds."""
     elements = model.config.get_text_config().hidden_size
     if mode == "selective":
-        require_adapters(budget, model)  # their matmuls are kept, too
+        plain_step.require_adapters(budget, model)  # their matmuls are kept, too
         elements += _kept_outputs(model, index)
     return elements * model.dtype.itemsize
 
@@ -255,8 +229,8 @@ def _kept_outputs(model: Any, index: int) -> int:
     """Elements per token that the matmuls and the attention of one block return."""
     linear = 0
     for module in decoder_blocks(model)[index].modules():
-        if is_linear(module):
-            _, outputs = features(module)
+        if plain_step.is_linear(module):
+            _, outputs = plain_step.features(module)
             linear += outputs
     if model.config._attn_implementation == "eager":
         return linear

@@ -17,8 +17,8 @@ Costs      On top of block checkpointing one more forward, but for the last bloc
            to the bit, with dropout too.
 Use when   The inputs of the blocks are the largest term: very long sequences, many layers.
 Not when   Something else sets the peak, or the inputs fit into host memory (activation_offload:
-           less arithmetic); with FSDP, which would gather and free a block's weights before its
-           group runs (the identity check refuses).
+           less arithmetic); with FSDP or hooks that work between the blocks of a group, and for
+           models that do (refused).
 In production   None has a flag for it. Megatron-LM `--recompute-method uniform
            --recompute-num-layers g` keeps the inputs of groups, and in backward all activations
            of one group; in JAX, `jax.checkpoint` nests.
@@ -41,23 +41,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     is_layer_norm,
     norms_of,
     require_causal_lm,
 )
-from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, mark, unmark
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmix
-from recipes_lib.core.model.recompute import (
-    argument_names,
-    caches_among,
-    nothing_to_recompute,
-    require_empty,
-    require_no_checkpoints,
-    require_no_other_state,
-    without_caches,
-)
+from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import (
@@ -89,6 +81,7 @@ def nested_by_hand(blocks: Sequence[Callable], hidden: torch.Tensor, *, group: i
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves("exact")
 def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     """Keep the input of every `group`-th block, and recompute in two stages. Returns `model`.
 
@@ -97,26 +90,27 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
 
     Args:
         group: blocks of a group; the last group may be smaller. 1 checkpoints every block.
-    Raises ValueError for a group outside 1 … number of blocks, for a model that is no causal
-    LM, and for blocks that are checkpointed already or whose forward is replaced. The model's
-    forward raises one, where gradients are needed, for a filled KV cache in training,
-    `output_hidden_states=True`, and a model that does more between its blocks than passing the
-    hidden states on.
+    Raises ValueError for a group outside 1 … number of blocks, and for blocks that are checkpointed
+    already. The model's forward raises one, where gradients are needed, for a filled KV cache in
+    training, for `output_hidden_states=True`, and where something works between the blocks.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
-    _check(blocks, group)
-    require_no_checkpoints(blocks)
-    require_forward_of_class(blocks)
-    _refuse_two_streams(blocks)
+    check_whole(group=group, most=len(blocks))
+    recompute.require_no_checkpoints(blocks)
     for first in range(0, len(blocks), group):
         last = min(first + group, len(blocks)) - 1
         shared = _Group(first, last)
         for index in range(first, last + 1):
-            # An attribute of the block: a deep copy of the model gets groups of its own.
-            names = argument_names(blocks[index])
-            mix_in(blocks[index], _Nested, checkpoint_group=shared, argument_names=names)
-            mark(blocks[index], CHECKPOINTED_INDEX, index)
+            # Attributes of the block: a deep copy of the model gets groups of its own.
+            names = recompute.argument_names(blocks[index])
+            mix_in(
+                blocks[index],
+                _Nested,
+                checkpointed_index=index,
+                checkpoint_group=shared,
+                argument_names=names,
+            )
     return model
 
 
@@ -126,27 +120,9 @@ def remove_nested_checkpointing(model: Any) -> Any:
     if not blocks:
         raise ValueError("this model has no block that apply_nested_checkpointing() has changed")
     for block in blocks:
-        unmix(block, _Nested, attributes=["checkpoint_group", "argument_names"])
-        unmark(block, CHECKPOINTED_INDEX)
+        attributes = ["checkpointed_index", "checkpoint_group", "argument_names"]
+        unmix(block, _Nested, attributes=attributes)
     return model
-
-
-def best_group(layers: int) -> int:
-    """The group with the fewest block inputs alive at a time; of several the cheapest."""
-    check_whole(layers=layers)
-
-    def most_inputs(group: int) -> int:
-        return max(_inputs_alive(index, group) for index in range(layers))
-
-    # Of equal groups `min` takes the first, which is the smallest and recomputes the least.
-    return min(range(1, layers + 1), key=most_inputs)
-
-
-def _inputs_alive(index: int, group: int) -> int:
-    """Block inputs alive while backward is in block `index`."""
-    of_groups = index // group + 1  # up to its own: backward has freed those of later groups
-    in_its_group = index % group  # from the group's second block up to this one
-    return of_groups + in_its_group
 
 
 class _Call(NamedTuple):
@@ -170,47 +146,10 @@ class _Group:
         # The very tensor that the next block has to get.
         self.handed_on: torch.Tensor | None = None
 
-
-class _Nested:
-    """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
-
-    checkpoint_group: _Group
-    argument_names: tuple[str, ...]  # of the block's forward, the hidden states first
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        group = self.checkpoint_group
-        index = getattr(self, CHECKPOINTED_INDEX)
-        if index == group.first:
-            group.forget()  # an error in an earlier forward may have left some calls
-        caches = caches_among(args, kwargs)
-        # A block in eval mode that finds calls of others waiting must not run without them.
-        if not group.calls and nothing_to_recompute(self, caches):
-            return super().forward(hidden_states, *args, **kwargs)
-
-        self._refuse(hidden_states, caches)
-        require_no_other_state(self.argument_names[1:], args, kwargs)
-        args, kwargs = without_caches(args, kwargs)
-        group.calls.append(_Call(super().forward, args, kwargs))
-        if index < group.last:
-            group.handed_on = hidden_states
-            return hidden_states  # [B, S, D], the group's input
-        calls = group.calls
-        group.forget()  # the graph owns the calls from here on
-        return checkpoint(_run_group, hidden_states, calls, use_reentrant=False)
-
-    def _refuse(self, hidden_states: torch.Tensor, caches: list[Any]) -> None:
-        """Raise ValueError for a forward that would not be the model's own."""
-        index = getattr(self, CHECKPOINTED_INDEX)
-        _refuse_collecting()
-        require_empty(caches, index=index)
-        if getattr(self, "gradient_checkpointing", False):
-            raise ValueError(
-                "Hugging Face's checkpointing is on, too: call "
-                "model.gradient_checkpointing_disable()"
-            )
-        group = self.checkpoint_group
-        all_before_are_waiting = len(group.calls) == index - group.first
-        as_handed_on = not group.calls or hidden_states is group.handed_on
+    def require_next(self, index: int, hidden_states: torch.Tensor) -> None:
+        """Raise ValueError unless block `index` gets what the one before it handed on."""
+        all_before_are_waiting = len(self.calls) == index - self.first
+        as_handed_on = not self.calls or hidden_states is self.handed_on
         if not all_before_are_waiting or not as_handed_on:
             raise ValueError(
                 f"block {index} did not get what block {index - 1} returned: the model, a hook, "
@@ -219,45 +158,69 @@ class _Nested:
             )
 
 
+class _Nested:
+    """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
+
+    checkpointed_index: int  # among the blocks; other techniques read this mark
+    checkpoint_group: _Group
+    argument_names: tuple[str, ...]  # of the block's forward, the hidden states first
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = self.checkpoint_group
+        index = self.checkpointed_index
+        if index == group.first:
+            group.forget()  # an error in an earlier forward may have left some calls
+        # A block in eval mode that finds calls of others waiting must not run without them.
+        if not group.calls and recompute.generates(self, args, kwargs):
+            return super().forward(hidden_states, *args, **kwargs)
+        _refuse_collecting()
+        group.require_next(index, hidden_states)
+        args, kwargs = recompute.without_caches(
+            args, kwargs, index=index, names=self.argument_names[1:]
+        )
+        group.calls.append(_Call(super().forward, args, kwargs))
+        if index < group.last:
+            group.handed_on = hidden_states
+            return hidden_states  # [B, S, D], the group's input
+        calls = group.calls
+        group.forget()  # the graph owns the calls from here on
+        return checkpoint(_run_group, hidden_states, calls, use_reentrant=False)
+
+
 def _run_group(hidden: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
     """The blocks of a group, one checkpoint each: [B, S, D] -> [B, S, D]."""
     for call in calls:
         hidden = checkpoint(call.forward, hidden, *call.args, use_reentrant=False, **call.kwargs)
-        if not isinstance(hidden, torch.Tensor):
-            raise ValueError(
-                f"a block returned a {type(hidden).__name__} where the hidden states alone are "
-                f"expected"
-            )
     return hidden
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _refuse_collecting() -> None:
     """Raise ValueError if the model collects the inputs of blocks: of a group it would see one."""
     from transformers.utils.output_capturing import _active_collector
 
-    collected = _active_collector.get() or {}
-    if "hidden_states" in collected:
+    if "hidden_states" in (_active_collector.get() or {}):
         raise ValueError(
             "output_hidden_states=True would collect the inputs of groups, not of blocks: pass "
             "False, run under torch.no_grad(), or call remove_nested_checkpointing(model)"
         )
 
 
-def _refuse_two_streams(blocks: torch.nn.ModuleList) -> None:
-    """Raise ValueError if blocks hand on more than the hidden states (RWKV, Reformer)."""
-    names = argument_names(blocks[0])
-    if "state" in names or names[0].startswith("prev"):
-        raise ValueError(
-            f"{type(blocks[0]).__name__} hands on more than the hidden states, which a group of "
-            f"blocks cannot: use activation_checkpointing"
-        )
+def best_group(layers: int) -> int:
+    """The group with the fewest block inputs alive at a time; of several the cheapest."""
+    check_whole(layers=layers)
+
+    def most_inputs(group: int) -> int:
+        return max(_inputs_alive(index, group) for index in range(layers))
+
+    # Of equal groups `min` takes the first, which is the smallest and recomputes the least.
+    return min(range(1, layers + 1), key=most_inputs)
 
 
-def _check(blocks: torch.nn.ModuleList, group: int) -> None:
-    check_whole(group=group, least=1, most=len(blocks))
+def _inputs_alive(index: int, group: int) -> int:
+    """Block inputs alive while backward is in block `index`."""
+    of_groups = index // group + 1  # up to its own: backward has freed those of later groups
+    in_its_group = index % group  # from the group's second block up to this one
+    return of_groups + in_its_group
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -277,7 +240,7 @@ def estimate_nested_checkpointing(
     """
     require_adapters(budget, model)
     blocks = decoder_blocks(model)
-    _check(blocks, group)
+    check_whole(group=group, most=len(blocks))
     groups = parts_needed(len(blocks), group)
     width = model.config.get_text_config().hidden_size
     one_input = shape.tokens * model.dtype.itemsize * width

@@ -17,8 +17,8 @@ Idea       Time each collective alone, over sizes from a few KiB to many MiB. Se
                seconds = messages x latency + bytes sent / bandwidth
 
            Small tensors pay for the messages, large ones for the bytes.
-Saves      Nothing by itself. It tells where to look: with `count_traffic` it gives the seconds that
-           a step has to send, before anything is optimized.
+Saves      Nothing by itself. It tells where to look, before anything is optimized: with
+           `count_traffic` it gives the seconds that a step has to send.
 Costs      Some seconds for each kind of collective.
 Use when   A new machine or network, a step that scales badly, a choice between strategies.
 Not when   Communication overlaps with arithmetic: then the prediction is an upper bound of what
@@ -28,27 +28,26 @@ In production   `nccl-tests`: `all_reduce_perf -b 8 -e 128M -f 2 -g 2`, which pr
 Source     "Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE.md); Thakur et al.,
            "Optimization of collective communication operations in MPICH", 2005.
 
-Legend: N ranks, B bytes of the whole tensor, as `core.traffic` counts them.
+Legend: N ranks, B bytes of the whole tensor, as `core.ranks.traffic` counts them.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import synchronize
-from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
-from recipes_lib.core.ranks.meshes import default_mesh
-from recipes_lib.core.ranks.traffic import Traffic, ring_bytes
+from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.traffic import ring_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 MOST_CALLS = 200  # in a round, of a tensor that is small
@@ -139,17 +138,16 @@ def measure_bus_bandwidth(
         rounds: of which the fastest counts; whatever else runs can only slow them.
         round_seconds: about how long a round lasts. A small tensor is sent many times in it.
 
-    Raises ValueError without a process group, if the ranks differ, for fewer than two ranks, and
-    for sizes that do not divide.
+    Raises ValueError without a process group, if the ranks differ, for an unknown kind, and for
+    sizes that do not divide.
     """
-    require_group()
     agree(kind=kind, sizes=list(sizes), dtype=dtype, rounds=rounds, round_seconds=round_seconds)
     check_choice(KINDS, kind=kind)
-    check_whole(rounds=rounds)
-    check_number(above=0, round_seconds=round_seconds)
-    if mesh is None:
-        mesh = default_mesh()
-    _require_parts(sizes, mesh, dtype)
+    mesh = default_mesh() if mesh is None else mesh
+    require_one_dimension(mesh, such_as="shard")
+    least = mesh.size() * dtype.itemsize
+    if any(size % least for size in sizes):
+        raise ValueError(f"sizes={list(sizes)}: give multiples of {least}, ranks x bytes")
     points = []
     for size in sizes:
         call = _collective(kind, size // dtype.itemsize, mesh, dtype)
@@ -217,27 +215,6 @@ def _slowest(seconds: list[float], mesh: DeviceMesh) -> list[float]:
     return times.tolist()
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _require_parts(sizes: Sequence[int], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    if mesh.ndim != 1 or mesh.size() < 2:
-        raise ValueError(
-            f"a mesh of {tuple(mesh.mesh.shape)} ranks: give one axis with two ranks or more, as "
-            f"in mesh['shard']"
-        )
-    if not sizes:
-        raise ValueError("sizes=[]: give bytes, such as [2**12, 2**16, 2**20]")
-    least = mesh.size() * dtype.itemsize
-    for size in sizes:
-        check_whole(size=size)
-        if size % least:
-            raise ValueError(
-                f"size={size}: give a multiple of {least}, which are {mesh.size()} ranks x "
-                f"{dtype.itemsize} bytes of an element"
-            )
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
@@ -256,26 +233,14 @@ class Link:
     bytes_per_second: float
     largest_residual: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_choice(KINDS, kind=self.kind)
-        check_whole(ranks=self.ranks)
-        check_number(least=0, latency=self.latency)
-        check_number(above=0, bytes_per_second=self.bytes_per_second)
-
     def seconds(self, size: float) -> float:
-        """Of a call on a tensor of `size` bytes."""
-        return predicted_collective_seconds(
-            self.kind,
-            size,
-            ranks=self.ranks,
-            latency=self.latency,
-            bytes_per_second=self.bytes_per_second,
-        )
+        """Of a call on a tensor of `size` bytes: its messages and its bytes."""
+        sent = size * bus_factor(self.kind, self.ranks)
+        return messages(self.kind, self.ranks) * self.latency + sent / self.bytes_per_second
 
 
 def bus_factor(kind: str, ranks: int) -> float:
     """Bytes that a rank sends for each byte of the tensor; a broadcast passes all of them on."""
-    check_choice(KINDS, kind=kind)
     if kind == "broadcast":
         return 1.0
     return ring_bytes(kind, 1.0, ranks)
@@ -283,31 +248,11 @@ def bus_factor(kind: str, ranks: int) -> float:
 
 def messages(kind: str, ranks: int) -> int:
     """How many messages follow each other in a ring before a collective is complete."""
-    check_choice(KINDS, kind=kind)
-    check_whole(ranks=ranks)
     if kind == "send":
         return 1
     if kind == "all_reduce":
         return 2 * (ranks - 1)
     return ranks - 1
-
-
-def predicted_collective_seconds(
-    kind: str, size: float, *, ranks: int, latency: float, bytes_per_second: float
-) -> float:
-    """Seconds of one collective on a tensor of `size` bytes: its messages and its bytes.
-
-    Args:
-        kind: one of KINDS.
-        size: bytes of the whole tensor.
-        ranks: how many.
-        latency: seconds of an empty message from a rank to its neighbour.
-        bytes_per_second: that a rank can send.
-    """
-    check_number(least=0, size=size, latency=latency)
-    check_number(above=0, bytes_per_second=bytes_per_second)
-    sent = size * bus_factor(kind, ranks)
-    return messages(kind, ranks) * latency + sent / bytes_per_second
 
 
 def fit_link(points: Sequence[BusPoint]) -> Link:
@@ -342,23 +287,3 @@ def fit_link(points: Sequence[BusPoint]) -> Link:
     line = Link(kind, ranks, latency, bytes_per_second)
     residuals = [abs(line.seconds(point.size) / point.seconds - 1) for point in fastest.values()]
     return replace(line, largest_residual=max(residuals))
-
-
-def predicted_traffic_seconds(traffic: Traffic, links: Mapping[str, Link]) -> float:
-    """Seconds that the counted calls of a step take, one after the other.
-
-    It is what communication adds to the step if nothing overlaps.
-
-    Args:
-        traffic: of one step, from `core.traffic.count_traffic`.
-        links: by kind, for every kind in the traffic, on as many ranks as the step has.
-
-    Raises ValueError for a kind without a link.
-    """
-    total = 0.0
-    for kind, calls in traffic.calls.items():
-        if kind not in links:
-            raise ValueError(f"{kind}: measure it, and give its link with the others")
-        mean_size = traffic.bytes[kind] / calls
-        total += calls * links[kind].seconds(mean_size)
-    return total

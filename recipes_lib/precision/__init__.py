@@ -9,8 +9,9 @@ pure_bf16            16-bit weights and states: nearest or stochastic rounding, 
 quantization_aware   train with the rounding that the file of an edge device will have
 sixteen_bit_adam     AdamW with bf16 states on fp32 weights
 sixteen_bit_weights  bf16 or fp16 weights for inference, on the path that is fast for one token
-_converted_weights  products of many rows with weights stored in another dtype
-_four_bit_grid  weights on 16 levels, with a scale and an offset for each group of a row
-_rounding  stochastic rounding from fp32 to bf16, for what is stored in 16 bits
-_saved_states  load an optimizer's states in the dtypes in which they were saved
+
+_adam                an AdamW in chunks: stochastic rounding, and states that load as they were
+_converted_weights   products of many rows with weights stored in another dtype
+_packed_linear       layers of few bits: packed for a kernel here, in plain order in a file
+_four_bit_grid       weights on 16 levels, with a scale and an offset for each group of a row
 """

@@ -18,12 +18,12 @@ O outputs, I inputs, G = I / group groups of a row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 
 GROUPS = (32, 64, 128)  # weights that share a scale
 MIDDLE = 8  # the level that stands for the offset itself
@@ -44,10 +44,7 @@ class FourBitGrid(NamedTuple):
 
 
 def to_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> FourBitGrid:
-    """The nearest levels of `weight` [O, I].
-
-    Raises ValueError if `group` does not divide I, and for weights that are not finite.
-    """
+    """The nearest levels of `weight` [O, I]."""
     steps, scales, offsets = _nearest_steps(weight, group, symmetric)
     levels = (steps + MIDDLE).to(torch.uint8).flatten(1)
     return FourBitGrid(levels, scales, offsets)
@@ -61,12 +58,9 @@ def in_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> Tens
 
 def _nearest_steps(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Steps away from the offset, -8 … 7 in fp32 [O, G, group]; scales and offsets bf16 [O, G]."""
-    check_group(weight.shape[1], group, "the weight")
     groups = weight.detach().float().unflatten(1, (-1, group))  # [O, G, group]
     low = groups.amin(dim=-1)
     high = groups.amax(dim=-1)
-    if not (low.isfinite().all() and high.isfinite().all()):
-        raise ValueError("the weight has values that are not finite: it cannot be quantized")
     if symmetric:
         scales = (torch.maximum(high, -low) / 7).bfloat16()
         offsets = torch.zeros_like(scales)
@@ -85,21 +79,14 @@ def four_bit_bytes(linear: nn.Linear, *, group: int) -> int:
     return weights // 2 + 4 * (weights // group)
 
 
-def check_groups(layers: Mapping[str, nn.Linear], names: Iterable[str], group: Any) -> None:
+def check_groups(layers: Mapping[str, nn.Linear], names: Iterable[str], group: int) -> None:
     """Raise ValueError unless `group` is one of GROUPS and divides the width of every layer."""
     check_choice(GROUPS, group=group)
-    check_whole(group=group)  # 32.0 is one of them, too, for Python
     for name in names:
-        check_group(layers[name].in_features, group, name)
-
-
-def check_group(width: int, group: int, name: str) -> None:
-    """Raise ValueError unless `group` divides `width`, with a group that does."""
-    check_whole(group=group)
-    if width % group == 0:
-        return
-    fitting = [size for size in GROUPS if width % size == 0]
-    way_out = "leave it out (`names`)"
-    if fitting:
-        way_out = f"give group={max(fitting)}, or {way_out}"
-    raise ValueError(f"{name} has {width} inputs, which group={group} does not divide: {way_out}")
+        width = layers[name].in_features
+        fitting = [size for size in GROUPS if width % size == 0]
+        if group not in fitting:
+            raise ValueError(
+                f"{name} has {width} inputs, which group={group} does not divide: leave it out "
+                f"(`names`), or give another group (of {list(GROUPS)}, {fitting} fit)"
+            )

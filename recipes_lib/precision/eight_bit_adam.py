@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from recipes_lib.core.checks import check_choice, check_flag
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
@@ -80,11 +80,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> to
     return (scales * table[codes.long()]).flatten()
 
 
-def plain_adamw(
+def plain_eight_bit_step(
     weight: torch.Tensor,
     gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
     *,
     step: int,
     lr: float,
@@ -92,32 +92,19 @@ def plain_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> None:
-    """One step of AdamW, in place."""
-    exp_avg.lerp_(gradient, 1 - betas[0])
-    exp_avg_sq.lerp_(gradient.square(), 1 - betas[1])
-    # Both averages start at zero, so the first steps would be too small, or too large.
-    mean = exp_avg / (1 - betas[0] ** step)
-    spread = (exp_avg_sq / (1 - betas[1] ** step)).sqrt()
-    weight.mul_(1 - lr * weight_decay)
-    weight.sub_(lr * mean / (spread + eps))
-
-
-def plain_eight_bit_step(
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    first: list[torch.Tensor],
-    second: list[torch.Tensor],
-    **options: Any,
-) -> None:
     """The whole idea: decode both averages, do a step of AdamW in fp32, encode them again.
 
-    `first` and `second` are [codes, scales, table] of the two averages, and are updated.
+    `first` and `second` are [codes, scales, table] of the two averages, and are updated, as
+    `weight` [N] is. `step` counts from 1.
     """
-    exp_avg = decode(*first)  # [N]
-    exp_avg_sq = decode(*second)
-    plain_adamw(weight, gradient, exp_avg, exp_avg_sq, **options)
-    first[:2] = encode(exp_avg, first[2])
-    second[:2] = encode(exp_avg_sq, second[2])
+    beta1, beta2 = betas
+    mean = decode(*first).lerp(gradient, 1 - beta1)  # [N]
+    square = decode(*second).lerp(gradient.square(), 1 - beta2)
+    spread = (square / (1 - beta2**step)).sqrt()
+    weight.mul_(1 - lr * weight_decay)
+    weight.sub_(lr * (mean / (1 - beta1**step)) / (spread + eps))
+    first[:2] = encode(mean, first[2])
+    second[:2] = encode(square, second[2])
 
 
 # --- the technique --------------------------------------------------------------------------------
@@ -138,17 +125,14 @@ def eight_bit_adamw(
 
     Args:
         model_or_params: a model (its trainable parameters), or parameters or groups of them.
-            Embeddings are known only from a model; a group may say `optim_bits` itself, 8 (the
-            default) or 32.
+            Embeddings are known only from a model; a group may say `optim_bits` itself, 8 or 32.
         paged: keep the states in memory that moves between GPU and host on demand.
         embedding_bits: 32 or 8, for the embedding and for an output layer tied to it.
         library: "bitsandbytes", or "torchao", which is PyTorch code that torch.compile fuses: the
             first step takes long, and it can neither page nor keep the embedding in 32 bits.
     Raises ValueError for no trainable parameter, for other bits, for what torchao cannot do, and
-    for `paged` on a CPU, where bitsandbytes would only warn and page nothing; ImportError without
-    the library.
+    for `paged` on a CPU, where bitsandbytes would only warn and page nothing.
     """
-    check_flag(paged=paged)
     check_choice([8, 32], embedding_bits=embedding_bits)
     check_choice(["bitsandbytes", "torchao"], library=library)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -159,30 +143,14 @@ def eight_bit_adamw(
                 "torchao does not page and stores every state in 8 bits: "
                 "give paged=False and embedding_bits=8"
             )
-        return _torchao_adamw(model_or_params, options)
-    return _bitsandbytes_adamw(model_or_params, options, paged, embedding_bits)
-
-
-def _bitsandbytes_adamw(
-    model_or_params: torch.nn.Module | Iterable[Any],
-    options: dict[str, Any],
-    paged: bool,
-    embedding_bits: int,
-) -> torch.optim.Optimizer:
+        return _torchao_adamw()(parameters_to_train(model_or_params), **options)
+    params = model_or_params
     if isinstance(model_or_params, torch.nn.Module):
         params = _groups(model_or_params, embedding_bits)
-    else:
-        params = list(model_or_params)
-    optimizer = _adamw_by_group()(params, min_8bit_size=SMALLEST, is_paged=paged, **options)
+    optimizer = _bitsandbytes_adamw()(params, min_8bit_size=SMALLEST, is_paged=paged, **options)
     if paged and _on_cpu(optimizer):
         raise ValueError("paged=True moves states between GPU and host: on a CPU pass paged=False")
     return optimizer
-
-
-def _torchao_adamw(
-    model_or_params: torch.nn.Module | Iterable[Any], options: dict[str, Any]
-) -> torch.optim.Optimizer:
-    return _adamw_without_compiler()(parameters_to_train(model_or_params), **options)
 
 
 def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]:
@@ -199,9 +167,6 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
 def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
     """Whether one of the optimizer's parameters is on a CPU."""
     for group in optimizer.param_groups:
@@ -210,7 +175,7 @@ def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _adamw_by_group() -> type[torch.optim.Optimizer]:
+def _bitsandbytes_adamw() -> type[torch.optim.Optimizer]:
     # The class is made here, because its base class is imported only when it is needed.
     class AdamW8bitByGroup(require("bitsandbytes").optim.AdamW8bit):
         """Reads `optim_bits` from the parameter group.
@@ -219,20 +184,14 @@ def _adamw_by_group() -> type[torch.optim.Optimizer]:
         embedding of one optimizer makes the first parameter of the next one 32-bit, silently.
         """
 
-        def __init__(self, params: list[Any], **kwargs: Any):
-            super().__init__(params, **kwargs)
-            for group in self.param_groups:
-                group.setdefault("optim_bits", 8)
-                check_choice([8, 32], optim_bits=group["optim_bits"])
-
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             config = super().get_config(gindex, pindex, group)
-            return config | {"optim_bits": group["optim_bits"]}
+            return config | {"optim_bits": group.get("optim_bits", 8)}
 
     return AdamW8bitByGroup
 
 
-def _adamw_without_compiler() -> type[torch.optim.Optimizer]:
+def _torchao_adamw() -> type[torch.optim.Optimizer]:
     class AdamW8bit(require("torchao.optim").AdamW8bit):
         """Runs operator by operator, slowly, where torch.compile cannot.
 
@@ -280,21 +239,13 @@ def predicted_state_bytes(model: Any, *, embedding_bits: int = 32, paged: bool =
 
     With `paged`, only of those that stay on the device.
     """
-    # The two code tables, one fp32 value per code, which all parameters share.
-    check_choice([8, 32], embedding_bits=embedding_bits)
-    check_flag(paged=paged)
-    total = 2 * 256 * 4
+    total = 2 * 256 * 4  # the two code tables, one fp32 value per code, which all parameters share
     for group in _groups(model, embedding_bits):
         for parameter in group["params"]:
             elements = parameter.numel()
-            blocks = parts_needed(elements, BLOCK)
-            if elements < SMALLEST or group["optim_bits"] == 32:
-                averages = 8 * elements
-                scales = 0
-            else:
-                averages = 2 * elements
-                scales = 8 * blocks
-            if paged and elements >= SMALLEST_PAGED:
-                averages = 0
-            total += averages + scales
+            in_eight_bits = elements >= SMALLEST and group["optim_bits"] == 8
+            if in_eight_bits:
+                total += 8 * parts_needed(elements, BLOCK)
+            if not paged or elements < SMALLEST_PAGED:
+                total += (2 if in_eight_bits else 8) * elements
     return total

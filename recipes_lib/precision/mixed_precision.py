@@ -161,12 +161,21 @@ class MixedPrecision:
         """Unscale the gradients, clip their norm to `max_grad_norm`, step, and adapt the scale.
 
         Returns whether the optimizer stepped: False when an fp16 gradient was infinite or NaN.
-        Raises ValueError for 16-bit parameters, for no gradients, and for gradients that `backward`
-        did not scale: divided by the scale they would be far too small, and Adam would hide it.
+        Raises ValueError for 16-bit parameters, and for gradients that cannot be unscaled or
+        clipped: those that `backward` did not scale, and those that were taken in backward.
         """
         parameters = _trainable(optimizer)
-        _require_masters(parameters)
-        self._require_gradients(optimizer, parameters, clips=max_grad_norm is not None)
+        scales = self.scaler.is_enabled()
+        if (scales or max_grad_norm is not None) and marked(optimizer, TAKES_GRADIENTS_IN_BACKWARD):
+            raise ValueError(
+                "this optimizer took the gradients in backward: "
+                "too late to unscale or clip them here"
+            )
+        if scales and not self._backward_ran:
+            # Divided by the scale they would be far too small, and Adam would hide it.
+            raise ValueError(
+                "fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()"
+            )
         self._backward_ran = False
 
         if max_grad_norm is not None:
@@ -194,30 +203,6 @@ class MixedPrecision:
             )
         self.scaler.load_state_dict(state["scaler"])
 
-    def _require_gradients(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[torch.Tensor],
-        *,
-        clips: bool,
-    ) -> None:
-        """Raise ValueError for no gradients, and for those that cannot be unscaled or clipped."""
-        scales = self.scaler.is_enabled()
-        if marked(optimizer, TAKES_GRADIENTS_IN_BACKWARD):
-            if scales or clips:
-                raise ValueError(
-                    "this optimizer took the gradients in backward: "
-                    "too late to unscale or clip them here"
-                )
-        elif all(parameter.grad is None for parameter in parameters):
-            raise ValueError(
-                "no parameter of this optimizer has a gradient: call backward(loss) before step"
-            )
-        if scales and not self._backward_ran:
-            raise ValueError(
-                "fp16 gradients that are not scaled: call mp.backward(loss), not loss.backward()"
-            )
-
     def __str__(self) -> str:
         if self.dtype is torch.float32:
             name = machine().name
@@ -228,25 +213,18 @@ class MixedPrecision:
         return f"{NAMES[self.dtype]} autocast on {self.device}, fp32 weights, {scaling}"
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What the optimizer trains. Raises ValueError for 16 bits: there small updates vanish."""
     parameters = []
     for group in optimizer.param_groups:
         parameters += [parameter for parameter in group["params"] if parameter.requires_grad]
+    for parameter in parameters:
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{NAMES[parameter.dtype]} weights without masters: a small update rounds to "
+                f"nothing. Load the model in torch.float32; frozen weights may be 16-bit"
+            )
     return parameters
-
-
-def _require_masters(parameters: list[torch.Tensor]) -> None:
-    """Raise ValueError for trainable weights in 16 bits: there a small update rounds to nothing."""
-    in_16_bits = {NAMES[p.dtype] for p in parameters if p.dtype in (torch.float16, torch.bfloat16)}
-    if in_16_bits:
-        raise ValueError(
-            f"{' and '.join(sorted(in_16_bits))} weights without masters: a small update rounds to "
-            f"nothing. Load the model in torch.float32; mixed precision casts it where that is "
-            f"fast. Frozen weights may be 16-bit"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -10,20 +10,41 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+BETWEEN = " · "  # the parts of a metric that was nested
 
 
-def recorded(part: str) -> dict[str, Any] | None:
-    """The newest recorded result of a part of `benchmarks`, of any machine, or None.
+def recorded(notebook: str) -> dict[str, Any] | None:
+    """The newest recorded run of a notebook, program or part, of any machine, or None.
 
-    `measured_on` in it names the machine and the day.
+    Nested as the run wrote it. A number with a range is a dict with its `value`, `low` and `high`.
+    `measured_on` names the machine and the day.
     """
-    runs = []
-    for path in RESULTS.glob("*.json"):
-        run = json.loads(path.read_text())
-        if part in run["parts"]:
-            runs.append(run)
-    if not runs:
-        return None
-    newest = max(runs, key=lambda run: run["date"])  # as text, ISO dates are in order
-    where = f"recorded on {newest['name']}, {newest['date']}"
-    return newest["parts"][part] | {"measured_on": where}
+    newest: dict[str, Any] | None = None
+    # The names of the files end with the day: in this order the last one is the newest.
+    for path in sorted(RESULTS.glob("*.jsonl"), key=_day):
+        shared, *records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        own = [record for record in records if record["notebook"] == notebook]
+        if own:
+            newest = _nested(own)
+            machine, *_ = shared["machine"].split(", ")
+            newest["measured_on"] = f"recorded on {machine}, {shared['date']}"
+    return newest
+
+
+def _day(path: Path) -> str:
+    return path.stem[-len("2026-11-25") :]
+
+
+def _nested(records: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for record in records:
+        values = found
+        if record["row"]:
+            values = found.setdefault(record["row"], {})
+        *path, last = record["metric"].split(BETWEEN)
+        for part in path:
+            values = values.setdefault(part, {})
+        values[last] = record["value"]
+        if "low" in record:
+            values[last] = {key: record[key] for key in ("value", "low", "high")}
+    return found

@@ -9,9 +9,8 @@ Idea       Fill rows of one length L with whole documents, count positions from 
                         b b b . . . . .      pos      0 1 2 3 0 1 2 0             . . . . b b b .
                         c . . . . . . .                                           . . . . . . . c
 
-           Which documents share a row is bin packing. Best-fit decreasing: longest first, each into
-           the fullest row that still has room. The attention kernel learns the borders from the
-           positions that restart.
+           Which documents share a row is bin packing: longest first, each into the fullest row
+           that still has room. Attention learns the borders from the positions that restart.
 Saves      The padded part of the batch, in time and in activations.
 Costs      With SDPA the borders need a mask [L, L], and with a mask transformers repeats grouped KV
            heads; flash-attn's variable lengths need neither. The number of rows is no longer the
@@ -45,6 +44,7 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import check_rows
 from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.model.output_layer import require_shifted_loss
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
@@ -91,11 +91,9 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     Args:
         rows: with `input_ids` and `labels`, as from `load_instructions`.
         seed: shuffles the packed rows, which otherwise come longest document first.
-    Raises ValueError for no row, a row without tokens, one that is longer than `length`, one whose
-    labels are more or fewer than its tokens, and one that is packed or padded already.
+    Raises ValueError for a row that is longer than `length`, one whose labels are more or fewer
+    than its tokens, and one that is packed or padded already.
     """
-    if seed is not None:
-        check_whole(least=0, seed=seed)
     rows = list(rows)
     check_rows(rows)
     lengths = [len(row["input_ids"]) for row in rows]
@@ -109,7 +107,13 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
 
 def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
     """The indices of `lengths` in bins of at most `length`, as `fill_rows` does, but quickly."""
-    _check_lengths(lengths, length)
+    check_whole(length=length)
+    for row, tokens in enumerate(lengths):
+        if not 1 <= tokens <= length:
+            raise ValueError(
+                f"row {row} has {tokens} tokens, and rows of 1 to length={length} can be packed "
+                f"whole: leave it out, split it, or raise length"
+            )
     bins: list[list[int]] = []
     # (room, bin), sorted: the first one with enough room is the fullest that fits.
     free: list[tuple[int, int]] = []
@@ -144,26 +148,12 @@ def collate_packed(
 
     They are padded to `length`, or to the longest; the padding is a document of its own. There is
     no attention mask: with one, transformers would take a row for one document. Call the model with
-    `use_cache=False`. Raises ValueError for rows that are not packed.
+    `use_cache=False`.
     """
-    check_whole(least=0, pad_token_id=pad_token_id)
-    longest = max((len(pack["input_ids"]) for pack in packs), default=0)
+    longest = max(len(pack["input_ids"]) for pack in packs)
     if length is None:
         length = longest
-    check_whole(least=0, length=length)
-    packed = all("position_ids" in pack for pack in packs)
-    if not packed or longest == 0 or longest > length:
-        raise ValueError(
-            f"{len(packs)} rows of at most {longest} tokens, length={length}: "
-            f"give what pack_sequences returned"
-        )
-    for number, pack in enumerate(packs):
-        sizes = {len(pack[name]) for name in ("input_ids", "labels", "position_ids")}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"packed row {number} has columns of {sorted(sizes)} tokens: give what "
-                f"pack_sequences returned"
-            )
+    check_whole(least=longest, length=length)
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
     for pack in packs:
         missing = length - len(pack["input_ids"])
@@ -173,7 +163,7 @@ def collate_packed(
     return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}  # [P, L]
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
+# --- does a model keep documents apart? -----------------------------------------------------------
 
 
 @torch.no_grad()
@@ -182,93 +172,49 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
     Changes every token of the first document and looks whether the logits of the others move.
     Attention that does not know the borders, and state space models, fail here. So does a model
-    that does not begin its positions again: the second document is compared with itself alone.
-    Raises ValueError for no row with two documents, and for a model whose loss does not move the
-    labels by one.
+    that does not begin its positions again (Whisper's decoder): the second document is compared
+    with itself alone. Raises ValueError for a batch in which no row holds two documents.
     """
     require_shifted_loss(model)
-    row, border = _first_border(batch["position_ids"])
+    row, border, end = _second_document(batch["position_ids"])
     ids = batch["input_ids"][row : row + 1]  # [1, L]
     positions = batch["position_ids"][row : row + 1]
     changed = ids.clone()
-    changed[:, :border] = (changed[:, :border] + 1) % _vocabulary(model)
+    changed[:, :border] = (changed[:, :border] + 1) % model.config.get_text_config().vocab_size
 
-    end = _end_of_document(positions, border)
-    second = ids[:, border:end]  # [1, the tokens of the second document]
-    own_positions = positions[:, border:end]
+    with evaluating(model):  # dropout would differ from pass to pass
+        before = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        after = model(input_ids=changed, position_ids=positions, use_cache=False).logits
+        second = {"input_ids": ids[:, border:end], "position_ids": positions[:, border:end]}
+        alone = model(**second, use_cache=False).logits
 
-    was_training = model.training
-    model.eval()  # dropout would differ from pass to pass
-    before = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    after = model(input_ids=changed, position_ids=positions, use_cache=False).logits
-    alone = model(input_ids=second, position_ids=own_positions, use_cache=False).logits
-    model.train(was_training)
-
-    together = before[:, border:end]  # [1, S, V]
-    before = before[:, border:]  # [1, L - border, V] what the other documents predict
-    difference = (after[:, border:] - before).abs().max().item()
-    # Where the mask holds, both passes add the same numbers, if perhaps in another order. A
-    # comparison with NaN is False, so NaN counts as moved.
-    stayed = difference <= 1e-3 * before.abs().max().item()
-    if not stayed:
+    # Where the mask holds, both passes add the same numbers, if perhaps in another order.
+    if not _same(after[:, border:], before[:, border:], share=1e-3):
         raise RuntimeError(
-            f"a document sees its neighbour (logits move by {difference:.2g}): "
-            f"{type(model).__name__} with attention "
-            f"{getattr(model.config, '_attn_implementation', None)!r} does not know the borders; "
-            f"train it unpacked"
+            f"a document sees its neighbour: {type(model).__name__} with attention "
+            f"{model.config._attn_implementation!r} does not know the borders; train it unpacked"
         )
-    _require_as_alone(model, together, alone)
-
-
-def _vocabulary(model: Any) -> int:
-    """How many token ids the model knows, in a model that sees or hears as well."""
-    return model.config.get_text_config().vocab_size
-
-
-def _end_of_document(positions: torch.Tensor, border: int) -> int:
-    """Where the document ends that begins at `border`, in one row of positions [1, L]."""
-    later = (positions[0, border + 1 :] == 0).nonzero()
-    if len(later) == 0:
-        return positions.shape[1]
-    return border + 1 + int(later[0])
-
-
-def _require_as_alone(model: Any, packed: torch.Tensor, alone: torch.Tensor) -> None:
-    """Raise RuntimeError unless a document has the logits [1, S, V] that it has by itself.
-
-    Some models do not look at `position_ids` (Whisper's decoder): there the second document begins
-    where the first one ends. Sums come in another order, so 16 bits differ by more.
-    """
-    tolerance = 1e-3 if alone.dtype.itemsize > 2 else 1e-1
-    difference = (packed - alone).abs().max().item()
-    same = difference <= tolerance * alone.abs().max().item()  # a comparison with NaN is False
-    if not same:
+    # Here the sums come in another order, so 16 bits differ by more.
+    if not _same(before[:, border:end], alone, share=1e-3 if alone.dtype.itemsize > 2 else 1e-1):
         raise RuntimeError(
-            f"a document in a row is not what it is alone (logits differ by {difference:.2g}): "
-            f"{type(model).__name__} does not begin its positions again; train it unpacked"
+            f"a document in a row is not what it is alone: {type(model).__name__} does not begin "
+            f"its positions again; train it unpacked"
         )
 
 
-def _first_border(position_ids: torch.Tensor) -> tuple[int, int]:
-    """The first row with two documents, and where its second document begins."""
-    starts = position_ids == 0  # [P, L]
-    rows = (starts.sum(dim=1) > 1).nonzero()  # [rows with a border, 1]
-    if len(rows) == 0:
-        raise ValueError("no row of the batch holds two documents: there is no border to check")
-    row = int(rows[0])
-    return row, int(starts[row].nonzero()[1])
+def _same(found: torch.Tensor, expected: torch.Tensor, *, share: float) -> bool:
+    """Up to a share of the largest number; NaN is never the same."""
+    return ((found - expected).abs().max() <= share * expected.abs().max()).item()
 
 
-def _check_lengths(lengths: Sequence[int], length: int) -> None:
-    check_whole(length=length)
-    if not lengths:
-        raise ValueError("there is no row to pack: the data set is empty")
-    for row, tokens in enumerate(lengths):
-        if tokens < 1 or tokens > length:
-            raise ValueError(
-                f"row {row} has {tokens} tokens, and rows of 1 to length={length} can be packed "
-                f"whole: leave it out, split it, or raise length"
-            )
+def _second_document(position_ids: torch.Tensor) -> tuple[int, int, int]:
+    """The first row with two documents, and where its second document begins and ends."""
+    for row, positions in enumerate(position_ids):
+        starts = (positions == 0).nonzero().flatten().tolist()
+        if len(starts) > 1:
+            _, border, end, *_ = [*starts, len(positions)]
+            return row, border, end
+    raise ValueError("no row of the batch holds two documents: there is no border to check")
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -276,7 +222,6 @@ def _check_lengths(lengths: Sequence[int], length: int) -> None:
 
 def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
     """Tokens that are processed if consecutive batches are padded, each to its longest row."""
-    check_whole(batch_size=batch_size)
     total = 0
     for start in range(0, len(lengths), batch_size):
         batch = lengths[start : start + batch_size]
@@ -292,7 +237,6 @@ def predicted_speedup(
     That is the speed-up as far as time is proportional to tokens. `packs_per_batch` packed rows are
     padded to the longest of them.
     """
-    check_whole(packs_per_batch=packs_per_batch)
     packs = []
     for members in best_fit(lengths, length=length):
         packs.append(sum(lengths[i] for i in members))

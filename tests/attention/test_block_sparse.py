@@ -1,8 +1,9 @@
+"""Blocks equal a dense mask, documents stay apart, and what has no kernel is said."""
+
 import copy
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,17 +30,10 @@ from tests.small_models import small_model
 PATTERNS = [
     {"block_size": 4},
     {"block_size": 5, "local": 2, "global_blocks": 0, "stride": 3},
-    {"block_size": 3, "local": 1, "global_blocks": 2},
     {"block_size": 7, "stride": 1},  # everything
     {"block_size": 64},  # one block
 ]
 PATTERN = {"block_size": 4, "local": 2, "global_blocks": 1, "stride": 3}
-
-
-@pytest.fixture(params=["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gpt2"])
-def model(request):
-    """The families but Gemma2, whose scores are capped."""
-    return model_of_shape(request.param, device="cpu")
 
 
 def make_qkv(seq_len, *, batch=2, heads=6, kv_heads=2, width=8, dtype=torch.float32, device="cpu"):
@@ -88,6 +82,7 @@ def assert_close(got, expected, tolerance):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equal_to_the_plain_one(pattern):
+    """The idea is the technique."""
     qkv = make_qkv(37, dtype=torch.float64)
     expected = run(plain_block_sparse_attention, qkv, **pattern)
     assert_close(run(block_sparse_attention, qkv, **pattern), expected, 1e-13)
@@ -117,6 +112,7 @@ def test_equal_to_dense_attention_in_other_dtypes(dtype, tolerance, documents):
 
 @pytest.mark.parametrize("kv_heads", [1, 6])
 def test_one_group_and_no_groups(kv_heads):
+    """Heads of queries that meet the keys of another group."""
     qkv = make_qkv(29, kv_heads=kv_heads)
     expected = run(dense, qkv, **PATTERN)
     assert_close(run(block_sparse_attention, qkv, **PATTERN), expected, 2e-6)
@@ -146,6 +142,7 @@ def picture(**pattern):
 
 
 def test_the_pattern_is_the_one_in_the_picture():
+    """The rule and its drawing are two things."""
     assert picture(local=2, global_blocks=1) == [
         "■.....",
         "■■....",
@@ -174,6 +171,7 @@ def test_the_pattern_is_the_one_in_the_picture():
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_prediction_counts_the_mask(pattern):
+    """A last block that is shorter than the others."""
     for seq_len in (1, 8, 50, 129):
         causal = torch.ones(seq_len, seq_len).tril().sum()
         share = block_sparse_mask(seq_len=seq_len, **pattern).sum() / causal
@@ -220,12 +218,6 @@ def test_arithmetic_is_what_was_predicted(pattern):
     assert predicted < 0.4
 
 
-def test_without_a_stride_the_pairs_grow_with_the_length():
-    short = predicted_share_of_pairs(seq_len=4096, block_size=32) * 4097
-    long = predicted_share_of_pairs(seq_len=8192, block_size=32) * 8193
-    assert long == pytest.approx(short, rel=0.02)
-
-
 def test_one_call_serves_many_blocks():
     """Each call costs some 0.1 ms, and the kernel's backward has one thread per block and head."""
     q, k, _ = make_qkv(2048, batch=1)
@@ -238,6 +230,7 @@ def test_one_call_serves_many_blocks():
 
 
 def test_other_documents_are_not_multiplied():
+    """They are masked, and cost as much as before."""
     S = 256
     documents = torch.arange(S)[None] // 64
     everything = {"block_size": 16, "stride": 1}
@@ -265,6 +258,7 @@ def saved_and_peak(attention, S, **options):
 
 
 def test_memory_grows_with_the_sequence_and_not_with_its_square():
+    """A mask [S, S], or scores that are kept."""
     pattern = {"block_size": 64, "local": 2}
     short, short_peak = saved_and_peak(block_sparse_attention, 512, **pattern)
     long, long_peak = saved_and_peak(block_sparse_attention, 2048, **pattern)
@@ -307,8 +301,10 @@ def full_mask(batch, documents=None, **pattern):
     return batch | {"attention_mask": mask}
 
 
-def test_model_equals_its_dense_self(model):
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+def test_model_equals_its_dense_self(name):
     """Odd lengths, right padding: what the padded queries read does not reach the loss."""
+    model = model_of_shape(name, device="cpu")
     batch = make_batch()
     for module in model.modules():
         if hasattr(module, "scaling"):  # of the scores: each family may set another
@@ -325,7 +321,9 @@ def test_model_equals_its_dense_self(model):
     assert loss_and_gradients(model, batch)[0] == unlike
 
 
-def test_packed_rows_are_documents(model):
+def test_packed_rows_are_documents(llama):
+    """Beside a cache or a mask transformers sees one document, and they would leak."""
+    model = llama
     ids = torch.randint(1, 128, (2, 30))
     rows = [torch.cat([torch.arange(11), torch.arange(4), torch.arange(15)]), torch.arange(30)]
     positions = torch.stack(rows)
@@ -336,7 +334,6 @@ def test_packed_rows_are_documents(model):
     got, got_gradients = loss_and_gradients(model, batch)
     assert got == pytest.approx(expected, rel=1e-6)
     assert_same_gradients(got_gradients, expected_gradients, atol=1e-6, rtol=1e-4)
-    # Beside a cache or a mask transformers sees one document, and they would leak.
     for leak in ({"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
         with pytest.raises(ValueError, match=r"positions restart|window"):
             model(**batch | leak)
@@ -359,13 +356,9 @@ def test_no_square_tensor_is_made_for_the_mask(name):
     assert largest() <= 4 * 512 * 256  # the activations of the MLP
 
 
-@pytest.fixture
-def qwen3():
-    """Its norms leave q and k in fp32 under autocast, beside a v in bf16."""
-    return model_of_shape("tiny-qwen3", device="cpu")
-
-
-def test_autocast(qwen3):
+def test_autocast():
+    """The norms of Qwen3 leave q and k in fp32, beside a v in bf16."""
+    qwen3 = model_of_shape("tiny-qwen3", device="cpu")
     batch = make_batch()
     with torch.autocast("cpu", torch.bfloat16):
         expected, _ = loss_and_gradients(qwen3, full_mask(batch, **PATTERN))
@@ -374,6 +367,7 @@ def test_autocast(qwen3):
 
 
 def test_copies_have_patterns_of_their_own(llama):
+    """One pattern for all models of a process."""
     batch = make_batch()
     expected, _ = loss_and_gradients(llama, full_mask(batch, **PATTERN))
     unlike, _ = loss_and_gradients(llama, full_mask(batch, block_size=3, local=1))
@@ -385,61 +379,55 @@ def test_copies_have_patterns_of_their_own(llama):
     assert loss_and_gradients(llama, batch)[0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_checkpointing_makes_the_same_numbers(llama):
-    batch = make_batch()
-    apply_block_sparse(llama, **PATTERN)
-    expected, expected_gradients = loss_and_gradients(llama, batch)
-    llama.gradient_checkpointing_enable()
-    again, again_gradients = loss_and_gradients(llama, batch)
-    assert again == expected
-    assert_same_gradients(again_gradients, expected_gradients)
-
-
-def test_adapters(llama):
-    from peft import LoraConfig, get_peft_model
-
-    batch = make_batch()
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    adapted = apply_block_sparse(get_peft_model(llama, config), **PATTERN)
-    got, adapters = loss_and_gradients(adapted, batch)
-    adapted.set_attn_implementation("sdpa")
-    expected, expected_gradients = loss_and_gradients(adapted, full_mask(batch, **PATTERN))
-    assert got == pytest.approx(expected, rel=1e-6)
-    assert adapters
-    assert all("lora" in name for name in adapters)
-    assert_same_gradients(adapters, expected_gradients, atol=1e-6, rtol=1e-4)
-
-
-def test_a_saved_model_forgets_the_pattern(llama, tmp_path):
-    """The trap of the docstring: if transformers learns to save it, the line can go."""
-    apply_block_sparse(llama, **PATTERN).save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config._attn_implementation == "sdpa"
-    batch = make_batch()
-    assert apply_block_sparse(loaded, **PATTERN)(**batch).loss == llama(**batch).loss
-
-
 # --- what is refused -------------------------------------------------------------------------
 
 
-def test_models_that_cannot_have_it_are_refused(llama):
-    gemma = model_of_shape("tiny-gemma2", device="cpu")
-    before = gemma.config._attn_implementation
-    with pytest.raises(ValueError, match="capped scores"):
-        apply_block_sparse(gemma, block_size=4)
-    assert gemma.config._attn_implementation == before
-    with pytest.raises(ValueError, match="local=0"):
-        apply_block_sparse(llama, block_size=4, local=0)
+def test_patterns_that_do_not_exist_are_refused(llama):
+    for wrong in ({"block_size": 0}, {"block_size": 4, "local": 0}):
+        with pytest.raises(ValueError, match="=0: give a whole number of 1 or more"):
+            apply_block_sparse(llama, **wrong)
     assert llama.config._attn_implementation == "sdpa"
-    # Mamba has no attention, MPT does not look its own up: both would silently run as before.
-    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=128)
-    mpt = transformers.MptConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=128)
-    for config in (mamba, mpt):
-        with pytest.raises(ValueError, match="no attention that is looked up by its name"):
-            apply_block_sparse(transformers.AutoModelForCausalLM.from_config(config), block_size=4)
+
+
+def test_scores_that_few_tokens_do_not_show_are_refused():
+    """A cap of 50 changes nothing in a new model; an indexer reads all of 16 keys."""
+    with pytest.raises(ValueError, match="capped scores"):
+        apply_block_sparse(model_of_shape("tiny-gemma2", device="cpu"), block_size=4)
+    with torch.device("meta"):
+        model = small_model("DeepseekV32", q_lora_rank=16)
+    with pytest.raises(ValueError, match="indexer selects"):
+        apply_block_sparse(model, block_size=4)
+
+
+@pytest.mark.parametrize("family", ["Mamba", "Mpt"])
+def test_models_that_ignore_it_are_refused(family):
+    """Mamba has no attention, MPT does not look its own up: both would run as before."""
+    sizes = {"Mamba": {}, "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 1}}
+    with pytest.raises(ValueError, match="and is as it was"):
+        apply_block_sparse(small_model(family, **sizes[family]), block_size=4)
+
+
+LEAKS = {
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
+    "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"], "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", LEAKS)
+def test_documents_are_refused_where_something_carries_them_on(family):
+    """Attention knows the borders, a convolution does not, and the loss is another one."""
+    model = apply_block_sparse(small_model(family, **LEAKS[family]), block_size=4, stride=1)
+    ids = torch.arange(1, 13)[None]
+    positions = torch.tensor([[*range(7), *range(5)]])
+    with pytest.raises(ValueError, match="give one document per row"):
+        model(ids, position_ids=positions, use_cache=False)
+    padded = torch.tensor([[1] * 9 + [0] * 3])
+    model(ids, attention_mask=padded, use_cache=False)  # padding is no second document
+    model(ids, use_cache=False)
 
 
 def test_batches_that_it_cannot_take_are_refused(llama):
+    """Padding on the left moves the blocks, and a cache holds none."""
     ids = torch.randint(1, 128, (2, 9))
     apply_block_sparse(llama, block_size=4)
     left = torch.ones_like(ids)
@@ -454,21 +442,14 @@ def test_batches_that_it_cannot_take_are_refused(llama):
     assert llama.generate(ids, use_cache=False, **options).shape == (2, 11)
 
 
-def test_what_a_model_does_beside_the_pattern_is_refused(llama):
-    ids = torch.randint(1, 128, (2, 9))
-    apply_block_sparse(llama, block_size=4)
-    llama.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(ValueError, match="only causal"):
-        llama(ids)
-    llama.config.is_causal = False
-    with pytest.raises(ValueError, match="mask of its own"):
-        llama(ids)
-
+def test_what_a_model_does_beside_the_pattern_is_refused():
+    """Its own window, which the pattern would leave out; and dropout, which has no kernel."""
+    ids = torch.randint(1, 128, (2, 20))
     mistral = model_of_shape("tiny-mistral", device="cpu")
-    mistral.config.sliding_window = 8
+    mistral.config.sliding_window = 18
     apply_block_sparse(mistral, block_size=4)
-    mistral(ids[:, :8])  # the window is as long as the row: no contradiction
-    with pytest.raises(ValueError, match="window of 8"):
+    mistral(ids[:, :18])  # the window is as long as the row: no contradiction
+    with pytest.raises(ValueError, match="window of 18"):
         mistral(ids)
 
     gpt2 = model_of_shape("tiny-gpt2", device="cpu")
@@ -477,28 +458,7 @@ def test_what_a_model_does_beside_the_pattern_is_refused(llama):
     apply_block_sparse(gpt2, block_size=4)
     with pytest.raises(ValueError, match="dropout"):
         gpt2(ids)
-    assert gpt2.eval()(ids).logits.shape == (2, 9, 128)
-
-
-def test_bad_input():
-    q, k, v = make_qkv(8)
-    for wrong, message in [
-        ({"block_size": 0}, "block_size=0: give a whole number of 1 or more"),
-        ({"block_size": 4.0}, "block_size=4.0: give a whole number"),
-        ({"block_size": 4, "stride": 0}, "stride=0"),
-        ({"block_size": 4, "global_blocks": -1}, "global_blocks=-1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            block_sparse_attention(q, k, v, **wrong)
-        with pytest.raises(ValueError, match=message):
-            predicted_share_of_pairs(seq_len=8, **wrong)
-    for wrong in [(q, k[:, :, :7], v[:, :, :7]), (q[:, :5], k, v), (q[0], k[0], v[0])]:
-        with pytest.raises(ValueError, match=r"k and v \[B, K, S, E\]"):
-            block_sparse_attention(*wrong, block_size=4)
-    with pytest.raises(ValueError, match="one id of a document per token"):
-        block_sparse_attention(q, k, v, block_size=4, documents=torch.zeros(2, 7))
-    with pytest.raises(ValueError, match="device meta"):
-        block_sparse_attention(q.to("meta"), k.to("meta"), v.to("meta"), block_size=4)
+    assert gpt2.eval()(ids).logits.shape == (2, 20, 128)
 
 
 # --- the kernel for CUDA ---------------------------------------------------------------------
@@ -538,6 +498,7 @@ def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
 )
 @pytest.mark.parametrize(("half", "tolerance"), [(False, 2e-3), (True, 5e-2)])
 def test_on_a_gpu(half, tolerance, pattern, documents):
+    """Only a GPU runs the compiled kernel and its backward."""
     dtype = torch.float32
     if half:
         dtype = machine().compute_dtype  # fp16 on a T4
@@ -548,40 +509,3 @@ def test_on_a_gpu(half, tolerance, pattern, documents):
     options = pattern | {"documents": ids}
     expected = run(dense, qkv, **options)
     assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
-
-
-LFM2 = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}
-
-
-def test_documents_are_refused_where_a_convolution_carries_them_on():
-    """Attention knew the borders, the convolution did not, and the loss was another one."""
-    model = apply_block_sparse(small_model("Lfm2", **LFM2), block_size=4, stride=1)
-    ids = torch.arange(1, 13)[None]
-    positions = torch.tensor([[*range(7), *range(5)]])
-    with pytest.raises(ValueError, match="convolutions or recurrences of this model"):
-        model(ids, position_ids=positions, use_cache=False)
-    padded = torch.tensor([[1] * 9 + [0] * 3])
-    model(ids, attention_mask=padded, use_cache=False)  # padding is no second document
-    model(ids, use_cache=False)
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("Mamba", {}, "no attention that is looked up by its name"),
-        ("GraniteMoeHybrid", {"layer_types": ["mamba", "attention"]}, "where documents begin"),
-        ("DeepseekV32", {"q_lora_rank": 16}, "selects the keys of each query by an indexer"),
-    ],
-)
-def test_models_with_more_than_attention_are_refused(family, options, message):
-    """In a state space model nothing happened; an indexer was left out without a word."""
-    model = empty_model(family, **options)
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=message):
-        apply_block_sparse(model, block_size=4)
-    assert model.config._attn_implementation == before
-
-
-def empty_model(family, **options):
-    with torch.device("meta"):
-        return small_model(family, **options)

@@ -180,9 +180,8 @@ def test_a_run_that_is_cut_leaves_the_rounds_that_are_complete(tmp_path, monkeyp
     monkeypatch.setattr(inference_peers, "texts_of", lambda **_: TEXTS)
     monkeypatch.setattr(inference_peers, "model_source", lambda: "nowhere")
     monkeypatch.setattr(inference_peers, "stay_on_one_core", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["inference_peers", "--rounds", "5"])
     with pytest.raises(KeyboardInterrupt):
-        inference_peers.main()
+        inference_peers.main(["--rounds", "5"])
     (path,) = tmp_path.iterdir()
     content = json.loads(path.read_text())
     assert content["rounds"] == rounds_before_the_cut
@@ -205,8 +204,7 @@ def test_a_file_that_could_not_be_finished_is_made_again(tmp_path):
     assert peer_files.made_once(path, breaks_off).read_text() == "all"
 
 
-def test_an_unknown_row_is_refused_with_the_names_that_there_are(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["inference_peers", "--only", "vLLM"])
+def test_an_unknown_row_is_refused_with_the_names_that_there_are(capsys):
     with pytest.raises(SystemExit):
-        inference_peers.main()
+        inference_peers.main(["--only", "vLLM"])
     assert "llama.cpp, Q8_0" in capsys.readouterr().err

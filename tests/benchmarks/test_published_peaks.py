@@ -14,7 +14,6 @@ from benchmarks.published_peaks import (
     chunked_loss_bytes,
     compare,
     model_without_data,
-    table,
 )
 from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.predict.budget import Shape
@@ -48,7 +47,6 @@ def test_the_chunked_loss_by_hand():
 def test_a_large_difference_without_a_reason_is_an_error():
     row = ROWS["3B, QLoRA"]
     assert Compared(row, predicted=5.5).reason == FP32_ADAPTERS
-    assert "| 4.6 GiB | 5.5 GiB | +19.6% (1) |" in table([Compared(row, predicted=5.5)])
     with pytest.raises(ValueError, match="no reason"):
         _ = Compared(replace(row, reason=""), predicted=5.5).reason
 

@@ -1,4 +1,4 @@
-"""A recorded run is kept whole, and found again by its machine, its date and its rows."""
+"""A recorded run is kept whole, and found again by its machine and its date."""
 
 from __future__ import annotations
 
@@ -15,27 +15,89 @@ def machine_facts(**changed):
     return facts | {"name": "Test CPU @ 2.50GHz"} | changed
 
 
-def test_parts_are_added_to_the_file_of_the_machine_and_day(tmp_path):
-    """The mistake: the second part of a day replaces the first, or a half-written file stays."""
-    content = {"rows": [], "facts": {}}
-    path = record.keep("ladder", content, facts=machine_facts(), folder=tmp_path)
-    assert path.name.startswith("test-")
-    assert path.name.endswith("2026-01-02.json")
+def written(folder, name, content, **facts):
+    """The file of a program in `runs/`."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(machine_facts(**facts) | content))
+    return path
+
+
+def test_every_number_of_a_nested_run_becomes_a_record():
+    """The mistake: a number that is lost on the way, or loses the row that it belongs to."""
+    turn = {"ratio": 1.2, "ratio_low": 1, "ratio_high": 1.4}
+    content = {
+        "facts": {"useful": {"packed": 3.0}, "exact": True},
+        "rows": [{"name": "LoRA", "peak_bytes": 5} | turn],
+        "runs": [{"way": "teacher", "seed": 1, "loss": 2.5}],
+        "times": {"file": [{"token": 0.1}, {"token": 0.2}]},
+        "verdict": {"difference": -1.0, "low": -1.2, "high": -0.8},
+    }
+    found = {(r["row"], r["metric"]): r for r in record.records_of("05", content)}
+    assert found["", "useful · packed"]["value"] == 3.0
+    assert found["LoRA", "peak_bytes"] == {
+        "notebook": "05",
+        "row": "LoRA",
+        "metric": "peak_bytes",
+        "value": 5,
+        "unit": "B",
+    }
+    ratio = found["LoRA", "ratio"]
+    assert (ratio["value"], ratio["low"], ratio["high"], ratio["unit"]) == (1.2, 1, 1.4, "×")
+    assert found["teacher, 1", "loss"]["value"] == 2.5
+    assert found["", "times · file · token"]["value"] == [0.1, 0.2]
+    assert found["", "verdict"]["low"] == -1.2
+
+
+def test_rows_that_are_records_stay_as_they_are():
+    row = {"row": "LoRA", "metric": "peak", "value": 5, "low": None, "high": None, "unit": "MiB"}
+    assert record.records_of("01", {"rows": [row]}) == [row | {"notebook": "01"}]
+
+
+def test_a_time_whose_turns_differ_is_withdrawn():
+    """The mistake: "2.72× (1.25–13.82)" is quoted as the price of a recipe."""
+    row = {"name": "offload", "ratio": 2.7, "ratio_low": 1.2, "ratio_high": 13.8}
+    (_, ratio) = record.records_of("01", {"rows": [{"loss": 1.0} | row]})
+    assert "disturbed" in ratio["withdrawn"]
+
+
+def test_a_notebook_is_added_or_replaced_in_the_file_of_its_machine_and_day(tmp_path):
+    """The mistake: the second part of a day replaces the first, or stays beside its older self."""
+    path = record.keep("ladder", {"a": 1, "b": 2}, facts=machine_facts(), folder=tmp_path)
+    assert path.name.startswith("test-") and path.name.endswith("2026-01-02.jsonl")
     record.keep("limits", {"bf16_tflops": 1.0}, facts=machine_facts(), folder=tmp_path)
-    assert set(json.loads(path.read_text())["parts"]) == {"ladder", "limits"}
+    record.keep("ladder", {"a": 3}, facts=machine_facts(), folder=tmp_path)
+    assert [(r["metric"], r["value"]) for r in record.read(path)] == [
+        ("bf16_tflops", 1.0),
+        ("a", 3),
+    ]
+    assert all("CPU cores" in r["machine"] and r["date"] for r in record.read(path))
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_small_sizes_are_not_recorded(tmp_path):
-    path = tmp_path / "ladder.json"
-    path.write_text(json.dumps(provenance() | {"fast": True, "name": "x", "facts": {}, "rows": []}))
-    with pytest.raises(ValueError, match="run it in full size first"):
-        record.keep_ladder(path)
+def test_the_newest_run_of_a_kind_of_machine(tmp_path):
+    """The mistake: numbers of a GPU as those of a CPU, or those of an older day."""
+    gpu = {"device": "cuda", "name": "Test GPU"}
+    for facts in (machine_facts(), machine_facts(date="2026-01-01"), machine_facts(**gpu)):
+        rows = [{"name": "QLoRA", "peak_bytes": 10}]
+        record.keep("01", {"rows": rows, "day": facts["date"]}, facts=facts, folder=tmp_path)
+    found = record.newest("01", folder=tmp_path)
+    assert found.facts["day"] == "2026-01-02"
+    assert found.rows["QLoRA"]["peak_bytes"] == 10
+    assert record.newest("01", gpu=True, folder=tmp_path).machine == "Test GPU"
+    assert record.newest("01", row="magic", folder=tmp_path) is None
 
 
-def test_a_row_is_found_under_its_older_name(tmp_path):
-    """The mistake: a text that asks for "QLoRA" shows nothing until notebook 01 has run again."""
-    content = {"rows": [{"name": "+ QLoRA"}], "facts": {}}
-    record.keep("ladder", content, facts=machine_facts(), folder=tmp_path)
-    assert record.newest("ladder", "cpu", row="QLoRA", folder=tmp_path) is not None
-    assert record.newest("ladder", "cpu", row="LoRA", folder=tmp_path) is None
+@pytest.mark.parametrize(
+    ("content", "facts", "why"),
+    [({}, {"fast": True}, "RECIPES_FAST"), ({"complete": False}, {}, "was cut")],
+)
+def test_small_sizes_and_runs_that_were_cut_are_not_recorded(tmp_path, content, facts, why):
+    path = written(tmp_path, "distillation", content, **facts)
+    with pytest.raises(ValueError, match=why):
+        record.keep_run(path)
+
+
+def test_a_ladder_is_kept_by_its_number(tmp_path):
+    path = written(tmp_path, "03_optimizing_inference_speed", {"rows": [{"name": "int8", "x": 1}]})
+    record.keep_run(path, folder=tmp_path)
+    assert record.newest("03", folder=tmp_path).rows["int8"]["x"] == 1

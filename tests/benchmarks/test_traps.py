@@ -42,8 +42,3 @@ def test_every_guard_exists():
 def test_names_of_guards_are_found():
     text = "`track(..., n=...)` or `A.b`, not `x=1` or `eval loss`"
     assert named_guards(text) == {"track", "A", "b"}
-
-
-def test_ten_are_the_worst():
-    assert sum(trap.is_worst for trap in traps.rows()) == 10
-    assert len(traps.worst().splitlines()) == 12

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from recipes_lib.core.model.causal_lm import without_adapters
 from tests.families.configs import VOCABULARY, quiet, tiny_model
-from tests.test_causal_lm_guard import assert_unchanged, snapshot
+from tests.snapshots import assert_unchanged, snapshot
 
 ROWS = 2
 LENGTH = 24

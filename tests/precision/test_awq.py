@@ -8,11 +8,9 @@ import transformers
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.linears import linear_layers, output_layer_name
-from recipes_lib.precision._four_bit_grid import in_four_bits
 from recipes_lib.precision.awq import (
     apply_awq,
     plain_awq_scales,
-    predicted_error_ratio,
     scales_of,
     search_scales,
 )
@@ -21,7 +19,7 @@ from recipes_lib.precision.int4 import apply_int4
 from tests.conftest import assert_equal
 from tests.families.configs import tiny_model
 
-FAMILIES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-gemma2"]
+FAMILIES = ["tiny-llama", "tiny-qwen2", "tiny-gemma2"]
 
 
 def with_outliers(model):
@@ -66,18 +64,6 @@ def test_scales_are_folded_exactly(family):
         channels = len(model.get_submodule(site.before).weight)
         awq_sites.fold_scales(model, site, torch.rand(channels) + 0.5)
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4 * before.std().item())
-
-
-def test_the_model_is_scaled_and_computes_what_it_did(llama):
-    """Every linear layer of the blocks is scaled."""
-    with_outliers(llama)
-    before = logits(llama)
-    weights = state(llama)
-    assert apply_awq(llama, [text()]) is llama
-    now = state(llama)
-    changed = {name for name, value in weights.items() if not torch.equal(value, now[name])}
-    assert {f"{name}.weight" for name in names_in_blocks(llama)} <= changed
-    torch.testing.assert_close(logits(llama), before, rtol=0, atol=1e-4 * before.std().item())
 
 
 def test_layer_norms_with_a_bias():
@@ -152,6 +138,7 @@ def test_better_than_rounding_alone_on_other_text(llama, symmetric):
 
 
 def test_padding_does_not_count(llama):
+    """The mistake: scales for what padding makes of a channel."""
     batch = text(rows=2)
     ids = torch.nn.functional.pad(batch["input_ids"], (0, 20), value=5)
     mask = torch.nn.functional.pad(torch.ones_like(batch["input_ids"]), (0, 20))
@@ -166,20 +153,6 @@ def test_channels_without_activations():
     for alpha in (0.0, 1.0):
         assert (scales_of(torch.tensor([0.0, 1.0, 2.0]), alpha) > 0).all()
         assert scales_of(torch.zeros(4), alpha).tolist() == pytest.approx([1, 1, 1, 1])
-
-
-def test_predicted_error():
-    """One small channel of each group, times 4: its error falls to a quarter."""
-    weight = torch.randn(512, 32)
-    weight[:, 0] *= 0.05
-    scales = torch.ones(32)
-    scales[0] = 4
-    before = in_four_bits(weight, group=32) - weight
-    after = in_four_bits(weight * scales, group=32) / scales - weight
-    ratio = after[:, 0].norm() / before[:, 0].norm()
-    assert ratio.item() == pytest.approx(predicted_error_ratio(4), rel=0.1)
-    with pytest.raises(ValueError, match="above 0"):
-        predicted_error_ratio(0)
 
 
 # --- what cannot be folded, and bad input ---------------------------------------------------------
@@ -216,31 +189,17 @@ def tiny_gemma():
 
 
 def test_refused(llama):
+    """The mistakes: scales of nothing, of 16-bit weights, and of a tied table; rounding first."""
     hidden = {"attention_mask": torch.zeros_like(text()["input_ids"])}
     for batches in ([], [text() | hidden]):
         with pytest.raises(ValueError, match="no calibration text"):
             apply_awq(llama, batches)
-    for batches in ([{"labels": torch.ones(1, 4)}], [[1, 2, 3]], [None]):
-        with pytest.raises(ValueError, match=r"batch 0 .* without input_ids"):
-            apply_awq(llama, batches)
-    with pytest.raises(ValueError, match="batches is of type dict: give a list"):
-        apply_awq(llama, text())
-    with pytest.raises(ValueError, match=r"such as \['lm_head'\]"):
-        apply_awq(llama, [text()], names="lm_head")
-    with pytest.raises(ValueError, match=r"with apply_int4: .* after apply_awq comes apply_int4"):
-        apply_awq(apply_int4(model_of_shape("tiny-llama", device="cpu")), [text()])
-    with pytest.raises(ValueError, match="give group=32"):
-        apply_awq(llama, [text()], group=64)
-    with pytest.raises(ValueError, match="linear_layers"):
-        apply_awq(llama, [text()], names=["model.norm"])
     with pytest.raises(ValueError, match="none of its linear layers"):
-        apply_awq(llama, [text()], names=["lm_head"])  # tied: its scales would reach the embedding
-    with pytest.raises(ValueError, match="alphas=1"):
-        apply_awq(llama, [text()], alphas=1)
+        apply_awq(llama, [text()], names=["lm_head"])  # its scales would reach the embedding
     with pytest.raises(ValueError, match=r"call model\.float"):
         apply_awq(llama.bfloat16(), [text()])
-    with pytest.raises(ValueError, match=r"no nn\.Linear to quantize beside"):
-        apply_awq(model_of_shape("tiny-gpt2", device="cpu"), [text()])
+    with pytest.raises(ValueError, match=r"with apply_int4: .* after apply_awq comes apply_int4"):
+        apply_awq(apply_int4(model_of_shape("tiny-llama", device="cpu")), [text()])
 
 
 def test_layers_that_no_text_reaches_are_left_alone():
@@ -251,9 +210,6 @@ def test_layers_that_no_text_reaches_are_left_alone():
     apply_awq(model, [{"input_ids": torch.arange(40)[None]}])
     assert crossing
     assert all(torch.equal(weights[name], before) for name, before in crossing.items())
-    # Cpm-Ant puts tokens of its own before the text.
-    with pytest.raises(ValueError, match="project_q reads 72 rows for 40 tokens"):
-        apply_awq(tiny_model("cpmant"), [{"input_ids": torch.arange(40)[None]}])
 
 
 @pytest.mark.gpu

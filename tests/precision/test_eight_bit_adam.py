@@ -1,3 +1,5 @@
+"""8-bit AdamW is bitsandbytes' and close to AdamW, in the bytes that were predicted."""
+
 import copy
 
 import pytest
@@ -15,7 +17,6 @@ from recipes_lib.precision.eight_bit_adam import (
     eight_bit_adamw,
     encode,
     estimate_eight_bit_adam,
-    plain_adamw,
     plain_eight_bit_step,
     predicted_state_bytes,
 )
@@ -51,19 +52,6 @@ def test_codes_keep_small_numbers_and_one_outlier_spoils_one_block():
 
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def test_the_plain_step_is_adamw():
-    weight = torch.randn(50)
-    reference = torch.nn.Parameter(weight.clone())
-    optimizer = torch.optim.AdamW([reference], **OPTIONS)
-    exp_avg = torch.zeros(50)
-    exp_avg_sq = torch.zeros(50)
-    for step in range(1, 6):
-        reference.grad = torch.randn(50)
-        optimizer.step()
-        plain_adamw(weight, reference.grad, exp_avg, exp_avg_sq, step=step, **OPTIONS)
-    torch.testing.assert_close(weight, reference.detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_the_plain_eight_bit_step_is_bitsandbytes():
@@ -113,11 +101,15 @@ def assert_memorises_like_adamw(model, optimizer, batch):
     assert losses[-1] == pytest.approx(expected[-1], rel=0.05, abs=0.05)
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
-def test_memorises_a_batch_as_fast_as_32_bits(family, batch):
+@pytest.mark.parametrize(
+    ("family", "dtype", "embedding_bits"),
+    [("tiny-llama", torch.float32, 32), ("tiny-gpt2", torch.bfloat16, 8)],
+)
+def test_memorises_a_batch_as_fast_as_32_bits(family, dtype, embedding_bits, batch):
     """With a tied embedding; and with biases, which stay in 32 bits."""
-    model = model_of_shape(family, device="cpu")
-    assert_memorises_like_adamw(model, eight_bit_adamw(model, lr=LR), batch)
+    model = model_of_shape(family, dtype=dtype, device="cpu")
+    optimizer = eight_bit_adamw(model, lr=LR, embedding_bits=embedding_bits)
+    assert_memorises_like_adamw(model, optimizer, batch)
 
 
 def test_torchao_does_the_same(llama, batch):
@@ -133,6 +125,7 @@ def test_torchao_does_the_same(llama, batch):
 
 
 def test_torchao_without_a_compiler(llama, batch, monkeypatch):
+    """The mistake: the first step ends in an error of torch.compile, on a machine without g++."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     train(llama, eight_bit_adamw(llama, lr=1e-3, library="torchao", embedding_bits=8), batch, 1)
@@ -144,14 +137,7 @@ def test_torchao_under_the_memory_account(llama, batch):
         train(llama, eight_bit_adamw(llama, lr=1e-3, library="torchao", embedding_bits=8), batch, 1)
 
 
-def test_bf16_and_eight_bit_embeddings(llama, batch):
-    """16-bit weights, and codes for the embedding as well."""
-    model = llama.bfloat16()
-    optimizer = eight_bit_adamw(model, lr=LR, embedding_bits=8)
-    assert_memorises_like_adamw(model, optimizer, batch)
-
-
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mistral", "tiny-gpt2"])
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt2"])
 @pytest.mark.parametrize("embedding_bits", [8, 32])
 def test_state_bytes_and_where_they_are(shape, embedding_bits, batch):
     model = model_of_shape(shape, device="cpu")
@@ -163,16 +149,6 @@ def test_state_bytes_and_where_they_are(shape, embedding_bits, batch):
     for p in model.parameters():
         exact = p.numel() < 4096 or (embedding_bits == 32 and any(p is table for table in tables))
         assert optimizer.state[p]["state1"].dtype == (torch.float32 if exact else torch.uint8)
-
-
-def test_small_tensors_are_updated_exactly_as_by_adamw(llama, batch):
-    """All states in 32 bits: the same formula as AdamW, with weight decay."""
-    reference, options = copy.deepcopy(llama), {"lr": 1e-2, "weight_decay": 0.1}
-    train(reference, torch.optim.AdamW(reference.parameters(), **options), batch, 5)
-    group = {"params": llama.parameters(), "optim_bits": 32}
-    train(llama, eight_bit_adamw([group], **options), batch, 5)
-    for got, want in zip(llama.parameters(), reference.parameters()):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
 def test_another_optimizers_override_does_not_leak_in(batch):
@@ -191,6 +167,7 @@ def test_another_optimizers_override_does_not_leak_in(batch):
 
 
 def test_resumes(llama, batch):
+    """The mistake: codes that are cast to the dtype of the weights."""
     optimizer = eight_bit_adamw(llama, lr=1e-3)
     train(llama, optimizer, batch, 3)
     resumed = copy.deepcopy(llama)
@@ -242,19 +219,14 @@ def test_paged_states_are_those_that_bitsandbytes_pages(embedding_bits, monkeypa
     assert plan.states == state_bytes(optimizer) - in_managed_memory
 
 
-def test_bad_input(llama):
+def test_what_a_library_cannot_do_is_refused(llama):
+    """The mistake: bitsandbytes only warns of `paged` on a CPU, and torchao ignores the bits."""
     with pytest.raises(ValueError, match="paged=False"):
         eight_bit_adamw(llama, lr=1e-3, paged=True)
-    with pytest.raises(ValueError, match="embedding_bits=4: choose one of 8, 32"):
-        eight_bit_adamw(llama, lr=1e-3, embedding_bits=4)
-    with pytest.raises(ValueError, match="optim_bits=16: choose one of 8, 32"):
-        eight_bit_adamw([{"params": llama.parameters(), "optim_bits": 16}], lr=1e-3)
     with pytest.raises(ValueError, match="does not page and stores every state"):
         eight_bit_adamw(llama, lr=1e-3, library="torchao")
-    with pytest.raises(ValueError, match="choose one of bitsandbytes, torchao"):
-        eight_bit_adamw(llama, lr=1e-3, library="apex")
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        eight_bit_adamw(llama.requires_grad_(False), lr=1e-3)
+    with pytest.raises(ValueError, match="embedding_bits=4: choose one of 8, 32"):
+        eight_bit_adamw(llama, lr=1e-3, embedding_bits=4)
 
 
 @pytest.mark.gpu

@@ -15,14 +15,8 @@ from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision import int4 as module
 from recipes_lib.precision._four_bit_grid import in_four_bits
-from recipes_lib.precision.int4 import (
-    Int4Linear,
-    apply_int4,
-    int4_linear,
-    plain_int4,
-    predicted_bytes,
-    predicted_bytes_per_weight,
-)
+from recipes_lib.precision.int4 import Int4Linear, apply_int4, int4_linear, plain_int4
+from tests.small_models import small_model
 
 IDS = torch.arange(1, 24)[None]
 
@@ -46,17 +40,22 @@ def test_equals_the_plain_rounding(group):
     packed = int4_linear(layer, group=group)
     assert torch.equal(packed.dequantized(), plain_int4(layer.weight.detach(), group=group))
     stored = weight_bytes(packed) / layer.weight.numel()
-    assert stored == packed.bytes_per_weight == predicted_bytes_per_weight(group=group)
+    assert stored == packed.bytes_per_weight == 0.5 + 4 / group
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_levels_are_the_nearest_of_the_stored_grid(symmetric):
-    """The mistake: levels for the exact scale, which is not the one that is stored."""
+    """The mistake: levels for the exact scale, which is not the one that is stored; and a search
+    of AWQ's scales on another grid than that."""
+    weight = torch.randn(64, 512)
+    weight[0] = 0.75  # a group without spread has the scale 0
+    weight[1] = 0
     layer = linear(512, 64)
-    weight = layer.weight.detach()
+    layer.weight.data.copy_(weight)
     grid = int4_linear(layer, group=32, symmetric=symmetric).grid()
     short = in_four_bits(weight, group=32, symmetric=symmetric)
-    torch.testing.assert_close(short, grid.weight(), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(short, grid.weight(), rtol=1e-6, atol=1e-7)
+    assert not grid.weight()[1].any()
     error = (grid.weight() - weight).abs()
     for step in (-1, 1):
         levels = (grid.levels.int() + step).clamp(0, 15).to(torch.uint8)
@@ -67,7 +66,7 @@ def test_levels_are_the_nearest_of_the_stored_grid(symmetric):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(128,), (1, 128), (2, 3, 128)])
+@pytest.mark.parametrize("shape", [(128,), (2, 3, 128), (3, 0, 128)])
 def test_output_is_that_of_the_rounded_weight(dtype, shape, monkeypatch):
     """In the dtype that came in. The kernel sees bf16 only: else it is right, and slow (trap 1)."""
     given = []
@@ -76,45 +75,25 @@ def test_output_is_that_of_the_rounded_weight(dtype, shape, monkeypatch):
         given.append(rows.dtype)
         return multiply(rows, *others)
 
-    multiply = module.multiply
-    monkeypatch.setattr(module, "multiply", recorded)
     layer = linear(bias=True)
     packed = int4_linear(layer, group=32)
+    multiply = module.multiply
     x = torch.randn(shape, dtype=dtype)
-    y = packed(x)
     exact = x.bfloat16().float() @ packed.dequantized().T + layer.bias
+    monkeypatch.setattr(module, "multiply", recorded)
+    y = packed(x)
     assert y.dtype is dtype
     torch.testing.assert_close(y.float(), exact.detach(), rtol=2**-7, atol=2**-7)
     assert given == [torch.bfloat16]
 
 
-def test_rows_that_do_not_lie_together():
-    """The last position of each row, as a step of generation cuts it out."""
-    packed = int4_linear(linear())
-    x = torch.randn(3, 5, 128, dtype=torch.bfloat16)
-    assert torch.equal(packed(x[:, -1:]), packed(x)[:, -1:])
-    assert packed(x[:, :0]).shape == (3, 0, 48)
-
-
-def test_groups_without_spread():
-    """All weights equal, or zero: the scale is 0, and the result no NaN."""
-    layer = linear()
-    layer.weight.data[0] = 0.75
-    layer.weight.data[1] = 0
-    for symmetric in (False, True):
-        dequantized = int4_linear(layer, symmetric=symmetric).dequantized()
-        assert not dequantized[1].any()
-        torch.testing.assert_close(dequantized[0], layer.weight[0].detach(), rtol=2**-8, atol=0)
-
-
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float, nn.Module.double])
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.float])
 def test_casting_the_model_keeps_the_kernel_fast(cast):
     """The mistake: scales that follow the model's dtype, and with them the slow kernel."""
     packed = int4_linear(linear(bias=True))
     before = packed.dequantized()
     cast(packed)
     assert packed.scales_and_offsets.dtype is torch.bfloat16
-    assert torch.equal(packed.dequantized(), before)
     assert torch.equal(copy.deepcopy(packed).dequantized(), before)
 
 
@@ -146,6 +125,7 @@ def test_saved_weights_are_the_same_on_another_processor(tmp_path):
 
 
 def test_state_dict_loads_strictly():
+    """The mistake: a layer that keeps its own levels, because the file's have another name."""
     saved = int4_linear(linear(bias=True)).state_dict()
     other = int4_linear(linear(bias=True))
     other.load_state_dict(saved)
@@ -158,7 +138,7 @@ def test_state_dict_loads_strictly():
 # --- a model --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2"])
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])
 def test_model_computes_with_rounded_weights(family):
     """Every linear layer of the blocks, and no other."""
     model = model_of_shape(family, device="cpu").eval()
@@ -167,31 +147,18 @@ def test_model_computes_with_rounded_weights(family):
     for name in names:
         weight = rounded.get_submodule(name).weight.data
         weight.copy_(plain_int4(weight))
-    expected = predicted_bytes(model)
     assert apply_int4(model) is model
     found = [name for name, layer in model.named_modules() if isinstance(layer, Int4Linear)]
     assert found == names and len(names) == 14
-    assert weight_bytes(model) == expected
     error = (logits(model) - logits(rounded)).norm() / logits(rounded).norm()
     assert error < 0.02  # of activations in bf16
-
-
-def test_named_layers_and_a_tied_output_layer(llama):
-    """The output layer alone: its embedding stays, so the model grows."""
-    before = weight_bytes(llama)
-    predicted = predicted_bytes(llama, group=64, names=["lm_head"])
-    apply_int4(llama, group=64, names=["lm_head"])
-    assert weight_bytes(llama) == predicted > before
-    assert type(llama.model.layers[0].mlp.up_proj) is nn.Linear
-    apply_int4(llama, names=["model.layers.0.mlp.up_proj"] * 2)  # other layers may follow
-    assert llama.generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 25)
+    with pytest.raises(ValueError, match="quantized already, with apply_int4"):
+        apply_int4(model)
 
 
 def test_a_decoder_with_four_bits(llama):
     """Its fused layers hold the same rows, and rows are rounded each by themselves."""
     decoder = apply_int4(apply_decode_loop(llama.eval()))
-    found = [name for name, layer in decoder.named_modules() if isinstance(layer, Int4Linear)]
-    assert len(found) == 8 and "blocks.0.gate_up" in found and "head" not in found
     cache = decoder.new_cache(max_tokens=IDS.shape[1])
     expected = logits(apply_int4(llama))
     error = (decoder(IDS, cache) - expected).norm() / expected.norm()
@@ -202,95 +169,40 @@ def test_no_gradient_is_lost_in_silence(llama):
     """The kernel has no backward: without the guard, what is below would not train."""
     apply_int4(llama)
     assert not any(parameter.requires_grad for parameter in llama.parameters())
-    layer = llama.model.layers[0].mlp.up_proj
     with pytest.raises(ValueError, match="no backward"):
-        layer(torch.randn(1, 64, requires_grad=True))
-
-
-# --- bad input ------------------------------------------------------------------------------------
+        llama.model.layers[0].mlp.up_proj(torch.randn(1, 64, requires_grad=True))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"group": 48}, "choose one of 32, 64, 128"),
-        ({"group": 64}, "has 160 inputs.*give group=32, or leave it out"),
-        ({"group": 32.0}, "group=32.0: give a whole number"),
-        ({"names": ["model.embed_tokens"]}, "no linear layer model.embed_tokens"),
-        ({"names": []}, "names is empty"),
-        ({"names": "lm_head"}, r"give a list, such as \['lm_head'\]"),
+        ({"group": 64}, r"has 100 inputs.*leave it out"),
+        ({"names": ["model.layers.1.mlp.gate_proj"]}, "and is as it was"),
     ],
 )
-def test_refused_before_anything_changes(llama, options, message):
+def test_refused_and_undone(options, message):
+    """The last one has 100 outputs, and the kernel says so by itself: nothing is half-way."""
+    model = small_model("Llama", intermediate_size=100)
     with pytest.raises(ValueError, match=message):
-        apply_int4(llama, **options)
-    with pytest.raises(ValueError, match=message):
-        predicted_bytes(llama, **options)
-    assert not any(isinstance(layer, Int4Linear) for layer in llama.modules())
+        apply_int4(model, **options)
+    assert not any(isinstance(layer, Int4Linear) for layer in model.modules())
 
 
-def test_quantizing_twice(llama):
-    apply_int4(llama, names=["model.layers.0.mlp.up_proj"])
-    for names in (None, ["model.layers.0.mlp.up_proj"]):
-        with pytest.raises(ValueError, match="quantized already, with apply_int4"):
-            apply_int4(llama, names=names)
-
-
-def test_adapters_and_what_is_no_layer(llama):
-    """The mistake: adapters are rounded as if they were weights of the model."""
-    llama.peft_config = {}
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        apply_int4(llama)
-    with pytest.raises(ValueError, match=r"no nn\.Linear"):
-        int4_linear(llama)
-    with pytest.raises(ValueError, match="group=0"):
-        predicted_bytes_per_weight(group=0)
-
-
-def test_families_without_linear_layers():
-    with pytest.raises(ValueError, match="GPT-2 stores"):
-        apply_int4(model_of_shape("tiny-gpt2", device="cpu"))
-
-
-def test_shapes_and_weights_that_have_no_four_bits(llama):
-    llama.lm_head = nn.Linear(64, 100)
-    with pytest.raises(ValueError, match=r"100 outputs.*leave it out"):
-        apply_int4(llama, names=["lm_head"])
-    layer = linear()
-    layer.weight.data[0, 0] = torch.inf
-    with pytest.raises(ValueError, match="not finite"):
-        int4_linear(layer)
-
-
-def test_a_machine_without_a_kernel(llama, monkeypatch):
-    """An operator that is declared and fails, and one that computes one number at a time."""
-    from recipes_lib.precision.int4 import kernel as int4_kernel
-
-    def missing(*_):
-        raise NotImplementedError("not available for build")
-
-    int4_kernel._why_no_kernel.cache_clear()
-    monkeypatch.setattr(int4_kernel, "multiply", missing)
-    with pytest.raises(ValueError, match=r"not available for build.*int8"):
-        apply_int4(llama)
-    int4_kernel._why_no_kernel.cache_clear()
-    monkeypatch.undo()
+def test_a_slow_machine_says_so(llama, monkeypatch):
+    """An operator that computes one number at a time: only a clock would tell."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.warns(UserWarning, match="right, and slow"):
         apply_int4(llama)
-    with pytest.raises(ValueError, match="CPU or a CUDA device"):
-        llama.to("meta")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_without_a_kernel(dtype, monkeypatch):
     """A T4 has no bf16, and a notebook that stops there is of no use: numbers are multiplied."""
-    from recipes_lib.precision.int4 import kernel as int4_kernel
-
     layer = linear(bias=True)
     expected = int4_linear(layer, group=32).dequantized()
-    monkeypatch.setattr(int4_kernel, "has_kernel", lambda device: False)
-    monkeypatch.setattr(int4_kernel, "in_bytes", lambda packed: True)
+    monkeypatch.setattr(module, "has_kernel", lambda device: False)
+    monkeypatch.setattr(module, "in_bytes", lambda packed: True)
     there = int4_linear(layer, group=32)
     assert torch.equal(there.dequantized(), expected)
     assert there.packed.nbytes == layer.weight.numel() / 2
@@ -298,7 +210,6 @@ def test_a_gpu_without_a_kernel(dtype, monkeypatch):
     exact = x.float() @ expected.T + layer.bias
     assert there(x).dtype is dtype
     assert (there(x) - exact).norm() < 0.01 * exact.norm()
-    assert "numbers before each product" in int4_kernel.slow_kernel(torch.device("cuda"))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -9,35 +9,34 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.data.quality import decode_quality
+from recipes_lib.core.data.evaluation import decode_quality
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.core.model.linears import bytes_per_token, linear_layers, output_layer_name
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision.int8 import (
     KINDS,
-    Int8Linear,
     apply_int8,
     int8_linear,
+    kernels,
     plain_dynamic,
     plain_quantize,
     plain_two_halves,
     plain_weight_only,
-    predicted_int8_bytes,
     quantize_rows,
-    stored_bytes,
 )
-from recipes_lib.precision.int8 import kernels as int8_kernels
-from recipes_lib.precision.int8 import packed as int8_packed
 from recipes_lib.precision.int8.sensitivity import (
     Sensitivity,
-    groups_by_block,
     groups_by_place,
     sensitive_layers,
     sensitivity,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+for_each_kind = pytest.mark.parametrize("kind", KINDS)
+needs_fbgemm = pytest.mark.skipif(
+    not kernels.has_packed_kernel(torch.device("cpu")), reason="no FBGEMM"
+)
 
 
 def distance(got, expected):
@@ -49,8 +48,10 @@ def linear(inputs, outputs, *, bias=False):
     return nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)
 
 
-def documents(count=2, tokens=40, vocabulary=128):
-    return torch.randint(0, vocabulary, (count, tokens)).tolist()
+@pytest.fixture
+def without_vnni(monkeypatch):
+    """As on older processors, where two halves of 7 bits would be coarser than bf16."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
 
 
 # --- the idea -------------------------------------------------------------------------------------
@@ -60,47 +61,34 @@ def test_rows_are_quantized_as_in_the_idea():
     """A scale that is rounded after it has divided would be another one than that of the kernel."""
     weight = torch.randn(50, 30)
     weight[3] = 0
-    whole, scale = quantize_rows(weight)
-    expected, expected_scale = plain_quantize(weight[torch.arange(50) != 3])
     rest = torch.arange(50) != 3
+    whole, scale = quantize_rows(weight)
+    expected, expected_scale = plain_quantize(weight[rest])
     assert torch.equal(whole[rest].float(), expected)
     assert torch.equal(scale[rest].float(), expected_scale)
     assert not whole[3].any() and scale.isfinite().all()  # no division by zero
-    back = whole.float() * scale.float()[:, None]
-    assert ((back - weight).abs() <= 0.51 * scale.float()[:, None]).all()
-
-
-def test_the_kernel_for_few_rows_is_for_widths_of_16():
-    """With others it reads beyond each row: wrong numbers, or the end of this process."""
-    fits = int8_kernels.few_rows_kernel_fits
-    assert fits(torch.empty(1, 64), torch.empty(10, 64))
-    assert not fits(torch.empty(1, 24), torch.empty(10, 24))
-    assert not fits(torch.empty(1, 50), torch.empty(10, 50))
 
 
 # Rows: for the kernel of few rows and for the matrix product. Widths: with and without a remainder.
-@pytest.mark.parametrize("vnni", [True, False])
-@pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 33), (24, 10), (50, 7), (7, 1)])
-def test_equals_the_plain_products(inputs, outputs, rows, vnni, monkeypatch):
-    if not vnni:
-        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 33), (50, 7), (7, 1)])
+def test_equals_the_plain_products(inputs, outputs, rows):
+    """The mistake: another step of the activations than the one of the formula."""
     layer = linear(inputs, outputs)
     x = torch.randn(rows, inputs)
     weight_only = int8_linear(layer, kind="weight_only")(x)
     assert distance(weight_only, plain_weight_only(x, layer.weight)) < 0.01  # 16-bit activations
-    if not vnni:
-        return  # the other kinds have 7 bits then, which has a test of its own
     dynamic = int8_linear(layer, kind="dynamic")(x)
     assert distance(dynamic, plain_dynamic(x, layer.weight)) < 0.003
     per_token = int8_linear(layer, kind="per_token")(x)
     assert distance(per_token, plain_weight_only(x, layer.weight)) < 0.02
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each_kind
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lead", [(), (3,), (1, 1), (2, 3, 4), (2, 0)])
+@pytest.mark.parametrize("lead", [(), (1, 1), (2, 3, 4), (2, 0)])
 def test_any_leading_shape_and_dtype(kind, dtype, lead):
+    """The mistake: a bias that is broadcast the wrong way, or fp32 that comes out of fp16."""
     layer = linear(32, 20, bias=True)
     x = torch.randn(*lead, 32)
     y = int8_linear(layer, kind=kind)(x.to(dtype))
@@ -109,22 +97,39 @@ def test_any_leading_shape_and_dtype(kind, dtype, lead):
         assert distance(y, layer(x)) < 0.03
 
 
-def test_parts_of_other_tensors():
-    """A view in one piece may begin anywhere: the kernel reads from multiples of 32 bytes."""
+# --- a token and its neighbours -------------------------------------------------------------------
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("kind", ["weight_only", "per_token"])
+@pytest.mark.parametrize("size", [1, 30, 3000])
+def test_a_token_does_not_depend_on_its_neighbours(kind, size):
+    """To the last bit, also with a channel of outliers: drafts are exact only so.
+
+    The mistakes: a row that reaches a little beyond 1 and decides the scale of all, and one token
+    alone that is rounded by other operators.
+    """
+    for _ in range(20):
+        layer = int8_linear(linear(160, 64), kind=kind)
+        x = torch.randn(8, 160)
+        x[:, 3] *= size
+        if kernels.reduced_range() and kind == "weight_only":
+            pytest.skip("this machine has no VNNI: kernels for few rows round otherwise")
+        assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
+
+
+def test_one_scale_per_call_and_one_per_token():
+    """Beside a large token, a small one is lost with "dynamic". "per_token" does not see it."""
     layer = linear(64, 40)
-    rows = torch.randn(3 * 64 + 1).bfloat16()[1:].view(3, 64)
-    turned = torch.randn(64, 3).bfloat16().t()
-    assert rows.is_contiguous() and rows.data_ptr() % 32 and not turned.is_contiguous()
-    for kind in KINDS:
-        quantized = int8_linear(layer, kind=kind)
-        for x in (rows, turned):
-            assert distance(quantized(x), layer(x.float())) < 0.03
+    x = torch.randn(4, 64)
+    x[1] *= 1000
+    errors = {}
+    for kind in ("dynamic", "per_token"):
+        errors[kind] = distance(int8_linear(layer, kind=kind)(x)[0], layer(x)[0])
+    assert errors["dynamic"] > 0.5 and errors["per_token"] < 0.02
 
 
-# --- the silent traps -----------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not int8_packed.has_packed_kernel(torch.device("cpu")), reason="no FBGEMM")
+@needs_fbgemm
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_two_halves_are_those_of_the_idea(rows):
     """A half that is rounded a second time would be as coarse as 8 bits, and nobody would see it.
@@ -136,25 +141,13 @@ def test_two_halves_are_those_of_the_idea(rows):
     quantized = int8_linear(layer, kind="weight_only")
     assert distance(quantized(x), plain_weight_only(plain_two_halves(x), layer.weight)) < 1e-5
     assert distance(plain_two_halves(x), x) < 1e-4
-    others = torch.cat([torch.zeros(1, 50), 1e-7 * x, 1e4 * x, x])
-    together = quantized(others)
+    together = quantized(torch.cat([torch.zeros(1, 50), 1e-7 * x, 1e4 * x, x]))
     assert not together[0].any()
     assert torch.equal(together[-rows:], quantized(x))  # to the last bit
     assert distance(together[1 : 1 + rows], 1e-7 * quantized(x)) < 1e-4
 
 
-def test_a_row_alone_is_as_among_others():
-    """One token has a path of its own. Drafts are exact only if it rounds as that of several."""
-    layer = int8_linear(linear(160, 64), kind="weight_only")
-    if layer._packed is None:
-        pytest.skip("this machine has no VNNI: kernels for few rows round otherwise")
-    rows = torch.randn(300, 160)
-    together = layer(rows)
-    alone = torch.cat([layer(row) for row in rows.split(1)])
-    assert torch.equal(alone, together)  # to the last bit
-
-
-@pytest.mark.skipif(not int8_packed.has_packed_kernel(torch.device("cpu")), reason="no FBGEMM")
+@needs_fbgemm
 def test_rows_that_are_kept_belong_to_one_call_at_a_time():
     """Two threads that wrote into the same rows would get each other's numbers.
 
@@ -166,60 +159,45 @@ def test_rows_that_are_kept_belong_to_one_call_at_a_time():
         expected = [layer(x).clone() for x in inputs]
 
     def many_times(index):
-        outputs = [layer(inputs[index]) for _ in range(200)]
+        outputs = [layer(inputs[index]) for _ in range(100)]
         return all(torch.equal(output, expected[index]) for output in outputs)
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         assert all(pool.map(many_times, range(8)))
 
 
-@pytest.fixture
-def without_vnni(monkeypatch):
-    """As on older processors, where two halves of 7 bits would be coarser than bf16."""
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+# --- the silent traps of the operators ------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_vnni")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_weight_only_kernel_gets_bf16(dtype, monkeypatch):
-    """With another dtype it is right, and takes several times as long: only a clock would tell."""
+@pytest.mark.parametrize("width", [64, 24, 50])
+@pytest.mark.parametrize("rows", [1, kernels.GEMM_FROM_ROWS])
+def test_the_kernel_for_few_rows(width, rows, monkeypatch):
+    """The mistakes: another dtype, and many rows (right, and several times as slow); a width that
+    is no multiple of 16, where it reads beyond each row; a view that begins anywhere."""
     given = []
     kernel = torch.ops.aten._weight_int8pack_mm
 
     def recorded(x, weight, scale):
-        given.append((x.dtype, scale.dtype))
+        given.append((x.dtype, scale.dtype, x.data_ptr() % 32))
         return kernel(x, weight, scale)
 
     monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", recorded)
-    quantized = int8_linear(linear(64, 40)).to(dtype)
-    quantized(torch.randn(2, 64).to(dtype))
-    assert given == [(torch.bfloat16, torch.bfloat16)]
+    layer = linear(width, 40)
+    for dtype in DTYPES:
+        x = torch.randn(rows * width + 1).to(dtype)[1:].view(rows, width)
+        assert distance(int8_linear(layer)(x), layer(x.float())) < 0.02
+    fits = width == 64 and rows == 1
+    assert given == [(torch.bfloat16, torch.bfloat16, 0)] * (3 if fits else 0)
 
 
-@pytest.mark.usefixtures("without_vnni")
-def test_a_prompt_takes_the_matrix_product(monkeypatch):
-    """The kernel for few rows takes as many times as long as there are rows."""
-    monkeypatch.delattr(torch.ops.aten, "_weight_int8pack_mm", raising=False)
-    monkeypatch.setattr(int8_kernels, "few_rows_kernel_fits", few_rows_only)
-    layer = linear(64, 40)
-    x = torch.randn(int8_kernels.GEMM_FROM_ROWS, 64)
-    assert distance(int8_linear(layer)(x), layer(x)) < 0.02
-
-
-def few_rows_only(x, weight):
-    assert len(x) >= int8_kernels.GEMM_FROM_ROWS
-    return False
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "per_token"])
-@pytest.mark.parametrize("size", [1e-4, 1e-7, 1e4])
+@pytest.mark.parametrize(("kind", "size"), [("dynamic", 1e-6), ("per_token", 1e-7)])
 def test_tiny_and_large_activations(kind, size):
     """Left to itself, the operator has no step below 6.1e-5: activations of 1e-7 become zeros."""
-    if kind == "dynamic" and size == 1e-7:
-        size = 1e-6
     layer = linear(64, 40)
-    x = size * torch.randn(3, 64)
-    assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
+    for factor in (size, 1e4):
+        x = factor * torch.randn(3, 64)
+        assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
 
 
 def test_what_is_no_number_stays_none():
@@ -231,26 +209,11 @@ def test_what_is_no_number_stays_none():
         assert y[0].isnan().all() and y[1].isfinite().all()
 
 
-def test_one_scale_per_call_and_one_per_token():
-    """Beside a large token, a small one is lost with "dynamic". "per_token" does not see it."""
-    layer = linear(64, 40)
-    x = torch.randn(4, 64)
-    x[1] *= 1000
-    errors = {}
-    for kind in ("dynamic", "per_token"):
-        quantized = int8_linear(layer, kind=kind)
-        errors[kind] = distance(quantized(x)[0], layer(x)[0])
-        if kind == "per_token":
-            assert torch.equal(quantized(x)[:1], quantized(x[:1]))  # to the last bit
-    assert errors["dynamic"] > 0.5 and errors["per_token"] < 0.02
-
-
 def test_activations_have_7_bits_without_vnni(monkeypatch):
     """Sums of two products of 8 bits do not fit into 16: such processors cut them off."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    model = model_of_shape("tiny-llama", device="cpu")
     with pytest.warns(UserWarning, match="7 bits"):
-        apply_int8(model, kind="dynamic")
+        apply_int8(model_of_shape("tiny-llama", device="cpu"), kind="dynamic")
     layer = linear(64, 40)
     x = torch.randn(3, 64)
     coarse = distance(int8_linear(layer, kind="dynamic")(x), plain_weight_only(x, layer.weight))
@@ -260,36 +223,43 @@ def test_activations_have_7_bits_without_vnni(monkeypatch):
 
 
 def test_without_fbgemm_the_slower_path_is_right(monkeypatch):
-    monkeypatch.setattr(int8_packed, "has_packed_kernel", lambda device: False)
-    monkeypatch.setattr("recipes_lib.precision.int8.has_packed_kernel", lambda device: False)
-    model = model_of_shape("tiny-llama", device="cpu")
-    with pytest.warns(UserWarning, match="FBGEMM"):
-        apply_int8(model, kind="dynamic")
+    """The mistake: a machine without the library gets zeros, or no model at all."""
+    monkeypatch.setattr(kernels, "has_packed_kernel", lambda device: False)
     layer = linear(50, 33, bias=True)
     x = torch.randn(2, 5, 50)
-    assert distance(int8_linear(layer, kind="dynamic")(x), layer(x)) < 0.02
+    for kind in KINDS:
+        assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
 
 
+@needs_fbgemm
 def test_packing_leaves_engine_and_warnings_alone():
+    """The mistake: a switch of the whole process that stays behind."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "qnnpack"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            layer = linear(64, 40)
-            quantized = int8_linear(layer, kind="dynamic")
-            assert torch.backends.quantized.engine == "qnnpack"
-            x = torch.randn(2, 64)
-            assert distance(quantized(x), layer(x)) < 0.02
-            quantized.dequantized()
+            int8_linear(linear(64, 40), kind="dynamic").dequantized()
+        assert torch.backends.quantized.engine == "qnnpack"
     finally:
         torch.backends.quantized.engine = before
+
+
+def test_fp16_ends_at_65504():
+    """A sum of whole numbers up to 127 passes it where the result is far below."""
+    layer = linear(2048, 3)
+    layer.weight.data.fill_(0.01)
+    quantized = int8_linear(layer, kind="weight_only")
+    x = torch.full((2, 2048), 8.0)
+    got = kernels.fp16_product(x.half(), quantized.plain(), quantized.scale)
+    assert got.dtype is torch.float16
+    assert distance(got.float(), layer(x)) < 0.01
 
 
 # --- the module -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each_kind
 def test_saved_loaded_copied_and_cast(kind):
     """A file does not depend on the kind; scales in fp16 would lose digits, and say nothing."""
     small = linear(64, 40, bias=True)
@@ -299,74 +269,72 @@ def test_saved_loaded_copied_and_cast(kind):
     expected = quantized(x)
     weight = quantized.dequantized()
     assert distance(weight, small.weight) < 0.01
-
     file = io.BytesIO()
     torch.save(quantized.state_dict(), file)
     file.seek(0)
     state = torch.load(file)
-    assert {name: tensor.dtype for name, tensor in state.items()} == {
-        "bias": torch.float32,
-        "scale": torch.bfloat16,
-        "weight": torch.int8,
-    }
+    assert state["weight"].dtype is torch.int8
     for other_kind in KINDS:
         other = int8_linear(linear(64, 40, bias=True), kind=other_kind)
         other.load_state_dict(state)
-        assert torch.equal(other.dequantized(), weight)
         state["weight"].zero_()  # what was loaded is the layer's own
         assert torch.equal(other.dequantized(), weight)
-        state["weight"] = quantized.whole_numbers().clone()
+        state["weight"] = quantized.plain().clone()
     twin = copy.deepcopy(quantized)
     assert torch.equal(twin(x), expected)
     assert torch.equal(twin.half().dequantized(), weight)
-
-
-def test_a_file_in_full_precision_is_not_loaded():
-    quantized = int8_linear(linear(64, 40), kind="dynamic")
-    with pytest.raises(RuntimeError, match=r"torch.float32 \[40, 64\]: give int8"):
-        quantized.load_state_dict(linear(64, 40).state_dict() | {"scale": torch.ones(40)})
-    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
-        quantized.load_state_dict({"scale": torch.ones(40)})
+    with pytest.raises(RuntimeError, match=r"torch.float32: give whole numbers"):
+        quantized.load_state_dict(small.state_dict() | {"scale": torch.ones(40)})
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen2", "tiny-gemma2"])
+@for_each_kind
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])
 def test_a_model_of_each_family(family, kind):
+    """The mistake: a layer of the blocks that is left out, or an output layer that is not."""
     model = model_of_shape(family, device="cpu")
-    rows = documents()
+    rows = torch.randint(0, 128, (2, 40)).tolist()
     full = decode_quality(model, rows)
     apply_int8(model, kind=kind)
     quantized = decode_quality(model, rows, reference=full.predictions)
     assert quantized.perplexity == pytest.approx(full.perplexity, rel=0.01)
     assert quantized.agreement > 0.9
     assert [*linear_layers(model)] == [output_layer_name(model)]
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
 def test_a_decoder_in_8_bits_reads_a_quarter():
+    """Also a hybrid of two kinds. The embedding stays, where the output layer shares its weight."""
     decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
-    rows = documents()
+    rows = torch.randint(0, 128, (2, 40)).tolist()
     full = decode_quality(decoder, rows, token_by_token=True)
     before = bytes_per_token(decoder)
     apply_int8(decoder, kind="dynamic")
-    apply_int8(decoder, kind="weight_only", names=["head"])  # a hybrid
+    apply_int8(decoder, kind="weight_only", names=["head"])
     quantized = decode_quality(decoder, rows, token_by_token=True)
     assert quantized.perplexity == pytest.approx(full.perplexity, rel=0.01)
     assert bytes_per_token(decoder) == pytest.approx(before / 4, rel=0.03)
     assert decoder.embedding.weight.dtype is torch.float32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_as_predicted(kind):
-    """The weights exist once, also where a kernel packs them. A tied embedding stays."""
-    for names in (None, ["lm_head"]):
-        model = model_of_shape("tiny-llama", device="cpu")
-        predicted = predicted_int8_bytes(model, names=names)
-        apply_int8(model, kind=kind, names=names)
-        assert stored_bytes(model) == predicted
-        assert model.get_input_embeddings().weight.dtype is torch.float32
+def test_no_gradient_is_lost_in_silence():
+    """The kernels have no backward: without the guard, what is below would not train."""
+    model = apply_int8(model_of_shape("tiny-llama", device="cpu"), kind="dynamic")
+    model.get_input_embeddings().requires_grad_(True)
+    with pytest.raises(ValueError, match="no backward"):
+        model(input_ids=torch.randint(0, 128, (1, 5)))
+
+
+def test_weights_without_a_scale_are_undone(llama):
+    """The mistake: a model that is quantized half-way. The probe gives it back."""
+    llama.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="is as it was: the loss is not finite"):
+        apply_int8(llama)
+    assert type(llama.model.layers[0].mlp.up_proj) is nn.Linear
+    with pytest.raises(ValueError, match="kind='int8': choose one of weight_only"):
+        apply_int8(llama, kind="int8")
 
 
 # --- which layers suffer --------------------------------------------------------------------------
@@ -387,9 +355,6 @@ def test_the_scan_finds_the_layer_with_an_outlier():
     scan = sensitivity(model, rows, kind="weight_only", groups=groups_by_place(model))
     assert scan[0].group == "down_proj" and len(scan) == 8
     assert decode_quality(model, rows).perplexity == before.perplexity
-    blocks = groups_by_block(model)
-    assert [*blocks] == ["block 0", "block 1", "lm_head"]
-    assert sensitivity(model, rows, kind="weight_only", groups=blocks)[0].group == "block 1"
 
 
 def test_the_worst_groups_stay_until_the_rest_is_small_enough():
@@ -402,135 +367,31 @@ def test_the_worst_groups_stay_until_the_rest_is_small_enough():
     assert sensitive_layers(scan, most_divergence=0.06) == []
     assert sensitive_layers(scan, most_divergence=0.04) == ["c"]
     assert sensitive_layers(scan, most_divergence=0.0) == ["c", "d", "a", "b"]
-    with pytest.raises(ValueError, match="most_divergence=-1"):
-        sensitive_layers(scan, most_divergence=-1)
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def test_training_is_refused():
-    model = model_of_shape("tiny-llama", device="cpu")
-    apply_int8(model, kind="dynamic")
-    ids = torch.randint(0, 128, (1, 5))
-    assert not model.training and not any(p.requires_grad for p in model.parameters())
-    model(input_ids=ids)
-    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
-        model.train()(input_ids=ids)
-    model.eval().get_input_embeddings().requires_grad_(True)
-    with pytest.raises(ValueError, match="no backward"):
-        model(input_ids=ids)
-
-
-def test_bad_input():
-    model = model_of_shape("tiny-llama", device="cpu")
-    with pytest.raises(ValueError, match="kind='int8': choose one of weight_only"):
-        apply_int8(model, kind="int8")
-    with pytest.raises(ValueError, match=r"no linear layer model.embed_tokens: give names"):
-        apply_int8(model, names=["model.embed_tokens"])
-    for function in (apply_int8, predicted_int8_bytes):
-        with pytest.raises(ValueError, match=r"such as \['lm_head'\]"):
-            function(model, names="lm_head")
-    with pytest.raises(ValueError, match="no weights yet"):
-        apply_int8(model_of_shape("tiny-llama", device="meta"))
-    with pytest.raises(ValueError, match=r"no nn\.Linear"):
-        int8_linear(model)
-    with pytest.raises(ValueError, match="kind='int8'"):
-        int8_linear(linear(32, 32), kind="int8")
-    with pytest.raises(ValueError, match=r"weight \[5\]: give the weight \[N, K\]"):
-        quantize_rows(torch.ones(5))
-    with pytest.raises(ValueError, match="NoneType is no model"):
-        stored_bytes(None)
-    with pytest.raises(ValueError, match="Conv1D"):
-        apply_int8(model_of_shape("tiny-gpt2", device="cpu"))
-    with pytest.raises(ValueError, match="no Hugging Face model"):
-        apply_int8(nn.Linear(3, 3))
-    adapted = model_of_shape("tiny-llama", device="cpu")
-    adapted.peft_config = {}
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        apply_int8(adapted)
-
-    broken = copy.deepcopy(model)
-    broken.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="down_proj has weights that are not finite"):
-        apply_int8(broken)
-    assert not any(isinstance(module, Int8Linear) for module in broken.modules())
-
-    apply_int8(model, names=["lm_head"])
-    for names in (["lm_head"], None):
-        with pytest.raises(ValueError, match="lm_head is quantized already, with apply_int8"):
-            apply_int8(model, names=names)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"groups": {}}, "no groups"),
-        ({"groups": ["lm_head"]}, "no groups by name"),
-        ({"groups": {"head": "lm_head"}}, r"such as \['lm_head'\]"),
-        ({"groups": {"head": ["nothing"]}}, "no linear layer nothing"),
-        ({"groups": {"head": None}}, "group 'head' has no names"),
-        ({"documents": [[1, 500]]}, "holds the id 500"),
-        ({"documents": []}, "no documents"),
-        ({"token_by_token": True}, "give a decoder"),
-    ],
-)
-def test_a_scan_is_refused_before_it_begins(options, message):
-    """A wrong name in the last group would be found after minutes of reading."""
-    model = model_of_shape("tiny-llama", device="cpu")
-    given = {"documents": documents(), "groups": {"head": ["lm_head"]}} | options
-    with pytest.raises(ValueError, match=message):
-        sensitivity(model, given.pop("documents"), kind="dynamic", **given)
-
-
-def test_a_quantized_model_is_not_scanned():
-    model = apply_int8(model_of_shape("tiny-llama", device="cpu"))
-    groups = {"up": ["model.layers.0.mlp.up_proj"]}
-    with pytest.raises(ValueError, match="with apply_int8: measure the model in full precision"):
-        sensitivity(model, documents(), kind="dynamic", groups=groups)
-    with pytest.raises(ValueError, match="give what sensitivity returns"):
-        sensitive_layers({"up": 0.1}, most_divergence=0.1)
+def test_a_wrong_name_is_found_before_the_scan_begins(llama):
+    """In the last group it would be found after minutes of reading."""
+    groups = groups_by_place(llama) | {"head": ["nothing"]}
+    with pytest.raises(ValueError, match="no linear layer nothing"):
+        sensitivity(llama, [[1, 2, 3]], kind="dynamic", groups=groups)
+    apply_int8(llama)
+    with pytest.raises(ValueError, match="with apply_int8"):
+        sensitivity(llama, [[1, 2]], kind="dynamic", groups={"up": ["model.layers.0.mlp.up_proj"]})
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
-def test_fp16_ends_at_65504():
-    """A sum of whole numbers up to 127 passes it where the result is far below."""
-    layer = linear(2048, 3)
-    layer.weight.data.fill_(0.01)
-    quantized = int8_linear(layer, kind="weight_only")
-    x = torch.full((2, 2048), 8.0)
-    got = int8_kernels.fp16_product(x.half(), quantized.whole_numbers(), quantized.scale)
-    assert got.dtype is torch.float16
-    assert distance(got.float(), layer(x)) < 0.01
-
-
-def test_widths_that_fit_are_not_copied():
-    """`pad` copies where it adds nothing: all weights, for each token."""
-    weight = torch.zeros(48, 64, dtype=torch.int8)
-    assert int8_kernels._padded(weight, 48, 64) is weight
-    assert int8_kernels._padded(weight, 49, 72).shape == (49, 72)
-
-
 @pytest.mark.gpu
-def test_fp16_sums_do_not_overflow_on_gpu():
-    """A T4 computes in fp16, and the layer has to choose the product for it."""
-    layer = linear(2048, 8)
-    layer.weight.data.fill_(0.01)
-    x = torch.full((2, 2048), 8.0)
-    quantized = int8_linear(layer, kind="weight_only").cuda()
-    assert distance(quantized(x.cuda().half()).cpu(), layer(x)) < 0.01
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@for_each_kind
 @pytest.mark.parametrize("rows", [1, 17, 40])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (50, 33)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (50, 33), (2048, 8)])
 def test_on_gpu(kind, rows, inputs, outputs):
-    """cuBLAS refuses few rows and odd widths; a move to the GPU unpacks the weights."""
+    """cuBLAS refuses few rows and odd widths; a move to the GPU unpacks the weights; sums of 2,048
+    whole numbers pass the end of fp16."""
     layer = linear(inputs, outputs, bias=True)
-    x = torch.randn(rows, inputs)
+    layer.weight.data.abs_()
+    x = torch.rand(rows, inputs) * 8
     expected = layer(x)
     quantized = int8_linear(layer, kind=kind).to("cuda")
     for dtype in DTYPES:

@@ -6,30 +6,21 @@ import io
 import pytest
 import torch
 
-from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.measure import measure
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.sizes import state_bytes
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.training.muon import (
-    MuonAdamW,
     estimate_muon,
     muon_adamw,
     orthogonalized,
-    predicted_state_bytes,
-    predicted_step_bytes,
     split_for_muon,
 )
 from tests.small_models import small_model
 
 SHAPES = [(48, 16), (16, 48), (32, 32), (1, 8)]
-MUON = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
-
-
-def group_of(parameters, **options):
-    given = {"kind": "matrices", "lr": 0.02, "steps": 5} | MUON | options
-    return {"params": parameters} | given
 
 
 def train(model, optimizer, batch, steps):
@@ -70,32 +61,23 @@ def test_a_matrix_of_zeros_stays():
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
-def test_equals_torch(adjust_lr_fn, nesterov, weight_decay):
-    """To the last bit, on tall, wide and square matrices, over several steps.
-
-    The decay is strong, so that one after the step instead of before would show.
-    """
-    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    theirs = copy.deepcopy(ours)
-    options = {
-        "adjust_lr_fn": adjust_lr_fn,
-        "nesterov": nesterov,
-        "weight_decay": weight_decay,
-        "momentum": 0.9,
-    }
-    optimizer = MuonAdamW([group_of(ours, **options)])
-    reference = torch.optim.Muon(theirs, lr=0.02, **options)
-    for _ in range(6):
-        for own, other in zip(ours, theirs):
-            own.grad = torch.randn(own.shape)
-            other.grad = own.grad.clone()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torchs_step_is_the_idea(shape, nesterov):
+    """The scale, the strong decay before the step, and the average, of tall and wide matrices."""
+    weight = torch.nn.Parameter(torch.randn(shape))
+    plain = weight.detach().clone()
+    average = torch.zeros(shape)
+    options = {"lr": 0.02, "weight_decay": 0.5, "momentum": 0.9, "nesterov": nesterov}
+    optimizer = torch.optim.Muon([weight], adjust_lr_fn="match_rms_adamw", **options)
+    for _ in range(3):
+        weight.grad = torch.randn(shape)
         optimizer.step()
-        reference.step()
-    for own, other in zip(ours, theirs):
-        assert torch.equal(own, other)
+        average = 0.9 * average + 0.1 * weight.grad
+        direction = 0.9 * average + 0.1 * weight.grad if nesterov else average
+        plain = (1 - 0.02 * 0.5) * plain
+        plain -= 0.02 * 0.2 * max(shape) ** 0.5 * orthogonalized(direction).float()
+    torch.testing.assert_close(weight.detach(), plain, rtol=0, atol=2e-3)
 
 
 def test_trains_a_model_as_the_two_of_torch(llama, batch):
@@ -115,12 +97,9 @@ def test_trains_a_model_as_the_two_of_torch(llama, batch):
         assert torch.equal(own, other)
 
 
-def test_the_loss_falls(llama, batch):
-    start = train(llama, None, batch, 0)
-    assert train(llama, muon_adamw(llama, lr=3e-3), batch, 30) < 0.5 * start
-
-
-def test_resumes_exactly(llama, batch):
+@pytest.mark.parametrize("by", ["state_dict", "deepcopy"])
+def test_resumes_exactly(llama, batch, by):
+    """The mistake: the two inside go on with the states and groups from before the loading."""
     optimizer = muon_adamw(llama, lr=1e-3)
     train(llama, optimizer, batch, 2)
     file = io.BytesIO()
@@ -128,7 +107,11 @@ def test_resumes_exactly(llama, batch):
     file.seek(0)
     resumed = copy.deepcopy(llama)
     other = muon_adamw(resumed, lr=1.0, momentum=0.5)
+    train(resumed, other, batch, 1)
+    resumed.load_state_dict(llama.state_dict())
     other.load_state_dict(torch.load(file))
+    if by == "deepcopy":
+        resumed, other = copy.deepcopy((llama, optimizer))
     assert train(resumed, other, batch, 2) == train(llama, optimizer, batch, 2)
     for ours, theirs in zip(llama.parameters(), resumed.parameters()):
         assert torch.equal(ours, theirs)
@@ -157,6 +140,7 @@ def test_schedules_and_closures(llama, batch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_split_of_a_llama(tied):
+    """The mistake: an output layer that is trained as a matrix of a block."""
     model = small_model("Llama", tie_word_embeddings=tied, attention_bias=True)
     split = split_for_muon(model)
     expected = {name for name, _ in model.named_parameters() if "_proj.weight" in name}
@@ -180,6 +164,7 @@ def test_split_of_gpt2():
 
 
 def test_frozen_parameters_are_left_out(llama):
+    """The mistake: states of weights that never change."""
     llama.requires_grad_(False)
     layer = llama.model.layers[0].mlp.up_proj
     layer.weight.requires_grad_(True)
@@ -190,15 +175,12 @@ def test_frozen_parameters_are_left_out(llama):
 
 
 def test_without_matrices(llama):
+    """The mistake: an AdamW that is called Muon."""
     with pytest.raises(ValueError, match=r"no trainable matrix.*LoRA's are left to AdamW"):
         muon_adamw(apply_lora(copy.deepcopy(llama), rank=4), lr=1e-3)
     llama.model.layers.requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable matrix"):
         split_for_muon(llama)
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        split_for_muon(llama.requires_grad_(False))
-    with pytest.raises(ValueError, match="is no Hugging Face model"):
-        split_for_muon(torch.nn.Linear(2, 2))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -207,7 +189,7 @@ def test_without_matrices(llama):
 @pytest.mark.parametrize("shape", [Shape(4, 64), Shape(1, 2)])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 def test_memory_as_estimated(name, shape):
-    """Of many tokens the activations are the peak, of two the step."""
+    """Of many tokens the activations are the peak, of two the step of the largest matrix."""
     model = model_of_shape(name, layers=4, device="cpu")
     optimizer = muon_adamw(model, lr=1e-3)
     ids = torch.randint(0, 128, (shape.batch, shape.seq))
@@ -219,21 +201,8 @@ def test_memory_as_estimated(name, shape):
 
     plan = estimate_muon(budget_of(model, shape), model, shape)
     assert plan.peak == pytest.approx(measure(step, repeats=0).peak_bytes, rel=0.02)
-    assert state_bytes(optimizer) == plan.states == predicted_state_bytes(model)
+    assert state_bytes(optimizer) == plan.states
     assert plan.states < 8 * sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_a_step_needs_what_its_largest_matrix_needs():
-    model = small_model("Llama", num_hidden_layers=1, hidden_size=256, intermediate_size=1024)
-    optimizer = muon_adamw(model, lr=1e-3)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    with PeakMemory() as memory:
-        before = memory.current
-        optimizer.step()
-    assert predicted_step_bytes(model) == 8 * 256 * 1024 + 4 * 256**2
-    assert memory.peak - before == pytest.approx(predicted_step_bytes(model), rel=0.01)
 
 
 # --- guards ---------------------------------------------------------------------------------------
@@ -242,32 +211,18 @@ def test_a_step_needs_what_its_largest_matrix_needs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr=-1"),
         ({"momentum": 1.0}, r"momentum=1\.0"),
-        ({"nesterov": "no"}, "nesterov='no'"),
-        ({"steps": 0}, "steps=0"),
         ({"adjust_lr_fn": "none"}, "adjust_lr_fn='none': choose one of match_rms_adamw"),
-        ({"betas": (0.9, 1.0)}, r"beta2=1\.0"),
         ({"rest_lr": float("nan")}, "lr=nan"),
     ],
 )
 def test_bad_options(llama, options, message):
+    """The mistake: numbers with which the loss is NaN after some steps."""
     with pytest.raises(ValueError, match=message):
         muon_adamw(llama, **{"lr": 1e-3} | options)
 
 
-def test_bad_parameters(llama):
+def test_weights_in_16_bits_are_refused(llama):
+    """The mistake: steps that bf16 rounds away."""
     with pytest.raises(ValueError, match=r"model\.float\(\)"):
-        muon_adamw(copy.deepcopy(llama).bfloat16(), lr=1e-3)
-    optimizer = muon_adamw(llama, lr=1e-3)
-    vector = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"shape \[3\].*kind 'rest'"):
-        optimizer.add_param_group(group_of([vector]))
-    with pytest.raises(ValueError, match="needs betas, eps, lr, weight_decay"):
-        optimizer.add_param_group({"params": [vector], "kind": "rest"})
-    with pytest.raises(ValueError, match="kind=None: choose one of matrices, rest"):
-        optimizer.add_param_group({"params": [vector]})
-    assert len(optimizer.param_groups) == 2
-    adamw = torch.optim.AdamW([vector])
-    with pytest.raises(ValueError, match="another optimizer"):
-        optimizer.load_state_dict(adamw.state_dict())
+        muon_adamw(llama.bfloat16(), lr=1e-3)

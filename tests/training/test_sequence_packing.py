@@ -40,10 +40,11 @@ def summed_loss(model, batch, **inputs):
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])  # which has a window
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny, dtype):
-    """Odd lengths, several documents per row, a row with padding; Gemma's window included."""
-    tiny = tiny.to(dtype)
+def test_packed_loss_and_gradients_are_those_of_the_documents_alone(family, dtype):
+    """The mistake: a document that sees its neighbour, or padding that counts."""
+    tiny = model_of_shape(family, dtype=dtype, device="cpu")
     rows = make_rows([7, 3, 16, 5, 11, 1, 9])
     packs = pack_sequences(rows, length=23, seed=0)
     batch = collate_packed(packs, pad_token_id=0, length=25)
@@ -69,7 +70,7 @@ def test_packed_loss_and_gradients_are_those_of_the_documents_alone(tiny, dtype)
 
 @pytest.mark.parametrize("leak", ["no positions", "one document's mask", "cache"])
 def test_leakage_between_documents_changes_the_loss(llama, leak):
-    """What the positions are there for: three ways to lose them, each without an error."""
+    """The mistake: one of three ways to lose the borders, each without an error."""
     batch = collate_packed(pack_sequences(make_rows([9, 8, 7]), length=24), pad_token_id=0)
     right = summed_loss(llama, batch).item()
     wrong = {
@@ -80,7 +81,8 @@ def test_leakage_between_documents_changes_the_loss(llama, leak):
     assert abs(summed_loss(llama, batch, **wrong).item() - right) > 1e-3 * right
 
 
-def test_the_last_token_of_a_neighbour_predicts_nothing(llama):
+def test_the_last_token_of_a_neighbour_predicts_nothing():
+    """The mistake: the first token of a document is learnt from the end of another one."""
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
     (pack,) = pack_sequences(rows, length=8)
     assert pack["labels"] == [IGNORED, 6, 7, IGNORED, 9]
@@ -89,6 +91,7 @@ def test_the_last_token_of_a_neighbour_predicts_nothing(llama):
 
 
 def test_best_fit_is_a_partition_that_fills_the_rows():
+    """The mistake: the quick search finds another row than the plain one, or loses a document."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (500,), generator=generator).tolist()
     bins = best_fit(lengths, length=256)
@@ -103,7 +106,7 @@ def test_best_fit_is_a_partition_that_fills_the_rows():
 
 
 def test_positions_that_restart_mean_the_document_mask(llama):
-    """What transformers makes of the positions is the mask by hand."""
+    """The mistake: transformers makes another mask of the positions than the one by hand."""
     packs = pack_sequences(make_rows([9, 8, 7, 5]), length=24)
     batch = collate_packed(packs, pad_token_id=0)
     mask = document_mask(batch["position_ids"])  # [P, L, L]
@@ -118,6 +121,7 @@ def test_positions_that_restart_mean_the_document_mask(llama):
 
 
 def test_the_same_seed_gives_the_same_order():
+    """The mistake: a resumed run trains on other rows."""
     rows = make_rows([5, 9, 13, 2, 20, 20, 20])
     assert pack_sequences(rows, length=22, seed=3) == pack_sequences(rows, length=22, seed=3)
     assert pack_sequences(rows, length=22, seed=3) != pack_sequences(rows, length=22, seed=4)
@@ -133,7 +137,7 @@ def kept_by(forward, memory):
 
 
 def test_predicted_speedup_is_the_ratio_of_processed_tokens_and_of_saved_activations():
-    """Tokens that are processed, and what a step keeps for backward."""
+    """The mistake: padding at the end of packed rows is forgotten."""
     # Many short rows and a few long ones, as instruction pairs are.
     lengths = (10 + 150 * torch.rand(64) ** 2).int().tolist()
     rows = make_rows(lengths)
@@ -160,7 +164,7 @@ def test_predicted_speedup_is_the_ratio_of_processed_tokens_and_of_saved_activat
 
 
 def test_the_mask_costs_what_is_estimated():
-    """Per layer a mask of its own, and K and V repeated to all heads of Q."""
+    """The mistake: one mask for all layers, or K and V that are not repeated."""
     model = model_of_shape("tiny-llama", layers=4, device="cpu")
     packs = pack_sequences(make_rows([40, 40, 40, 40]), length=80)
     batch = collate_packed(packs, pad_token_id=0)
@@ -180,44 +184,46 @@ def test_the_mask_costs_what_is_estimated():
     assert half.activations - budget.activations == more / 2
 
 
-def test_check_document_mask(tiny):
+def test_check_document_mask():
+    """The mistake: a model that leaks, or whose positions go on, is trained on packed rows."""
+    model = model_of_shape("tiny-gpt2", device="cpu")  # with absolute positions
     batch = collate_packed(pack_sequences(make_rows([9, 8, 7]), length=24), pad_token_id=0)
-    check_document_mask(tiny, batch)
-    assert tiny.training
-    forward = tiny.forward
+    check_document_mask(model, batch)
+    assert model.training
+    forward = model.forward
 
     def without_borders(position_ids, **inputs):
         return forward(**inputs)
 
+    def positions_that_go_on(input_ids, position_ids, use_cache):
+        mask = document_mask(position_ids)[:, None]
+        return forward(input_ids=input_ids, attention_mask=mask, use_cache=False)
+
     def not_a_number(**inputs):
         return CausalLMOutput(logits=forward(**inputs).logits * float("nan"))
 
-    tiny.forward = without_borders
-    with pytest.raises(RuntimeError, match="sees its neighbour"):
-        check_document_mask(tiny, batch)
-    tiny.forward = not_a_number  # a comparison with NaN proves nothing
-    with pytest.raises(RuntimeError, match="sees its neighbour"):
-        check_document_mask(tiny, batch)
+    for wrong, message in [
+        (without_borders, "sees its neighbour"),
+        (not_a_number, "sees its neighbour"),  # a comparison with NaN proves nothing
+        (positions_that_go_on, "does not begin its positions again"),
+    ]:
+        model.forward = wrong
+        with pytest.raises(RuntimeError, match=message):
+            check_document_mask(model, batch)
     alone = collate_packed(pack_sequences(make_rows([9]), length=24), pad_token_id=0)
     with pytest.raises(ValueError, match="no border to check"):
-        check_document_mask(tiny, alone)
+        check_document_mask(model, alone)
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="data set is empty"):
-        pack_sequences([], length=8)
+def test_rows_that_cannot_be_packed():
+    """The mistake: a document is cut, or rows are packed again and their documents leak."""
     with pytest.raises(ValueError, match="row 1 has 9 tokens"):
         pack_sequences(make_rows([3, 9, 4]), length=8)
-    with pytest.raises(ValueError, match="row 0 has 0 tokens"):
-        pack_sequences([{"input_ids": [], "labels": []}], length=8)
-    with pytest.raises(ValueError, match="row 0 has 2 tokens and 1 labels"):
-        pack_sequences([{"input_ids": [1, 2], "labels": [1]}], length=8)
-    with pytest.raises(ValueError, match="what pack_sequences returned"):
-        collate_packed(make_rows([3]), pad_token_id=0)
-    with pytest.raises(ValueError, match="0 rows"):
-        collate_packed([], pad_token_id=0)
-    with pytest.raises(ValueError, match="length=2"):
-        collate_packed(pack_sequences(make_rows([3]), length=8), pad_token_id=0, length=2)
+    packs = pack_sequences(make_rows([3, 4]), length=8)
+    with pytest.raises(ValueError, match="row 0 is packed"):
+        pack_sequences(packs, length=8)
+    with pytest.raises(ValueError, match="length=2: give a whole number of 7 or more"):
+        collate_packed(packs, pad_token_id=0, length=2)
 
 
 @pytest.mark.gpu
@@ -231,12 +237,3 @@ def test_on_a_gpu():
         alone = {name: torch.tensor([values], device="cuda") for name, values in row.items()}
         expected += summed_loss(model, alone).item()
     assert summed_loss(model, batch).item() == pytest.approx(expected, rel=1e-2)
-
-
-def test_packed_rows_are_packed_once_and_whole():
-    """Packed again, their documents read each other; with a label too few, labels slide."""
-    [pack] = pack_sequences([{"input_ids": [1, 2], "labels": [1, 2]}] * 2, length=4)
-    with pytest.raises(ValueError, match="row 0 is packed"):
-        pack_sequences([pack], length=8)
-    with pytest.raises(ValueError, match=r"packed row 0 has columns of \[3, 4\] tokens"):
-        collate_packed([{**pack, "labels": pack["labels"][:3]}], pad_token_id=0)

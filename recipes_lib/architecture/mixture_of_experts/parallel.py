@@ -33,7 +33,6 @@ from recipes_lib.architecture.mixture_of_experts import (
     grouped_experts,
     require_plain_experts,
 )
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.mixing import mix_in, require_forward_of_class
 from recipes_lib.core.predict.budget import Shape
@@ -56,11 +55,10 @@ def apply_expert_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
     Args:
         mesh: all ranks in one dimension, which is the default.
     Raises ValueError on every rank for a model without experts of this kind, if they are shared or
-    sharded already, on another device than the mesh, if the ranks do not divide the experts, and
+    sharded already, if the ranks do not divide the experts, and
     for a mesh of some ranks only: copies of experts elsewhere would learn something else.
     """
-    if mesh is None:
-        mesh = default_mesh()
+    mesh = default_mesh() if mesh is None else mesh
     agree(model=model)
     require_causal_lm(model)
     modules = experts_of(model)
@@ -118,8 +116,7 @@ def average_gradients(model: nn.Module, *, mesh: DeviceMesh | None = None) -> No
     With several micro-batches call it once, after the last backward. Raises ValueError where a
     parameter has a gradient on one rank and none on another: no rank may be without rows.
     """
-    if mesh is None:
-        mesh = default_mesh()
+    mesh = default_mesh() if mesh is None else mesh
     plain = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     missing = [name for name, each in plain.items() if each.requires_grad and each.grad is None]
     # Their names, not their number: two ranks can lack a gradient of different parameters.
@@ -164,11 +161,6 @@ def _require_fitting(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> 
             f"mesh has the shape {tuple(mesh.shape)} and there are {world_size()} ranks: experts "
             f"are shared by all ranks, so give a mesh of all of them in one dimension, or none"
         )
-    if mesh.device_type != model.device.type:
-        raise ValueError(
-            f"the model is on {model.device.type} and the mesh is of {mesh.device_type}: move the "
-            f"model there first"
-        )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             "this model is shared, cut or sharded already: apply expert parallelism once and first"
@@ -176,10 +168,7 @@ def _require_fitting(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> 
     for module in modules:
         experts = module.gate_up_proj.shape[0]
         if experts % mesh.size():
-            raise ValueError(
-                f"{mesh.size()} ranks do not divide {experts} experts: give a mesh whose size "
-                f"divides them"
-            )
+            raise ValueError(f"{mesh.size()} ranks do not divide {experts} experts")
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -191,7 +180,6 @@ def predicted_exchanged_bytes(model: Any, shape: Shape, *, ranks: int) -> int:
     k rows per token travel there and back, in forward and in backward, of which 1/N stay here. The
     counts of rows travel before, 8 bytes for each expert.
     """
-    check_whole(ranks=ranks)
     sent = 0
     for module in experts_of(model):
         experts, hidden, _ = module.down_proj.shape

@@ -11,8 +11,7 @@ Idea       Cut the sequence into blocks. A block of queries reads the `local` bl
                                            ■ ■ ■ . . .                           . . ■ . . .
                                            ■ . ■ ■ . .                           ■ . . ■ . .
 
-           With `documents` a token reads its own document only. On a CPU the keys that are read
-           are laid side by side for the dense kernel.
+           With `documents` a token reads its own document only.
 Saves      Time: `predicted_share_of_pairs` is the share of the pairs that is left. Without `stride`
            the cost grows with S, not S² (on CUDA all but making the mask). It keeps for backward
            what flash attention keeps.
@@ -20,27 +19,24 @@ Costs      It is another model: what lies outside the pattern reaches a token on
            layers in between, and a pretrained model has to be trained further. Keeping documents
            apart with stride=1, which reads all blocks, loses nothing.
 Use when   Attention is a large part of a step (half of it at S = 12 D), or documents share a row.
-Not when   The sequence is a few blocks long, or single far tokens decide, as in retrieval.
+Not when   The sequence is a few blocks long, or single far tokens decide, as in retrieval; with a
+           filled KV cache, padding on the left, or a window of the model's own.
 In production   PyTorch's `flex_attention` with `create_block_mask`, here on CUDA; documents:
            `flash_attn_varlen_func`.
 Source     Child et al., Sparse Transformers (arXiv 1904.10509); Longformer (2004.05150); BigBird
            (2007.14062).
 
-A silent trap: a saved model forgets its pattern and runs dense. Call `apply_block_sparse` after
-every load.
-
-The kernel for CPUs is in cpu.py, what transformers calls in hf.py.
+Trap: a saved model forgets its pattern and runs dense. Call `apply_block_sparse` after every load.
 
 Shapes: B batch, H heads of queries, K heads of keys, S tokens, E head width.
 
-cpu  its kernel for CPUs
-hf  what transformers calls for it
+cpu  the kernel for CPUs
 """
 
 from __future__ import annotations
 
-import inspect
-import re
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,14 +44,9 @@ from torch import Tensor
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
 from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
-from recipes_lib.core.checks import check_heads, check_number, check_whole
-from recipes_lib.core.model.causal_lm import (
-    decoder_blocks,
-    reads_beside_attention,
-    require_causal_lm,
-    selects_keys,
-    trunk,
-)
+from recipes_lib.core.checks import check_heads, check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm, selects_keys
+from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.sizes import parts_needed
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -107,28 +98,36 @@ def plain_block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, **pattern: int
 # --- the technique --------------------------------------------------------------------------------
 
 
+@proves(
+    "exact",
+    tried_with={"block_size": 4, "local": 1, "global_blocks": 0, "stride": 1},  # all blocks
+    narrow={"block_size": 1, "local": 1, "global_blocks": 0, "stride": None},  # its own
+    kernel=True,
+)
 def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) -> Any:
     """Give every attention layer of a Hugging Face causal LM this `Pattern`; returns `model`.
 
     Right padding is exact. Where `position_ids` restart within a row, a new document begins: give
-    no attention mask then, and `use_cache=False`; a hybrid with convolutions or recurrences takes
-    one document per row. `model.set_attn_implementation("sdpa")` takes it back.
-    Raises ValueError for a pattern that does not exist, for capped scores, and for a model whose
-    attention cannot be exchanged; the model's forward raises one for whatever else does not go with
-    the pattern.
+    no attention mask then, and `use_cache=False`; a model that carries a text past its attention,
+    as convolutions do, refuses such rows. `model.set_attn_implementation("sdpa")` takes it back.
+    Raises ValueError for a pattern that does not exist and for capped scores; the model's forward
+    raises one for whatever else does not go with the pattern.
     """
-    # Here, because it imports this file.
-    from recipes_lib.attention.block_sparse.hf import register
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     require_causal_lm(model)
     checked = _checked_pattern(block_size=block_size, **pattern)
-    _refuse_model(model)
-    name = register(checked, documents=not reads_beside_attention(model))
+    if selects_keys(model):
+        raise ValueError("an indexer selects the keys of each query: a pattern would leave it out")
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if cap:
+        raise ValueError(f"no kernel for capped scores (attn_logit_softcapping={cap})")
+    # In the name, so that a deep copy keeps its pattern and another model may have another.
+    fields = sorted(checked._asdict().items())
+    name = "block_sparse_" + "_".join(f"{field}_{value}" for field, value in fields)
+    AttentionInterface.register(name, functools.partial(_attend, pattern=checked))
+    AttentionMaskInterface.register(name, _documents)
     model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
-        raise ValueError(
-            f"transformers cannot set the attention of {type(model).__name__}: keep its own"
-        )
     return model
 
 
@@ -151,9 +150,7 @@ def block_sparse_attention(
     Raises ValueError for a pattern that does not exist, shapes that do not fit, and a device
     without a kernel.
     """
-    if scale is not None:
-        check_number(scale=scale)
-    _check_tensors(q, k, v, documents)
+    check_heads(q, k, v, allowed="q [B, H, S, E], and k and v [B, K, S, E] with H a multiple of K")
     checked = _checked_pattern(seq_len=q.shape[2], **pattern)
     device = q.device.type
     if torch.is_autocast_enabled(device):  # as PyTorch's own attention does
@@ -211,9 +208,6 @@ def _flex(
     return compiled_flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
 def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
     checked = Pattern(**pattern)
     check_whole(seq_len=seq_len, block_size=checked.block_size, local=checked.local)
@@ -223,53 +217,88 @@ def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
     return checked
 
 
-def _refuse_model(model: Any) -> None:
-    """Raise ValueError for what this attention cannot reach, or cannot compute."""
-    modules = decoder_blocks(model).modules()
-    has_attention = any(hasattr(module, "is_causal") for module in modules)
-    if not has_attention or not model._supports_attention_backend:
-        raise ValueError(
-            f"{type(model).__name__} has no attention that is looked up by its name: "
-            f"block-sparse attention cannot reach it"
-        )
-    if selects_keys(model):
-        raise ValueError(
-            f"{type(model).__name__} selects the keys of each query by an indexer, which the "
-            f"pattern would leave out: keep this model's attention"
-        )
-    if reads_beside_attention(model) and not _tells_positions(model):
-        raise ValueError(
-            f"{type(model).__name__} does not tell its attention where documents begin, and its "
-            f"recurrence would carry one into the next unseen: keep this model's attention"
-        )
-    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if cap:
-        raise ValueError(
-            f"block-sparse attention has no kernel for capped scores "
-            f"(attn_logit_softcapping={cap}): keep 'eager'"
-        )
+# --- what transformers sees of it -----------------------------------------------------------------
+
+# It looks two functions up by the name in the configuration: one makes the mask, once per forward,
+# and one computes attention, in every layer. Here the first returns ids of documents [B, S].
 
 
-def _tells_positions(model: Any) -> bool:
-    """Whether the model makes its masks with the positions, by which documents are found."""
-    forward = inspect.getsource(type(trunk(model)).forward)
-    return (
-        re.search(r"""position_ids["']: \w*position_ids|[( ]position_ids=\w""", forward) is not None
+def _attend(
+    module: Any,
+    query: Tensor,  # [B, H, S, E]
+    key: Tensor,  # [B, K, S, E]
+    value: Tensor,  # [B, K, S, E]
+    attention_mask: Tensor | None,  # the documents [B, S], as `_documents` returned them
+    *,
+    pattern: Pattern,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer -> [B, S, H, E], and no attention weights."""
+    documents = attention_mask
+    for change in ("softcap", "position_bias", "s_aux", "indices"):
+        if options.get(change) is not None:
+            raise ValueError(f"block-sparse attention has no kernel for {change}: keep 'eager'")
+    if dropout:
+        raise ValueError("block-sparse attention has no kernel for attention dropout: set it to 0")
+    if documents is not None and documents.ndim != 2:
+        raise ValueError("block-sparse attention: give an attention mask of [B, S], not of [S, S]")
+    positions = options.get("position_ids")
+    if documents is None and positions is not None and (positions.diff() != 1).any():
+        # transformers looks for documents only where there is neither a mask nor a cache.
+        raise ValueError(
+            "block-sparse attention: positions restart beside a mask or a cache: "
+            "give no attention mask, and use_cache=False"
+        )
+    out = block_sparse_attention(
+        query, key, value, documents=documents, scale=scaling, **pattern._asdict()
     )
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> None:
-    check_heads(q, k, v, allowed="q [B, H, S, E], and k and v [B, K, S, E] with H a multiple of K")
-    B, _, S, _ = q.shape
-    if documents is not None and documents.shape != (B, S):
+def _documents(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None,
+    device: torch.device,
+    **options: Any,
+) -> Tensor | None:
+    """What transformers calls for its mask: ids of the documents [B, S], or None for one per row.
+
+    `mask_function(row, head, query, key)` is the rule by which transformers would make the mask.
+    """
+    if q_length != kv_length or q_offset != 0:
         raise ValueError(
-            f"documents {[*documents.shape]}: give one id of a document per token, [{B}, {S}]"
+            "block-sparse attention: a filled KV cache holds no blocks: "
+            "generate with use_cache=False"
         )
-    if q.device.type not in ("cpu", "cuda"):
+    window = options.get("local_size") or q_length
+    if window < q_length:
         raise ValueError(
-            f"block-sparse attention has no kernel for the device {q.device.type}: "
-            f"move the model to cpu or cuda"
+            f"block-sparse attention: the model's own window of {window} contradicts it: "
+            f"set config.sliding_window = None"
         )
+    if attention_mask is not None and (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any():
+        raise ValueError(
+            "block-sparse attention: padding on the left moves the blocks: pad on the right"
+        )
+
+    rows = torch.arange(batch_size, device=device)[:, None]  # [B, 1]
+    later = torch.arange(1, q_length, device=device)  # [S-1]
+    before = later - 1
+    # With `use_vmap` the rule is one that cannot be asked for many pairs at once.
+    if options.get("use_vmap") or mask_function(rows, 0, before, later).any():
+        raise ValueError("block-sparse attention: the model adds a mask of its own")
+
+    # A document goes on as long as a token may read the one before it.
+    goes_on = mask_function(rows, 0, later, before).expand(batch_size, -1)  # [B, S-1]
+    if goes_on.all():
+        return None
+    return torch.nn.functional.pad((~goes_on).cumsum(1), (1, 0))
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ corpus  Python's own standard library as text and as instruction pairs
 evaluation  losses, perplexity and answers on rows that were not trained on
 images  5,000 handwritten digits, to train on and to test with
 pair_columns  a row as a pair or a conversation, whatever its columns are called
-quality  perplexity and agreement of a model with other weights or kernels
 row_files  rows of a local file or folder, whatever its format, each with its place
 row_order  the rows that a step trains on, as a function of the step alone
 token_ids  token ids as users give them, checked before a model reads them

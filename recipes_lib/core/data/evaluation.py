@@ -4,6 +4,7 @@
     row_losses        the loss of each row, from which an interval can be drawn
     perplexity        exp of the mean loss of running text: what a fine-tune is not about
     generate_answers  what the model says, greedily
+    decode_quality    perplexity and agreement of a model with other weights or kernels
 
 These are numbers without an interval. Whether the difference between two of them means anything
 is the subject of `recipes_lib.fine_tuning.honest_evaluation`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +25,13 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import Batch, check_rows, collate
 from recipes_lib.core.data.chat import IGNORED, Row, tokenize_pair
+from recipes_lib.core.data.token_ids import token_rows
+from recipes_lib.core.model.causal_lm import longest_text
+from recipes_lib.core.model.decoding import (
+    is_decoder,
+    require_causal_lm_or_decoder,
+    require_decoder,
+)
 from recipes_lib.core.model.output_layer import at_least_fp32
 
 # A model's own generation_config may sample, or penalize repetition, also that of the padding.
@@ -249,3 +258,113 @@ def _by_length(sequences: Sequence[list[int]], batch_size: int) -> list[list[int
     """Indices in batches of similar length, the longest first: what does not fit fails at once."""
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+# --- other weights or kernels: perplexity and agreement -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Perplexity, the share of equal top-1 predictions, and on how many tokens.
+
+    `agreement` is None without a reference. `predictions` holds the likeliest token at each
+    position of each document but the last, int64, one after the other.
+    """
+
+    perplexity: float
+    agreement: float | None
+    tokens: int
+    predictions: torch.Tensor
+
+
+def decode_quality(
+    model: Any,
+    documents: Sequence[Sequence[int] | torch.Tensor],
+    *,
+    reference: torch.Tensor | None = None,
+    token_by_token: bool = False,
+) -> Quality:
+    """Read `documents`, each a list of token ids, and compare what comes next with the text.
+
+        fp32 = decode_quality(model, documents)
+        int8 = decode_quality(int8_decoder, documents, reference=fp32.predictions)
+
+    Perplexity is exp of the mean loss over the real next tokens. Agreement is the share of
+    positions at which the likeliest token is the one of the reference. Both are teacher-forced: the
+    next token that is read is always the one of the text, so one different choice does not change
+    the rest.
+
+    Args:
+        model: a Hugging Face causal LM, or a decoder (`core.decoding.CausalDecoder`).
+        reference: the `predictions` of another model on the same documents.
+        token_by_token: read one token per call with the cache, as decoding does. Kernels for one
+            row and for many may differ, so this is the quality of the answer, the other one of
+            the prompt. Decoders only.
+    Raises ValueError for documents that are no token ids of the model, one of fewer than two tokens
+    or longer than the model's positions, and losses that are not finite.
+    """
+    rows = document_rows(model, documents)
+    loss = 0.0
+    predictions = []
+    with evaluating(model):
+        for row in rows:
+            for logits, targets in next_token_logits(model, row, token_by_token=token_by_token):
+                logits = at_least_fp32(logits)  # [K, V]
+                targets = targets.to(logits.device)  # [K]
+                loss += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+                predictions.append(logits.argmax(-1).cpu())
+    if not math.isfinite(loss):
+        raise ValueError("the losses are not finite: a weight or an activation overflows its dtype")
+    found = torch.cat(predictions)
+    agreement = None
+    if reference is not None:
+        agreement = (found == reference).double().mean().item()
+    return Quality(math.exp(loss / len(found)), agreement, len(found), found)
+
+
+def document_rows(
+    model: Any, documents: Sequence[Sequence[int] | torch.Tensor]
+) -> list[torch.Tensor]:
+    """The documents as int64 [S] each, which `model` can read: two tokens or more.
+
+    Raises ValueError for documents that are no token ids of the model, or longer than it can read,
+    and for what is neither a causal LM nor a decoder.
+    """
+    require_causal_lm_or_decoder(model)
+    longest = None  # a decoder says it when it makes a cache
+    if is_decoder(model):
+        vocabulary = model.vocabulary
+    else:
+        vocabulary = model.get_input_embeddings().num_embeddings
+        longest = longest_text(model.config)
+    rows = token_rows(documents=documents, vocabulary=vocabulary, least=2)  # [1, S] each
+    for number, row in enumerate(rows):
+        if longest is not None and row.shape[1] > longest:
+            raise ValueError(
+                f"documents[{number}] has {row.shape[1]} tokens, and the model was trained for "
+                f"{longest} positions (max_position_embeddings): cut it into shorter documents"
+            )
+    return [row[0] for row in rows]
+
+
+def next_token_logits(
+    model: Any, row: torch.Tensor, *, token_by_token: bool = False
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits [K, V] and the tokens [K] that really follow: all at once, or one by one.
+
+    `row` are the token ids of one document, int64 [S]; the other arguments as in `decode_quality`.
+    """
+    if token_by_token:
+        require_decoder(model)  # another model has no cache here, and would read all at once
+    inputs = row[None, :-1]  # [1, S - 1]: nothing follows the last token
+    targets = row[1:]
+    if not is_decoder(model):
+        yield model(inputs.to(model.device), use_cache=False).logits[0], targets
+        return
+    cache = model.new_cache(max_tokens=len(targets))
+    if not token_by_token:
+        yield model(inputs, cache)[0], targets
+        return
+    for position in range(len(targets)):
+        here = slice(position, position + 1)
+        yield model(inputs[:, here], cache)[0], targets[here]

@@ -45,66 +45,61 @@ def require_no_checkpoints(blocks: Iterable[nn.Module]) -> None:
         )
 
 
-def caches_among(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The KV caches among the arguments of a block."""
-    return [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-
-
-def nothing_to_recompute(block: nn.Module, caches: list[Any]) -> bool:
-    """Whether no backward will follow, because `block` generates.
-
-    Then gradients are off, or it has a cache in eval mode. The second is a decoding loop that
-    forgot `torch.no_grad()`. It needs its cache all the same.
-    """
-    if not torch.is_grad_enabled():
-        return True
-    return len(caches) > 0 and not block.training
-
-
-def require_empty(caches: Iterable[Any], *, index: int) -> None:
-    """Raise ValueError if a cache holds tokens of block number `index`."""
-    if any(_holds_tokens(cache, index) for cache in caches):
-        raise ValueError(
-            "a filled KV cache cannot pass through checkpointed blocks in training: the recomputed "
-            "block would append to it; pass use_cache=False, or generate under model.eval() and "
-            "torch.no_grad()"
-        )
-
-
 def argument_names(block: nn.Module) -> tuple[str, ...]:
     """What the forward of a block calls its arguments, in their order."""
     return tuple(inspect.signature(block.forward).parameters)
 
 
-def require_no_other_state(
-    names: Iterable[str], args: Iterable[Any], kwargs: dict[str, Any]
-) -> None:
-    """Raise ValueError if a block collects for generation what is no KV cache of transformers.
+def caches_among(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The KV caches among the arguments of a block."""
+    return [value for value in (*args, *kwargs.values()) if _is_cache(value)]
 
-    RWKV hands a state from block to block, RecurrentGemma keeps one in its modules. `names` are
-    those of the block's arguments, in their order.
+
+def generates(block: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether no backward will follow, and `block` needs its cache as it is.
+
+    Then gradients are off, or it has a cache in eval mode. The second is a decoding loop that
+    forgot `torch.no_grad()`.
     """
-    by_position = dict(zip(names, args))
-    named = by_position | kwargs
-    states = [name for name in STATES if named.get(name) is not None]
-    is_other = any(not _is_cache(named[name]) for name in states)
-    collects = named.get("use_cache") is True and not states
-    # `without_caches` turns it off by name only.
-    stays_on = by_position.get("use_cache") is True
-    if is_other or collects or stays_on:
+    if not torch.is_grad_enabled():
+        return True
+    return not block.training and len(caches_among(args, kwargs)) > 0
+
+
+def without_caches(
+    args: Iterable[Any], kwargs: dict[str, Any], *, index: int, names: Iterable[str] = ()
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of block number `index`, with which it may run twice.
+
+    `names` are those of its arguments, in their order. Raises ValueError for a cache that holds
+    tokens, and for states of another kind.
+    """
+    if any(_holds_tokens(cache, index) for cache in caches_among(args, kwargs)):
         raise ValueError(
-            "this model collects states for generation that are no KV cache, and a recomputed "
-            "block would change them a second time: pass use_cache=False"
+            "a filled KV cache cannot pass through checkpointed blocks in training: the recomputed "
+            "block would append to it; pass use_cache=False, or generate under model.eval() and "
+            "torch.no_grad()"
         )
-
-
-def without_caches(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The same arguments of a block, None in the place of each cache, and `use_cache` off."""
+    _require_no_other_state(dict(zip(names, args)), kwargs)
     plain_args = [None if _is_cache(value) else value for value in args]
     plain_kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if "use_cache" in plain_kwargs:
         plain_kwargs["use_cache"] = False
     return plain_args, plain_kwargs
+
+
+def _require_no_other_state(by_position: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """RWKV hands a state from block to block, RecurrentGemma keeps one in its modules."""
+    named = by_position | kwargs
+    states = [named[name] for name in STATES if named.get(name) is not None]
+    is_other = not all(map(_is_cache, states))
+    collects = named.get("use_cache") is True and not states
+    stays_on = by_position.get("use_cache") is True  # it is turned off by name only
+    if is_other or collects or stays_on:
+        raise ValueError(
+            "this model collects states for generation that are no KV cache, and a recomputed "
+            "block would change them a second time: pass use_cache=False"
+        )
 
 
 def _holds_tokens(cache: Any, index: int) -> bool:

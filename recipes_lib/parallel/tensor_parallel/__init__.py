@@ -21,20 +21,16 @@ Costs      Four exchanges of [T, D] per block and step, on the way of every toke
            smaller. All ranks read the same rows.
 Use when   One layer is too large for a card, or a batch too small to share; inside of one machine.
 Not when   The model fits: fully_sharded exchanges weights, which can be hidden behind computing.
+           Together with it: tensor parallelism first, on the dimension of the mesh with the fast
+           link, and fully_sharded after it on the other one. Adapters and quantized weights.
 In production   transformers `from_pretrained(…, tp_plan="auto")`; Megatron-LM
            `--tensor-model-parallel-size 8 --sequence-parallel`; vLLM `tensor_parallel_size`.
 Source     Shoeybi et al., "Megatron-LM" (arXiv 1909.08053); Korthikanti et al., "Reducing
            Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
 
-The order of recipes: tensor parallelism first, on the dimension of the mesh with the fast link, and
-fully_sharded after it on the other one.
+Shapes: T tokens, D hidden, F feed-forward, V vocabulary, N ranks.
 
-Shapes: T tokens, D hidden, F feed-forward, V vocabulary, N ranks. What PyTorch has no style for is
-in styles.py, the loss of cut logits in loss.py, the arithmetic in
-arithmetic.py. Four ranks in one process, whose parts can be printed, are in
-simulated.py.
-
-arithmetic  what stays whole on each rank, and how many bytes it sends
+arithmetic  what one rank keeps and sends
 loss  the loss of logits that are cut by the vocabulary
 simulated  four ranks in one process, with every part to print
 styles  a table of tokens that is cut, and norms that are whole
@@ -43,11 +39,10 @@ styles  a table of tokens that is cut, and norms that are whole
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -58,24 +53,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
 from recipes_lib.core.model.marks import COMPILED, any_marked
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.meshes import default_mesh, require_mesh
-from recipes_lib.parallel.tensor_parallel.arithmetic import (
-    checkpoint_bytes,
-    stream_bytes,
-    whole_activations,
-    whole_in_a_block,
-    whole_parameter_bytes,
-)
-from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss, require_same_rows
-from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights, require_table
+from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
+from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights
 
 BY_OUTPUT = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 BY_OUTPUT += ["mlp.gate_proj", "mlp.up_proj"]
@@ -126,17 +111,18 @@ def apply_tensor_parallel(
     do not divide the heads, the heads of keys, the feed-forward width or the vocabulary. The first
     forward raises one if the ranks got different rows.
     """
-    if mesh is None:
-        mesh = default_mesh()
-    require_mesh(mesh)
+    mesh = default_mesh() if mesh is None else mesh
+    require_one_dimension(mesh, such_as="tensor")
     if mesh.size() == world_size() and not dry():
         agree(model=model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     require_causal_lm(model)
-    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    _require_mesh(mesh, model)
-    _require_whole(model)
-    _require_layers(model)
-    _require_divisible(model, ranks=mesh.size())
+    require_layers(model)
+    require_divisible(model, ranks=mesh.size())
+    if any_marked(decoder_blocks(model), COMPILED):
+        raise ValueError(
+            "the blocks are compiled already, for layers that are whole: call "
+            "remove_compiled_blocks(model) first"
+        )
     plan = tensor_parallel_plan(
         model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
     )
@@ -162,10 +148,7 @@ def tensor_parallel_plan(
     Between the layers there is the residual stream, [B, S, D]. With sequence parallelism it is a
     DTensor whose shape is that of all tokens, and so masks and positions are those of all tokens.
     """
-    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    stream: Placement = Replicate()
-    if sequence_parallel:
-        stream = Shard(1)  # by tokens
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()  # by tokens, or whole
     local = not sequence_parallel
     names = {module: name for name, module in model.named_modules()}
     by_output = ColwiseParallel()
@@ -194,16 +177,11 @@ def tensor_parallel_plan(
             plan[names[each]] = norm_of_heads
     plan[names[norms_of(trunk(model))[-1]]] = norm
 
-    logits: Placement = Replicate()
-    if loss_parallel:
-        logits = Shard(-1)  # by the vocabulary
+    logits: Placement = Shard(-1) if loss_parallel else Replicate()  # by the vocabulary, or whole
     plan[names[model.get_output_embeddings()]] = ColwiseParallel(
         input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel
     )
     return plan
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _join_for_generation(
@@ -217,71 +195,57 @@ def _join_for_generation(
         output.logits = output.logits.full_tensor()
 
 
+# --- what would silently train something else, or does not divide ---------------------------------
+
+
 def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
     """At the first forward, see whether all ranks got the same rows. A sampler may cut them."""
 
     def check(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         handle.remove()
-        input_ids = options.get("input_ids")
-        if input_ids is None and inputs:
-            input_ids = inputs[0]
-        if input_ids is not None and not dry():
-            require_same_rows(input_ids, mesh)
+        ids = options.get("input_ids", inputs[0] if inputs else None)
+        if ids is None or dry():
+            return
+        of_ranks: list[Any] = [None] * mesh.size()
+        distributed.all_gather_object(of_ranks, ids.tolist(), group=mesh.get_group())
+        if any(rows != of_ranks[0] for rows in of_ranks):
+            raise ValueError(
+                "the ranks of one tensor-parallel group got different rows: all of them compute "
+                "parts of the same layers, so give each the same input_ids; a sampler counts "
+                "groups, not ranks"
+            )
 
     handle = model.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def _require_mesh(mesh: DeviceMesh, model: Any) -> None:
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}: give the one for the cut layers, such "
-            f"as mesh['tensor']"
-        )
-    if mesh.device_type != model.device.type:
-        raise ValueError(
-            f"the model is on {model.device.type} and the mesh is of {mesh.device_type}: move the "
-            f"model there first"
-        )
-
-
-def _require_whole(model: Any) -> None:
-    """Raise ValueError if another recipe has cut or compiled the model already."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            "this model is cut or sharded already: apply tensor parallelism once, and before "
-            "apply_fully_sharded"
-        )
-    if any_marked(decoder_blocks(model), COMPILED):
-        raise ValueError(
-            "the blocks are compiled already, for layers that are whole: call "
-            "remove_compiled_blocks(model) first"
-        )
-
-
-def _require_layers(model: Any) -> None:
-    """Raise ValueError unless each block has the layers that the plan cuts, as plain ones."""
-    require_table(model.get_input_embeddings())
-    layers = {"the output layer": model.get_output_embeddings()}
-    for index, block in enumerate(decoder_blocks(model)):
+def require_layers(model: Any) -> None:
+    """Raise ValueError unless the plan's layers are there, as plain ones that are whole."""
+    embedding = model.get_input_embeddings()
+    layers = {"the embedding": embedding, "the output layer": model.get_output_embeddings()}
+    for block in decoder_blocks(model):
         for name in BY_OUTPUT + BY_INPUT:
             try:
-                layers[f"block {index}: {name}"] = block.get_submodule(name)
+                layers[f"{id(block)} {name}"] = block.get_submodule(name)
             except AttributeError:
                 raise ValueError(
-                    f"{type(model).__name__} has no {name} in block {index}: tensor parallelism "
-                    f"knows decoders with the layers of Llama (Llama, Mistral, Qwen, Gemma); for "
-                    f"others use transformers' tp_plan='auto'"
+                    f"{type(model).__name__} has no {name}: tensor parallelism knows decoders with "
+                    f"the layers of Llama (Llama, Mistral, Qwen, Gemma); for others use "
+                    f"transformers' tp_plan='auto'"
                 ) from None
     for name, layer in layers.items():
-        plain = isinstance(layer, nn.Linear) and not list(layer.children())
-        if not plain or not layer.weight.is_floating_point():
+        kind = nn.Embedding if layer is embedding else nn.Linear
+        plain = isinstance(layer, kind) and not list(layer.children())
+        if layer is embedding and not hasattr(embedding, "embed_scale"):  # as Gemma's has
+            plain = type(embedding).forward is nn.Embedding.forward  # CutTable has its own
+        if not plain or not layer.weight.is_floating_point() or isinstance(layer.weight, DTensor):
             raise ValueError(
-                f"{name} is a {type(layer).__name__}: only plain linear layers can be cut, without "
-                f"adapters and not quantized; merge the adapters first, or use quantized_shards"
+                f"{name.split()[-1]} is a {type(layer).__name__}: only plain layers can be cut, "
+                f"without adapters, not quantized, and not cut or sharded already"
             )
 
 
-def _require_divisible(model: Any, *, ranks: int) -> None:
+def require_divisible(model: Any, *, ranks: int) -> None:
+    """Raise ValueError unless the ranks divide what is cut."""
     config = model.config
     counts = {
         "heads": config.num_attention_heads,
@@ -292,75 +256,6 @@ def _require_divisible(model: Any, *, ranks: int) -> None:
     for name, count in counts.items():
         if count % ranks:
             raise ValueError(
-                f"{ranks} ranks do not divide {count} {name}: give a mesh of "
-                f"{_divisors(counts.values())} ranks"
+                f"{ranks} ranks do not divide {count} {name}: give a mesh whose size divides "
+                f"{math.gcd(*counts.values())}"
             )
-
-
-def _divisors(counts: Iterable[int]) -> str:
-    """The numbers of ranks that divide all counts, as text."""
-    largest = math.gcd(*counts)
-    fitting = [str(ranks) for ranks in range(1, largest + 1) if largest % ranks == 0]
-    return " or ".join(fitting)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.SHARDING)
-def estimate_tensor_parallel(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    ranks: int,
-    sequence_parallel: bool = True,
-    loss_parallel: bool = True,
-) -> Budget:
-    """The budget of one of `ranks` ranks. `model` is the whole one, as it was before it was cut.
-
-    All ranks have the same rows, so `shape.ranks` counts the groups of ranks with rows of their
-    own. Activations fall by N but for what stays whole: what cut layers read, and without sequence
-    parallelism all that norms save.
-    """
-    check_flag(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    check_whole(ranks=ranks)
-    _require_layers(model)
-    _require_divisible(model, ranks=ranks)
-    tokens = shape.tokens
-    checkpointed = any(done.order is Order.CHECKPOINTS for done in budget.applied)
-    whole = tokens * whole_activations(
-        model, sequence_parallel=sequence_parallel, checkpointed=checkpointed
-    )
-    in_a_block = tokens * whole_in_a_block(model, sequence_parallel=sequence_parallel)
-
-    def cut(size: int, staying: int) -> int:
-        """The bytes of one rank when `staying` of `size` bytes are whole on each."""
-        staying = min(staying, size)
-        return staying + (size - staying) // ranks
-
-    loss = budget.loss
-    if loss_parallel:
-        loss = budget.loss // ranks
-    small = whole_parameter_bytes(model)
-    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
-    plan = budget.change(
-        weights=cut(budget.weights, small + buffers),
-        gradients=cut(budget.gradients, small),
-        states=cut(budget.states, 2 * small),
-        carried=cut(budget.carried, small),
-        activations=cut(budget.activations, whole),
-        one_block=cut(budget.one_block, in_a_block),
-        block_gradients=cut(budget.block_gradients, tokens * stream_bytes(model)),
-        last_gradients=budget.last_gradients // ranks,
-        embedding_gradient=budget.embedding_gradient // ranks,
-        loss=loss,
-    )
-    if not checkpointed:
-        return plan
-    # The moment in a block was larger than the loss by the activations: both are taken apart.
-    return plan.with_moment_in_a_block(
-        as_backward_begins=tokens
-        * checkpoint_bytes(model, ranks=ranks, sequence_parallel=sequence_parallel),
-        in_a_block=cut(budget.activations + budget.after_activations, whole),
-    )

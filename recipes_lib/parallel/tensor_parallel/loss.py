@@ -14,14 +14,12 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
@@ -104,22 +102,3 @@ def _where_labels_are(
     column = targets - first
     is_here = counted & (column >= 0) & (column < tokens_here)
     return column.where(is_here, 0), is_here
-
-
-def require_same_rows(input_ids: Tensor, mesh: DeviceMesh) -> None:
-    """Raise ValueError on all ranks of `mesh` unless all have the same input_ids [B, S]."""
-    if isinstance(input_ids, DTensor):
-        input_ids = input_ids.full_tensor()
-    text = f"{tuple(input_ids.shape)} {input_ids.tolist()}"
-    # Seven bytes: a number that is sure to fit into an int64, its negative as well.
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    # The largest of all is minus the smallest of the negatives, so one message tells both.
-    both = torch.tensor([digest, -digest], device=mesh.device_type)
-    dist.all_reduce(both, dist.ReduceOp.MIN, mesh.get_group())
-    smallest, minus_largest = both.tolist()
-    if smallest != -minus_largest:
-        raise ValueError(
-            "the ranks of one tensor-parallel group got different rows: all of them compute parts "
-            "of the same layers, so give each the same input_ids; a sampler counts groups, not "
-            "ranks"
-        )

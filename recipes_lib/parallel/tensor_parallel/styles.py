@@ -23,7 +23,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class, unmixed_class
+from recipes_lib.core.model.mixing import mix_in
 
 
 class CutTable(ParallelStyle):
@@ -66,19 +66,6 @@ class _OfSomeTokens:
         if self.local_outputs:
             return vectors.to_local()
         return vectors
-
-
-def require_table(embedding: nn.Module) -> None:
-    """Raise ValueError unless the embedding is a plain table, or one of Gemma, which scales it."""
-    require_forward_of_class([embedding])
-    plain = isinstance(embedding, nn.Embedding)
-    if plain and not hasattr(embedding, "embed_scale"):
-        plain = unmixed_class(embedding).forward is nn.Embedding.forward
-    if not plain or not embedding.weight.is_floating_point():
-        raise ValueError(
-            f"the embedding is a {type(embedding).__name__}: only a plain nn.Embedding can be cut, "
-            f"without adapters and not quantized"
-        )
 
 
 class WholeWeights(ParallelStyle):

@@ -41,19 +41,19 @@ sites  where these scales can be folded exactly
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_flag, check_number, check_several, check_whole
-from recipes_lib.core.data.token_ids import check_batch
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.linears import layers_to_quantize, linear_layers
 from recipes_lib.precision._four_bit_grid import check_groups, in_four_bits
 from recipes_lib.precision.awq.sites import (
+    Seen,
     Site,
     check_exact,
     find_sites,
@@ -81,7 +81,7 @@ def plain_awq_scales(weight: Tensor, inputs: Tensor, *, group: int = 32) -> Tens
 # --- the technique --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """What the search has found for the layers that read one input.
 
@@ -117,7 +117,7 @@ def apply_awq(
         tokens: how many of the text are kept to compute errors with. All count for mean |x|.
     Raises ValueError, before anything changes, for a model that is not in fp32 or is quantized
     already, one in which no scales can be folded exactly, widths that `group` does not divide, and
-    batches that are no token ids [B, S] of the model.
+    no text.
     """
     choices = search_scales(
         model,
@@ -147,40 +147,37 @@ def search_scales(
 
     Arguments and errors are those of `apply_awq`.
     """
-    check_flag(symmetric=symmetric)
     require_causal_lm(model)
     check_whole(alphas=alphas, least=2)
     check_whole(tokens=tokens)
-    names = layers_to_quantize(model, names, way_out=ORDER)
+    way_out = "give the model in full precision; after apply_awq comes apply_int4"
+    names = layers_to_quantize(model, names, way_out=way_out)
     check_groups(linear_layers(model), names, group)
-    batches = _checked_batches(model, batches)
-    _check_fp32(model)
+    if model.dtype is not torch.float32:
+        raise ValueError(
+            f"weights in {model.dtype}: call model.float() first, as scales that are folded into "
+            f"16-bit weights would be rounded"
+        )
     sites = find_sites(model, names)
     check_exact(model, sites)
 
     tried = [number / (alphas - 1) for number in range(alphas)]
-    inputs = read_inputs(model, sites, batches, tokens=tokens)
-    return [
-        _best(model, site, tried, seen.mean, seen.rows, {"group": group, "symmetric": symmetric})
-        for site, seen in zip(sites, inputs, strict=True)
-    ]
+    grid = {"group": group, "symmetric": symmetric}
+    inputs = read_inputs(model, sites, list(batches), tokens=tokens)
+    return [_best(model, site, tried, seen, grid) for site, seen in zip(sites, inputs)]
 
 
 @torch.no_grad()
-def _best(
-    model: Any,
-    site: Site,
-    alphas: Sequence[float],
-    mean: Tensor,
-    rows: Tensor,
-    grid: dict[str, Any],
-) -> Choice:
-    """Try every alpha on the layers of one site: `mean` [I] of |x|, `rows` [T, I] of inputs."""
-    importance = site.shared(mean)  # [C]
-    errors = {}
+def _best(model: Any, site: Site, alphas: list[float], seen: Seen, grid: dict[str, Any]) -> Choice:
+    """Try every alpha on the layers of one site: the mean squared error of what they put out."""
+    importance = site.shared(seen.mean)  # [C]
+    errors = dict.fromkeys(alphas, 0.0)
     for alpha in alphas:
         scales = site.spread(scales_of(importance, alpha))  # [I]
-        errors[alpha] = _output_error(model, site, scales, rows, grid)
+        for name in site.linears:
+            weight = model.get_submodule(name).weight  # [O, I]
+            rounded = in_four_bits(weight * scales, **grid) / scales
+            errors[alpha] += (seen.rows @ (rounded - weight).T).square().mean().item()
     alpha = min(errors, key=errors.get)
     return Choice(site, alpha, scales_of(importance, alpha), errors[alpha], errors[alphas[0]])
 
@@ -194,60 +191,3 @@ def scales_of(importance: Tensor, alpha: float) -> Tensor:
     least = importance.mean() * 1e-4 + torch.finfo(torch.float32).tiny
     logarithms = alpha * importance.clamp(min=least.item()).log()
     return (logarithms - logarithms.mean()).exp()
-
-
-def _output_error(
-    model: Any, site: Site, scales: Tensor, rows: Tensor, grid: dict[str, Any]
-) -> float:
-    """The mean squared error of what the layers of a site put out, scaled [I] and rounded."""
-    total = 0.0
-    for name in site.linears:
-        weight = model.get_submodule(name).weight  # [O, I]
-        rounded = in_four_bits(weight * scales, **grid) / scales
-        error = rows @ (rounded - weight).T  # [T, O]
-        total += error.square().mean().item()
-    return total
-
-
-# --- Hugging Face glue and guards -----------------------------------------------------------------
-
-
-ORDER = "give the model in full precision; after apply_awq comes apply_int4"
-
-
-def _checked_batches(model: Any, batches: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    check_several(batches=batches)
-    checked = list(batches)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    shown = 0
-    for number, batch in enumerate(checked):
-        check_batch(batch, vocabulary=vocabulary, name=f"batch {number}")
-        shown += int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum())
-    if shown == 0:
-        raise ValueError(
-            "no calibration text, or its attention_mask hides all of it: give batches of input_ids "
-            "[B, S], some hundred tokens in all"
-        )
-    return checked
-
-
-def _check_fp32(model: Any) -> None:
-    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
-    if dtypes != {"torch.float32"}:
-        raise ValueError(
-            f"weights in {', '.join(sorted(dtypes))}: call model.float() first, as scales that are "
-            f"folded into 16-bit weights would be rounded"
-        )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_error_ratio(scale: float, *, step_ratio: float = 1.0) -> float:
-    """By what factor the error of a channel changes that is scaled by `scale`.
-
-    `step_ratio` is the step of its group with the scales over the one without: 1 if the largest
-    weights of the group are in other channels, and `scale` at most.
-    """
-    check_number(above=0, scale=scale, step_ratio=step_ratio)
-    return step_ratio / scale

@@ -7,8 +7,9 @@ A site is a layer and the linear layers that read its output, and nothing else r
 Which linear layers read a norm is found by running a few tokens: they are handed the very tensor
 that the norm returned. The other two are found by the names that families of Llama's kind share.
 Whether something else reads that tensor, or a family computes something between, nobody can see
-from outside. So `check_exact` scales all sites by powers of two, which fp32 multiplies without
-rounding, compares the logits, and takes the scales out again to the last bit.
+from outside. So this technique has a probe of its own: `check_exact` scales all sites by powers of
+two, which fp32 multiplies without rounding, compares the logits, and takes the scales out again to
+the last bit.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.data.evaluation import evaluating
-
-OUTPUT_PROJECTIONS = ("o_proj", "out_proj")
-PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +60,16 @@ class Seen:
     rows: Tensor
 
 
-# --- finding --------------------------------------------------------------------------------------
+# --- where scales can be folded -------------------------------------------------------------------
 
 
 def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
     """The sites that hold at least one of the linear layers `names`. Raises ValueError for none."""
-    wanted = set(names) & _layers_that_text_reaches(model)
-    found = [*_after_norms(model), *_after_gates(model), *_after_values(model)]
+    writers, readers = _run_and_record(model)
+    calls = [name for linears in readers.values() for name in linears]
+    # Not those that the text does not run through, for images or for an encoder.
+    wanted = set(names).intersection(calls)
+    found = [*_after_norms(model, writers, readers), *_after_gates(model), *_after_values(model)]
     sites = [site for site in found if wanted.intersection(site.linears)]
     if not sites:
         raise ValueError(
@@ -78,26 +79,15 @@ def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
     return sites
 
 
-def _layers_that_text_reaches(model: Any) -> set[str]:
-    """The linear layers that a text runs through: not those for images, or for an encoder."""
-    called: set[str] = set()
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                hooks.enter_context(_on_input(module, name, lambda name, _: called.add(name)))
-        _probe(model)
-    return called
-
-
-def _after_norms(model: Any) -> Iterator[Site]:
-    """Norms, and the linear layers that are handed what they return."""
-    outputs: dict[int, list[str]] = {}
+def _run_and_record(model: Any) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """By the id of each tensor of a run: the norms that returned it, the linears that read it."""
+    writers: dict[int, list[str]] = {}
     readers: dict[int, list[str]] = {}
     alive = []  # as long as a tensor lives, no other gets its id
 
     def wrote(name: str, output: Any) -> None:
         alive.append(output)
-        outputs.setdefault(id(output), []).append(name)
+        writers.setdefault(id(output), []).append(name)
 
     def read(name: str, value: Any) -> None:
         alive.append(value)
@@ -109,10 +99,17 @@ def _after_norms(model: Any) -> Iterator[Site]:
                 hooks.enter_context(_on_output(module, name, wrote))
             elif isinstance(module, nn.Linear):
                 hooks.enter_context(_on_input(module, name, read))
-        _probe(model)
+        _few_logits(model)
+    return writers, readers
+
+
+def _after_norms(
+    model: Any, writers: dict[int, list[str]], readers: dict[int, list[str]]
+) -> Iterator[Site]:
+    """Norms, and the linear layers that are handed what they return."""
     calls = [name for names in readers.values() for name in names]
-    written = [name for names in outputs.values() for name in names]
-    for tensor, [norm, *_] in outputs.items():
+    written = [name for names in writers.values() for name in names]
+    for tensor, [norm, *_] in writers.items():
         linears = readers.get(tensor, [])
         # What runs more than once in a pass has several inputs, and one weight.
         once = all(calls.count(name) == 1 for name in linears) and written.count(norm) == 1
@@ -134,7 +131,7 @@ def _after_values(model: Any) -> Iterator[Site]:
     """v -> o: attention mixes tokens, not channels."""
     for name, module in model.named_modules():
         value = _linear(module, "v_proj")
-        for part in OUTPUT_PROJECTIONS:
+        for part in ("o_proj", "out_proj"):
             output = _linear(module, part)
             if not (value and output):
                 continue
@@ -197,24 +194,29 @@ def _offset_of(norm: nn.Module) -> float | None:
     return None
 
 
+@torch.no_grad()
 def check_exact(model: Any, sites: list[Site]) -> None:
     """Raise ValueError unless scales can be folded into all `sites` without changing the logits.
 
     The model is as it was afterwards.
     """
-    before = _probe(model)
-    norms = _norm_weights(model, sites)
-    scales = [_powers_of_two(model, site) for site in sites]
-    for site, factors in zip(sites, scales):
-        fold_scales(model, site, factors)
+    before = _few_logits(model)
+    layers = {site: model.get_submodule(site.before) for site in sites}
+    # 1 + weight is rounded, so norms get back what they had.
+    norms = [layer.weight for layer in layers.values() if not isinstance(layer, nn.Linear)]
+    kept = [weight.clone() for weight in norms]
+    scales = {}
+    for site, layer in layers.items():  # 1/2, 1 and 2 in turn, for each channel
+        channels = torch.arange(len(layer.weight), device=layer.weight.device)
+        scales[site] = 2.0 ** (channels % 3 - 1)
+        fold_scales(model, site, scales[site])
     try:
-        after = _probe(model)
+        after = _few_logits(model)
     finally:
-        for site, factors in zip(sites, scales):
+        for site, factors in scales.items():
             fold_scales(model, site, 1 / factors)
-        # 1 + weight is rounded, so norms get back what they had.
-        for weight, value in norms:
-            weight.data.copy_(value)
+        for weight, value in zip(norms, kept):
+            weight.copy_(value)
     error = (after - before).abs().max()
     # Of powers of two, only norms of 1 + weight leave an error at all: that of fp32.
     if not error <= 1e-3 * before.std():
@@ -224,20 +226,7 @@ def check_exact(model: Any, sites: list[Site]) -> None:
         )
 
 
-def _norm_weights(model: Any, sites: Iterable[Site]) -> list[tuple[Tensor, Tensor]]:
-    """The weights of norms among what stands before, each with a copy."""
-    layers = [model.get_submodule(site.before) for site in sites]
-    weights = [layer.weight for layer in layers if not isinstance(layer, nn.Linear)]
-    return [(weight, weight.detach().clone()) for weight in weights]
-
-
-def _powers_of_two(model: Any, site: Site) -> Tensor:
-    """1/2, 1 and 2 in turn, for each channel of the layer before: [C]."""
-    weight = model.get_submodule(site.before).weight
-    return 2.0 ** (torch.arange(len(weight), device=weight.device) % 3 - 1)
-
-
-# --- running --------------------------------------------------------------------------------------
+# --- running it -----------------------------------------------------------------------------------
 
 
 def read_inputs(
@@ -251,16 +240,10 @@ def read_inputs(
     rows: dict[str, list[Tensor]] = {}
     count = 0
     real = torch.empty(0, dtype=torch.bool)  # of the batch that runs: no padding, [B * S]
-    share = max(1, tokens // len(batches))
+    share = max(1, tokens // max(1, len(batches)))
 
     def read(name: str, value: Tensor) -> None:
-        rows_read = value.flatten(0, -2)  # [B * S, I]
-        if len(rows_read) != len(real):
-            raise ValueError(
-                f"{name} reads {len(rows_read)} rows for {len(real)} tokens, so it is not known "
-                f"which are padding: leave it out (`names`)"
-            )
-        seen = rows_read[real].float()  # [T, I]
+        seen = value.flatten(0, -2)[real].float()  # [T, I]
         sums[name] = sums.get(name, 0) + seen.abs().sum(dim=0)
         kept = torch.linspace(0, len(seen) - 1, min(share, len(seen))).long()
         rows.setdefault(name, []).append(seen[kept.to(seen.device)])
@@ -275,19 +258,16 @@ def read_inputs(
             real = mask.bool().flatten()
             count += int(real.sum())
             model(input_ids=ids, attention_mask=mask, use_cache=False)
-    seen = []
-    for site in sites:
-        name = site.linears[0]
-        if not sums[name].isfinite().all():
-            raise ValueError(f"the inputs of {name} are not finite: the scales would not be either")
-        seen.append(Seen(sums[name] / count, torch.cat(rows[name])))
-    return seen
+    if count == 0:
+        raise ValueError("no calibration text, or its attention_mask hides all of it")
+    firsts = [site.linears[0] for site in sites]
+    return [Seen(sums[name] / count, torch.cat(rows[name])) for name in firsts]
 
 
-def _probe(model: Any) -> Tensor:
+def _few_logits(model: Any) -> Tensor:
     """The logits of a few tokens, [1, S, V]."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % vocabulary  # [1, S]
+    ids = torch.arange(1, 9, device=model.device)[None] % vocabulary  # [1, S]
     with evaluating(model):
         return model(input_ids=ids, use_cache=False).logits
 

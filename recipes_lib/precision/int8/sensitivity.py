@@ -22,7 +22,6 @@ llama.cpp's `perplexity --kl-divergence` compares quantized files by it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes_lib.core.checks import check_choice, check_number
-from recipes_lib.core.data.evaluation import evaluating
-from recipes_lib.core.data.quality import document_rows, next_token_logits
-from recipes_lib.core.model.decoding import is_decoder
-from recipes_lib.core.model.linears import (
-    layers_to_quantize,
-    linear_layers,
-    refuse_quantized,
-    replace_linears,
-)
+from recipes_lib.core.data.evaluation import document_rows, evaluating, next_token_logits
+from recipes_lib.core.model.linears import layers_to_quantize, linear_layers, replace_linears
 from recipes_lib.precision.int8 import KINDS, int8_linear
 
 
@@ -60,16 +52,6 @@ def groups_by_place(model: Any) -> dict[str, list[str]]:
     return groups
 
 
-def groups_by_block(model: Any) -> dict[str, list[str]]:
-    """The linear layers by the number of their block, such as "block 3"; others by their name."""
-    groups: dict[str, list[str]] = {}
-    for name in linear_layers(model):
-        numbers = [part for part in name.split(".") if part.isdigit()]
-        group = f"block {numbers[0]}" if numbers else name
-        groups.setdefault(group, []).append(name)
-    return groups
-
-
 def sensitivity(
     model: Any,
     documents: Sequence[Sequence[int] | Tensor],
@@ -87,59 +69,32 @@ def sensitivity(
         model: a causal LM in full precision, or a decoder, as `apply_int8` takes them.
         documents: lists of token ids, of text that nobody trained on.
         kind: as in `apply_int8`.
-        groups: for each group the names of its layers: `groups_by_place(model)`,
-            `groups_by_block(model)`, or one of your own.
+        groups: for each group the names of its layers: `groups_by_place(model)`, or one of your
+            own.
         token_by_token: of a decoder: read as it decodes, with the activations of one token per
             call. Without it "dynamic" has one scale for a whole document.
     Raises ValueError for an unknown kind, names that are no linear layers or are quantized already,
-    no groups, documents that are no token ids of the model, and token_by_token with a Hugging Face
-    model.
+    and documents that are no token ids of the model.
     """
     check_choice(KINDS, kind=kind)
     rows = document_rows(model, documents)
-    if token_by_token and not is_decoder(model):
-        raise ValueError(
-            f"token_by_token with {type(model).__name__}: give a decoder, as apply_decode_loop "
-            f"returns"
-        )
-    groups = _checked_groups(model, groups)
-    read = partial(_log_probabilities, model, rows, token_by_token)
-    before = read()
+    # All names before the first group: a wrong one would be found after minutes of reading.
+    names_of = {group: layers_to_quantize(model, names) for group, names in groups.items()}
+    before = _log_probabilities(model, rows, token_by_token)
     found = []
-    for group, names in groups.items():
-        originals = _replace(model, names, kind)
+    for group, names in names_of.items():
+        originals = {name: model.get_submodule(name) for name in names}
+        replace_linears(model, lambda _, linear: int8_linear(linear, kind=kind), names=names)
         try:
-            after = read()
+            after = _log_probabilities(model, rows, token_by_token)
         finally:
-            _put_back(model, originals)
-        found.append(
-            Sensitivity(
-                group,
-                tuple(originals),
-                _divergence(before, after),
-                (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
-                sum(layer.weight.numel() for layer in originals.values()),
-            )
-        )
+            for name, layer in originals.items():
+                model.set_submodule(name, layer)
+        weights = sum(layer.weight.numel() for layer in originals.values())
+        agreement = (before.argmax(-1) == after.argmax(-1)).double().mean().item()
+        divergence = _divergence(before, after)
+        found.append(Sensitivity(group, tuple(originals), divergence, agreement, weights))
     return sorted(found, key=lambda one: -one.divergence)
-
-
-def _checked_groups(model: Any, groups: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    """The groups with their names as lists; before the first one is quantized."""
-    way_out = "measure the model in full precision, and quantize it afterwards"
-    if not groups:
-        refuse_quantized(model, way_out=way_out)  # such a model has no linear layers to group
-    if not isinstance(groups, Mapping) or not groups:
-        raise ValueError(
-            f"no groups by name in groups={groups!r}: give groups_by_place(model) or "
-            f"groups_by_block(model)"
-        )
-    checked = {}
-    for group, names in groups.items():
-        if names is None:
-            raise ValueError(f"group {group!r} has no names: give a list of linear layers")
-        checked[group] = layers_to_quantize(model, names, way_out=way_out)
-    return checked
 
 
 def _log_probabilities(model: Any, rows: list[Tensor], token_by_token: bool) -> Tensor:
@@ -162,32 +117,11 @@ def sensitive_layers(scan: Iterable[Sensitivity], *, most_divergence: float) -> 
     """The layers to keep in high precision, so that the others move the predictions little.
 
     Groups are kept by the damage that they do per weight, the worst first, until the sum of the
-    divergences of the rest is at most `most_divergence` nats per token. Raises ValueError for a
-    negative one, and for a scan that `sensitivity` has not made.
+    divergences of the rest is at most `most_divergence` nats per token.
     """
     check_number(least=0, most_divergence=most_divergence)
-    scan = list(scan)
-    if not all(isinstance(group, Sensitivity) for group in scan):
-        raise ValueError("scan holds other things than Sensitivity: give what sensitivity returns")
     left = sorted(scan, key=lambda one: one.divergence / one.weights)
     high: list[str] = []
     while sum(group.divergence for group in left) > most_divergence:
         high += left.pop().names
     return high
-
-
-def _replace(model: Any, names: list[str], kind: str) -> dict[str, Any]:
-    """Quantize these layers; returns those that were there."""
-    layers = linear_layers(model)
-    originals = {name: layers[name] for name in names}
-
-    def make(name: str, linear: Any) -> Any:
-        return int8_linear(linear, kind=kind)
-
-    replace_linears(model, make, names=names)
-    return originals
-
-
-def _put_back(model: Any, originals: dict[str, Any]) -> None:
-    for name, layer in originals.items():
-        model.set_submodule(name, layer)

@@ -9,8 +9,8 @@ Idea       Round in every forward, and let the optimizer move the weights that a
                            dx = (dy q(W))          and 0 where a number was cut off at the end
                step        W  = W - lr dW          W is in full precision: small steps add up
 
-           The loss is that of the model on its grid. A weight near the middle of two levels goes to
-           the one with the smaller loss, and others make up for what its rounding costs.
+           A weight near the middle of two levels goes to the one with the smaller loss, and others
+           make up for what its rounding costs.
 Saves      Quality at the same bits. The file and its speed are those of rounding after training.
 Costs      Training, with the weights in full precision. A forward rounds each weight once, and
            backward twice. Nothing more is kept: backward rounds again. Around a product there is
@@ -19,60 +19,47 @@ Use when   Rounding a trained model costs quality that a longer run does not win
            fewer, small models, one scale for many weights.
 Not when   8 bits: rounding costs about nothing (measure with `apply_rounding`). No text like that
            of the model's training can be had. The grid is not known yet: another group size or
-           another runtime is another model.
+           another runtime is another model. With a loss that reads the output layer's weight itself
+           (chunked, distillation): give output_bits=None, and round that layer at the end.
 In production   torchao `quantize_(model, QATConfig(Int8DynamicActivationIntxWeightConfig(...),
            step="prepare"))`, and step="convert" behind training; torchtune's
            `qat_distributed`; for convolutions `prepare_qat_pt2e` and ExecuTorch's XNNPACKQuantizer.
-Source     Jacob et al., "Quantization and Training of Neural Networks for Efficient
-           Integer-Arithmetic-Only Inference", arXiv 1712.05877; the gradient: Bengio et al., arXiv
-           1308.3432; of language models: Liu et al., "LLM-QAT", arXiv 2305.17888.
+Source     Jacob et al., arXiv 1712.05877; the gradient: Bengio et al., arXiv 1308.3432; of language
+           models: Liu et al., "LLM-QAT", arXiv 2305.17888.
 
-What is exported. An exporter rounds the weights itself. Give it the weights in full precision, by
+An exporter rounds the weights itself. Give it those in full precision, by
 `remove_quantization_aware`: it finds the grid of training, to the last bit. A model that is rounded
-already, from `convert_quantization_aware` or `apply_rounding`, would be rounded a second time, on
-another grid (`core.integer_grid` says why), so its layers are marked as quantized. That model is
-for measuring quality.
+already would be rounded a second time, on another grid (`core/model/integer_grid.py` says why): it
+is for measuring quality.
 
-A loss that multiplies with the weight of the output layer itself (chunked cross-entropy,
-distillation) goes past the rounding of that layer: train with output_bits=None then, and round the
-layer at the end.
+Shapes: K inputs and N outputs of a layer, G = K / group groups of a row, T tokens.
 
-Shapes: K inputs and N outputs of a layer, G = K / group groups of a row, T tokens, V vocabulary.
-
-layers  its linear layers, embeddings and convolutions, in training and after
-plan  which layers get which grid, and what is refused
-rounding  rounding that trains: forward on the grid, gradients straight through
+layers  its linear layers, embeddings and convolutions, and rounding that trains
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.evaluation import evaluating
-from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.integer_grid import check_bits
-from recipes_lib.core.model.linears import refuse_save_pretrained, require_module
+from recipes_lib.core.model.causal_lm import is_causal_lm, without_adapters
+from recipes_lib.core.model.integer_grid import check_bits, check_group_divides
+from recipes_lib.core.model.linears import refuse_quantized, refuse_save_pretrained
 from recipes_lib.core.model.marks import QUANTIZED_BY, mark, unmark
-from recipes_lib.core.model.mixing import mix_in, unmix
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import head_of
+from recipes_lib.core.model.mixing import mix_in, unmix, unmixed_class
+from recipes_lib.core.model.probe import proves
 from recipes_lib.precision.quantization_aware.layers import (
     FIXED,
+    KINDS,
     LIMITS,
     AwareConv2d,
     aware_class,
     rounded_weight,
-)
-from recipes_lib.precision.quantization_aware.plan import (
-    Grids,
-    check_calibration,
-    has_convolutions,
-    is_causal_lm,
-    plan_of,
 )
 
 IMAGES_AT_A_TIME = 250  # of a calibration
@@ -111,6 +98,11 @@ def plain_fake_quantize_tokens(x: Tensor, *, bits: int = 8) -> Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
+# In 8 bits tiny models are off by 0.01–0.02 and SmolLM2 by 0.07; with 2 bits, by more than 1.
+AT_FIRST = {"weight_bits": 8, "activation_bits": 8}
+
+
+@proves("rounds", bound=0.5, tried_with=AT_FIRST)
 def apply_quantization_aware(
     model: Any,
     *,
@@ -140,11 +132,10 @@ def apply_quantization_aware(
         embedding_bits: of the input embedding, with one scale for each row. None: as it is.
         calibration: of a network with convolutions, images [N, C, H, W], one or more, that give the
             ranges of its activations. None: the steps of training give them.
-    Raises ValueError, before anything changes, for bits and groups that are none, a group that does
-    not divide the inputs of a layer, no images or others than the model takes, adapters, layers
-    that are quantized already or have a forward of their own, a model that is neither of the two
-    kinds, weights that no layer above holds (mixture of experts, GPT-2's Conv1D), and an output
-    layer that a loss goes past.
+    Raises ValueError for bits and groups that are none, a group that does not divide the inputs of
+    a layer, adapters, layers that are quantized already or have a forward of their own, a model
+    that is neither of the two kinds, weights that no layer above holds (mixture of experts, GPT-2's
+    Conv1D), and an output layer that a loss goes past.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
     return _aware(model, grids, calibration)
@@ -153,7 +144,7 @@ def apply_quantization_aware(
 def remove_quantization_aware(model: Any) -> Any:
     """The model in full precision, as training has left it: what an exporter takes.
 
-    Raises ValueError if there is nothing to remove, and for a model that was converted.
+    Raises ValueError if there is nothing to remove.
     """
     for layer in _aware_layers(model):
         attributes = ["weight_bits", "group", "activation_bits"]
@@ -170,13 +161,20 @@ def convert_quantization_aware(model: Any) -> Any:
     It gives the same outputs as before in eval mode, and faster: weights are rounded once.
     Activations are still rounded as they come. Nothing trains any more. Embedding and output layer
     get a table each, where their grids differ. Raises ValueError, before anything changes, for a
-    model that `apply_quantization_aware` has not changed, or that was converted, and for a
-    convolution that has seen no batch: it has no range of its input.
+    model that `apply_quantization_aware` has not changed, and for a convolution that has seen no
+    batch: it has no range of its input.
     """
-    _require_ranges(model)
+    for layer in _aware_layers(model):
+        in_range = not isinstance(layer, AwareConv2d) or getattr(layer, LIMITS).isfinite().all()
+        if layer.activation_bits is not None and not in_range:
+            raise ValueError(
+                "a convolution has seen no batch, so there is no range of its input: train a step, "
+                "or give calibration=images to apply_quantization_aware"
+            )
     return _fixed(model, by="convert_quantization_aware")
 
 
+@proves("rounds", bound=0.5, tried_with=AT_FIRST)
 def apply_rounding(
     model: Any,
     *,
@@ -194,26 +192,65 @@ def apply_rounding(
     a network with convolutions needs `calibration` for the ranges of its activations.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
-    needs_ranges = has_convolutions(model) and not is_causal_lm(model)
-    if needs_ranges and activation_bits is not None and calibration is None:
-        raise ValueError(
-            "calibration=None: give images [N, C, H, W], from which the ranges of activations come"
-        )
     _aware(model, grids, calibration)
+    ranges = [getattr(layer, LIMITS) for layer in model.modules() if isinstance(layer, AwareConv2d)]
+    if activation_bits is not None and not all(limits.isfinite().all() for limits in ranges):
+        raise ValueError("give calibration=images, from which the ranges of activations come")
     return _fixed(model, by="apply_rounding")
 
 
-# --- pieces ---------------------------------------------------------------------------------------
+# --- which layers get which grid ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The options of `apply_quantization_aware` about bits and groups."""
+
+    weight_bits: int
+    group: int | None
+    activation_bits: int | None
+    output_bits: int | None
+    embedding_bits: int | None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if "group" in given:
+            check_whole(least=2, group=given.pop("group"))
+        check_bits(**given)
+
+    def of(self, model: Any, name: str, layer: nn.Module) -> tuple[int | None, int | None]:
+        """Bits and group of the weight of a layer; no bits: it stays as it is."""
+        if not is_causal_lm(model):
+            if isinstance(layer, nn.Conv2d):
+                return self.weight_bits, None
+            return self.output_bits, None
+        if layer is model.get_input_embeddings():
+            return self.embedding_bits, None
+        if layer is model.get_output_embeddings():
+            return self.output_bits, None
+        if isinstance(layer, nn.Embedding):
+            return None, None
+        if self.group is not None:
+            check_group_divides(layer.in_features, self.group, name)
+        return self.weight_bits, self.group
 
 
 def _aware(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
-    """Let all layers of the plan round in each forward."""
-    plan = plan_of(model, grids)
-    check_calibration(model, plan, calibration)
-    for layer, options in plan:
+    """Let all layers round in each forward."""
+    _require_rounding_means_what_it_says(model, grids.output_bits)
+    found = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, KINDS):
+            bits, group = grids.of(model, name, layer)
+            if bits is not None:
+                _require_plain(name, layer)
+                found.append((layer, bits, group))
+    for layer, bits, group in found:
+        options = {"weight_bits": bits, "group": group, "activation_bits": grids.activation_bits}
         mix_in(layer, aware_class(layer), **options)
         mark(layer, QUANTIZED_BY, "apply_quantization_aware")
         if isinstance(layer, AwareConv2d):
+            layer.observing = False
             limits = torch.full((2,), torch.nan, device=layer.weight.device)
             layer.register_buffer(LIMITS, limits)
     if calibration is not None:
@@ -221,12 +258,79 @@ def _aware(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
     return model
 
 
+def _require_rounding_means_what_it_says(model: Any, output_bits: int | None) -> None:
+    """Raise ValueError where a part would stay in full precision, and nobody would notice."""
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters: call model.merge_and_unload() first")
+    refuse_quantized(model, way_out="give a model in full precision")
+    convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if not is_causal_lm(model) and not convolutions:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Conv2d and is no causal LM: other networks are "
+            f"trained on a grid by quantize_pt2e(model, calibration, train=…)"
+        )
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2 and not isinstance(module, KINDS):
+                raise ValueError(
+                    f"{name}.{own} {list(parameter.shape)} is a weight of "
+                    f"{unmixed_class(module).__name__}: only those of nn.Linear, nn.Embedding and "
+                    f"nn.Conv2d can be rounded"
+                )
+    if output_bits is not None and is_causal_lm(model) and _has_another_loss(model):
+        raise ValueError(
+            f"output_bits={output_bits}: this {type(model).__name__} has another loss, which may "
+            f"read the output layer's weight as it is. Give output_bits=None, and round that layer "
+            f"at the end"
+        )
+
+
+def _has_another_loss(model: Any) -> bool:
+    """Distillation and the chunked loss read the weight of the output layer themselves."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    causal = without_adapters(model)
+    return type(causal) is not unmixed_class(causal) or causal.loss_function is not ForCausalLMLoss
+
+
+def _require_plain(name: str, layer: nn.Module) -> None:
+    """A convolution that standardizes its weight first would no longer do so."""
+    [kind] = [kind for kind in KINDS if isinstance(layer, kind)]
+    plain = unmixed_class(layer).forward is kind.forward
+    # Gemma's embedding multiplies by a factor, which the layer on a grid does as well.
+    if not plain and not hasattr(layer, "embed_scale"):
+        raise ValueError(
+            f"{name} is a {type(layer).__name__} with a forward of its own, which differs from "
+            f"that of nn.{kind.__name__}: give a model with plain layers"
+        )
+
+
+# --- after training -------------------------------------------------------------------------------
+
+
+def _aware_layers(model: Any) -> list[nn.Module]:
+    """The layers that train on a grid. Raises ValueError where there are none."""
+    layers = [layer for layer in model.modules() if _mixin(layer) in FIXED]
+    if not layers:
+        raise ValueError(
+            f"no layer of {type(model).__name__} trains on a grid: call "
+            f"apply_quantization_aware(model) first"
+        )
+    return layers
+
+
+def _mixin(layer: nn.Module) -> type | None:
+    return vars(type(layer)).get("mixed_in")
+
+
 @torch.no_grad()
 def _fixed(model: Any, *, by: str) -> Any:
     """Round all weights for good."""
-    layers = list(_aware_layers(model))
-    shared = _shared_tables(model)
-    for layer in layers:
+    shared = False
+    if is_causal_lm(model):
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        shared = embedding.weight is output.weight
+    for layer in _aware_layers(model):
         weight = nn.Parameter(rounded_weight(layer), requires_grad=False)
         mixin = _mixin(layer)
         attributes = {"activation_bits": layer.activation_bits}
@@ -235,27 +339,12 @@ def _fixed(model: Any, *, by: str) -> Any:
         mark(layer, QUANTIZED_BY, by)
         if FIXED[mixin] is not None:
             mix_in(layer, FIXED[mixin], **attributes)
-    if shared:
-        _share_again(model)
+    if shared and torch.equal(embedding.weight, output.weight):
+        output.weight = embedding.weight  # both were rounded alike
+    elif shared:
+        model.config.get_text_config().tie_word_embeddings = False
     refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
-
-
-def _shared_tables(model: Any) -> bool:
-    """Whether embedding and output layer of a causal LM are one parameter."""
-    if not is_causal_lm(model):
-        return False
-    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-def _share_again(model: Any) -> None:
-    """Let embedding and output layer be one parameter again, where both were rounded alike."""
-    embedding = model.get_input_embeddings()
-    output = model.get_output_embeddings()
-    if torch.equal(embedding.weight, output.weight):
-        output.weight = embedding.weight
-    else:
-        model.config.get_text_config().tie_word_embeddings = False
 
 
 @torch.no_grad()
@@ -271,76 +360,3 @@ def _observe(model: nn.Module, calibration: Tensor) -> None:
     finally:
         for layer in convolutions:
             layer.observing = False
-
-
-def _require_ranges(model: Any) -> None:
-    """Afterwards nothing could give a convolution its range, and its weights would be rounded."""
-    layers = _aware_layers(model)
-    names = {layer: name for name, layer in model.named_modules()}
-    for layer in layers:
-        if not isinstance(layer, AwareConv2d) or layer.activation_bits is None:
-            continue
-        limits = getattr(layer, LIMITS)
-        if not limits.is_meta and not limits.isfinite().all():
-            raise ValueError(
-                f"{names[layer]} has seen no batch, so there is no range of its input: train a "
-                f"step, or give calibration=images to apply_quantization_aware; "
-                f"remove_quantization_aware(model) takes the grids off"
-            )
-
-
-def _aware_layers(model: Any) -> list[nn.Module]:
-    """The layers that train on a grid. Raises ValueError where there are none."""
-    require_module(model)
-    layers = [layer for layer in model.modules() if _mixin(layer) in FIXED]
-    if not layers:
-        raise ValueError(
-            f"no layer of {type(model).__name__} trains on a grid: call "
-            f"apply_quantization_aware(model) first"
-        )
-    return layers
-
-
-def _mixin(layer: nn.Module) -> type | None:
-    return vars(type(layer)).get("mixed_in")
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-# Copies of a weight while its gradient is cut off: its steps in fp32, and a byte that says where.
-BESIDE_A_GRADIENT = 1.25
-
-
-@estimate(Order.PRECISION)
-def estimate_quantization_aware(
-    budget: Budget, model: Any, shape: Shape, *, output_bits: int | None = 8
-) -> Budget:
-    """The same step on grids, for a causal LM in fp32 and without autocast.
-
-    What is kept is what a plain step keeps. The rounded copies of a weight live around its
-    product: with them, backward of the output layer may be the peak. Raises ValueError for
-    `output_bits` that are none, for weights that are not fp32, and for a budget under autocast,
-    whose 16-bit copies do not exist here: measure such a step with `core.measure.dry_run`.
-    """
-    if output_bits is not None:
-        check_bits(output_bits=output_bits)
-    if head_of(model).dtype is not torch.float32:
-        raise ValueError(f"the weights are {model.dtype}: this estimate is for fp32 weights")
-    before = [done.name for done in budget.applied if done.order is Order.PRECISION]
-    if before:
-        raise ValueError(
-            f"the budget is that of {before[0]}: this estimate is for a step in fp32, and under "
-            f"autocast a dry_run counts what is kept"
-        )
-    largest = max(tensor_bytes(layer.weight) for layer in _linears(decoder_blocks(model)[0]))
-    loss = budget.loss
-    if output_bits is not None:
-        logits = 4 * shape.tokens * model.config.vocab_size
-        of_weight = tensor_bytes(head_of(model))
-        loss = max(loss, logits + of_weight + round(BESIDE_A_GRADIENT * of_weight))
-    in_block = round(BESIDE_A_GRADIENT * largest)
-    return budget.change(loss=loss, block_gradients=budget.block_gradients + in_block)
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)]

@@ -36,7 +36,7 @@ from recipes_lib.core.model import load_config, load_model, load_tokenizer
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
-from recipes_lib.training.tracking import Tracker, read_back, track
+from recipes_lib.training.tracking import Tracker, track
 from recipes_lib.workflows.finetune.card import model_card
 from recipes_lib.workflows.finetune.data import load_data
 from recipes_lib.workflows.finetune.evaluation import (
@@ -317,18 +317,14 @@ def _rest(seconds: Sequence[float], number: int, run: Settings) -> str:
 
 
 def open_log(run: Settings, *, first_step: int) -> Tracker:
-    """The run's log in `<output_dir>/log`; one that holds values is continued at `first_step`."""
+    """The run's log in `<output_dir>/log`; one that is there is continued at `first_step`."""
     folder = Path(run.output_dir) / "log"
     settings = {
         name: str(value)
         for name, value in dataclasses.asdict(run).items()
         if name not in MAY_CHANGE_ON_RESUME
     }
-    resume_step: int | None = first_step
-    try:
-        read_back(folder, backend=run.report_to)
-    except ValueError:  # killed before the first value, or another backend's log
-        resume_step = None
+    resume_step = first_step if folder.exists() else None
     return track(folder, settings=settings, resume_step=resume_step, backend=run.report_to)
 
 

@@ -1,6 +1,8 @@
-"""What a notebook about ranks shows, beside the training: small experiments that run on every rank.
+"""What notebook 02 shows beside the training: small experiments that run on every rank.
 
     pool.run(who_is_there)                          a sum over the ranks
+    pool.run(data_parallel_by_hand)                 an idea in plain lines, beside the real thing:
+                                                    the largest difference between the two
     pool.run(lanes_of_a_step, …)                    what computes and what sends, under DDP
     pool.run(grid_of_a_pipeline, …)                 who computes which micro-batch when
     pool.run(losses_across_a_checkpoint, …)         saved by some ranks, continued by others
@@ -10,33 +12,49 @@ Each returns plain numbers or small dataclasses, which a process can send back.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.nn import functional as F
 
 from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.core.ranks.pipeline_grid import Action
-from recipes_lib.core.ranks.rank_step import rank_step
+from recipes_lib.core.ranks.rank_step import (
+    Batch,
+    averaging,
+    rank_step,
+    sum_of_losses,
+    tokens_of_all_ranks,
+)
+from recipes_lib.parallel.bandwidth import ring_all_reduce
 from recipes_lib.parallel.checkpoint import (
     load_checkpoint,
     save_checkpoint,
     save_checkpoint_async,
 )
-from recipes_lib.parallel.data_parallel import apply_data_parallel, data_parallel_step
+from recipes_lib.parallel.data_parallel import (
+    apply_data_parallel,
+    averaged_by_hand,
+    data_parallel_step,
+)
 from recipes_lib.parallel.data_parallel.lanes import LaneRecorder, Lanes
-from recipes_lib.parallel.fully_sharded import apply_fully_sharded
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded, linear_of_shards
 from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
 from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES as SHARDING
 from recipes_lib.parallel.fully_sharded.strategies import StrategyBytes, measured_strategy
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
-from recipes_lib.workflows.on_ranks.batches import byte_batches
+from recipes_lib.parallel.zero import apply_zero, owners_of, step_of_own_part
 from recipes_lib.workflows.on_ranks.strategies import Options, adamw, own_rows
-from recipes_lib.workflows.on_ranks.train import small_llama
+from recipes_lib.workflows.on_ranks.train import byte_batches, small_llama
 
 RECORDED_STEPS = 5  # of a step whose lanes are drawn
+SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+TOKENS = 32
+ROWS_OF_A_RANK = 2
 
 
 def who_is_there() -> list[tuple[int, int, float]]:
@@ -47,6 +65,83 @@ def who_is_there() -> list[tuple[int, int, float]]:
     everyone: list[Any] = [None] * world_size()
     distributed.all_gather_object(everyone, mine)
     return everyone
+
+
+# --- ideas by hand --------------------------------------------------------------------------------
+
+
+def ring_by_hand(*, numbers: int = 1024) -> float:
+    """A ring of sends against the all-reduce of the library."""
+    ours = torch.randn(numbers, device=group_device()) + rank()
+    theirs = ours.clone()
+    ring_all_reduce(ours)
+    distributed.all_reduce(theirs)
+    return (ours - theirs).abs().max().item()
+
+
+def data_parallel_by_hand() -> float:
+    """Gradients that are averaged after backward against those of DDP's buckets."""
+    plain = small_llama(sizes=SMALL, tokens=TOKENS).to(group_device())
+    wrapped = apply_data_parallel(copy.deepcopy(plain))
+    batch = _rows_of_this_rank()
+    for model in (plain, wrapped):
+        _backward(model, batch)
+    averaged_by_hand(plain)
+    return _largest(plain, wrapped.module, of="grad")
+
+
+def zero_by_hand() -> float:
+    """A step in which each rank updates the parameters that it owns, against ZeRO-1."""
+    plain = small_llama(sizes=SMALL, tokens=TOKENS).to(group_device())
+    trained, theirs = apply_zero(copy.deepcopy(plain), torch.optim.SGD, stage=1, lr=0.1)
+    batch = _rows_of_this_rank()
+    for model in (plain, trained):
+        _backward(model, batch)
+    parameters = list(plain.parameters())
+    owners = owners_of([each.numel() for each in parameters], ranks=world_size())
+    owned = [each for each, owner in zip(parameters, owners, strict=True) if owner == rank()]
+    step_of_own_part(parameters, owners, torch.optim.SGD(owned, lr=0.1))
+    theirs.step()
+    return _largest(plain, trained.module, of="data")
+
+
+def sharded_layer_by_hand(*, rows: int = 6, inputs: int = 16, outputs: int = 12) -> float:
+    """A layer whose weight is gathered when it is used, against the whole layer."""
+    device = group_device()
+    whole = torch.randn(outputs, inputs, device=device)  # all ranks have the same seed
+    x = torch.randn(world_size(), rows, inputs, device=device)
+    shard = whole.chunk(world_size())[rank()].clone().requires_grad_()
+    y = linear_of_shards(x[rank()], shard)
+    y.square().sum().backward()
+    reference = whole.clone().requires_grad_()
+    expected = F.linear(x, reference)
+    (expected.square().sum() / world_size()).backward()
+    in_output = (y - expected[rank()]).abs().max()
+    in_gradient = (shard.grad - reference.grad.chunk(world_size())[rank()]).abs().max()
+    return max(in_output, in_gradient).item()
+
+
+def _rows_of_this_rank() -> Batch:
+    rows = ROWS_OF_A_RANK * world_size()
+    (batch,) = byte_batches(steps=1, rows=rows, tokens=TOKENS)
+    return own_rows(batch)
+
+
+def _backward(model: Any, batch: Batch) -> None:
+    """The gradients of the mean over the tokens of all ranks."""
+    tokens = tokens_of_all_ranks([batch])
+    with averaging(model, now=True):
+        (sum_of_losses(model, batch) * world_size() / tokens).backward()
+
+
+def _largest(model: Any, other: Any, *, of: str) -> float:
+    """The largest difference of parameters (of="data") or gradients (of="grad")."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    differences = [(getattr(a, of) - getattr(b, of)).abs().max() for a, b in pairs]
+    return max(differences).item()
+
+
+# --- experiments ----------------------------------------------------------------------------------
 
 
 def lanes_of_a_step(
@@ -61,7 +156,7 @@ def lanes_of_a_step(
     optimizer = adamw(wrapped.parameters(), Options())
     recorder = LaneRecorder(wrapped)
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
-    own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
+    own = own_rows(batch)
 
     def step() -> float:
         return data_parallel_step(wrapped, optimizer, [own])
@@ -99,7 +194,7 @@ def dtypes_in_sixteen_bits(*, sizes: dict[str, int], rows: int, tokens: int) -> 
     apply_fully_sharded(model, parameter_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     optimizer = adamw(model.parameters(), Options())
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
-    own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
+    own = own_rows(batch)
     dtypes = dtypes_of_step(model, optimizer, own)
     return {what: str(dtype).removeprefix("torch.") for what, dtype in dtypes.items()}
 
@@ -109,7 +204,7 @@ def strategies_in_bytes(
 ) -> dict[str, StrategyBytes]:
     """What a rank keeps and sends under each of FSDP's sharding strategies."""
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
-    own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
+    own = own_rows(batch)
     found = {}
     for strategy in SHARDING:
         model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
@@ -134,7 +229,7 @@ def losses_across_a_checkpoint(
         first = load_checkpoint(folder, model=model, optimizer=optimizer, run=run)
     losses = []
     for batch in batches[first:]:
-        own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
+        own = own_rows(batch)
         losses.append(rank_step(model, optimizer, [own], max_norm=1.0))
     save_checkpoint(folder, step=first + len(losses), model=model, optimizer=optimizer, run=run)
     return losses
@@ -146,7 +241,7 @@ def stalls_of_a_save(*, folder: str, sizes: dict[str, int], tokens: int) -> dict
     apply_fully_sharded(model)
     optimizer = adamw(model.parameters(), Options())
     (batch,) = byte_batches(steps=1, rows=world_size(), tokens=tokens)
-    own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
+    own = own_rows(batch)
     rank_step(model, optimizer, [own])
     what = {"model": model, "optimizer": optimizer, "run": {"kind": "stalls"}}
     save_checkpoint(folder, step=1, **what)  # the first one imports what it needs

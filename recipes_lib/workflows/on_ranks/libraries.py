@@ -30,9 +30,8 @@ from recipes_lib.parallel.zero.deepspeed import (
     deepspeed_step,
     held_bytes,
 )
-from recipes_lib.workflows.on_ranks.batches import VOCABULARY, byte_batches
 from recipes_lib.workflows.on_ranks.strategies import EPSILON, Options, adamw, own_rows
-from recipes_lib.workflows.on_ranks.train import small_llama
+from recipes_lib.workflows.on_ranks.train import VOCABULARY, byte_batches, small_llama
 
 
 def train_with_deepspeed(
@@ -51,8 +50,7 @@ def train_with_deepspeed(
     )
     losses = []
     for batch in byte_batches(steps=steps, rows=rows, tokens=tokens):
-        own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
-        losses.append(deepspeed_step(engine, [own]))
+        losses.append(deepspeed_step(engine, [own_rows(batch)]))
     return {"losses": losses, **held_bytes(engine)}
 
 
@@ -71,11 +69,10 @@ def train_quantized(
     optimizer = adamw([each for each in model.parameters() if each.requires_grad], Options())
     losses = []
     for batch in byte_batches(steps=steps, rows=rows, tokens=tokens):
-        own = {name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}
         with warnings.catch_warnings():
             # Of FSDP about peft's output, and of names that PyTorch 2.13 has changed.
             warnings.simplefilter("ignore")
-            losses.append(rank_step(model, optimizer, [own]))
+            losses.append(rank_step(model, optimizer, [own_rows(batch)]))
     return {"losses": losses, "parameters": rank_bytes(model).parameters}
 
 
@@ -84,18 +81,15 @@ def train_experts(
 ) -> dict[str, Any]:
     """A small mixture of experts: losses, and the bytes of all parameters on rank 0."""
     model = small_mixture(experts=experts, vocabulary=VOCABULARY).to(group_device())
+    step = rank_step
     if shared:
         apply_expert_parallel(model)
+        step = _step_of_experts
     elif world_size() > 1:
         model = apply_data_parallel(model)
     optimizer = adamw(model.parameters(), Options())
-    losses = []
-    for batch in byte_batches(steps=steps, rows=rows, tokens=tokens):
-        own = [{name: tensor.to(group_device()) for name, tensor in own_rows(batch).items()}]
-        if shared:
-            losses.append(_step_of_experts(model, optimizer, own))
-        else:
-            losses.append(rank_step(model, optimizer, own))
+    batches = byte_batches(steps=steps, rows=rows, tokens=tokens)
+    losses = [step(model, optimizer, [own_rows(batch)]) for batch in batches]
     return {"losses": losses, "parameters": rank_bytes(model).parameters}
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.predict.plain_step import budget_of, trainable_bytes
 from recipes_lib.parallel import (
     data_parallel,
     fully_sharded,
-    tensor_parallel,
     zero,
 )
 from recipes_lib.parallel.context_parallel import arithmetic as context_arithmetic
@@ -41,7 +40,6 @@ def plan_of(
     Raises ValueError for an unknown strategy, and for numbers that it cannot divide.
     """
     check_choice(STRATEGIES, strategy=strategy)
-    check_whole(ranks=ranks)
     if strategy in OF_PAIRS and ranks % PAIR != 0:
         raise ValueError(
             f"ranks={ranks}: {strategy} takes pairs of ranks; give a multiple of {PAIR}"
@@ -87,7 +85,7 @@ def _by_rows(strategy: str, model: Any, shape: Shape) -> RankPlan:
 
 def _cut(model: Any, shape: Shape, ranks: int) -> RankPlan:
     plain = budget_of(model, shape)
-    budget = tensor_parallel.estimate_tensor_parallel(plain, model, shape, ranks=ranks)
+    budget = tensor_parallel_arithmetic.estimate_tensor_parallel(plain, model, shape, ranks=ranks)
     sent = tensor_parallel_arithmetic.predicted_sent_bytes(model, shape, ranks=ranks)
     return RankPlan(budget, sent)
 
@@ -125,7 +123,7 @@ def _by_tokens(model: Any, shape: Shape, ranks: int, kind: str) -> RankPlan:
 def _sharded_and_cut(model: Any, shape: Shape) -> RankPlan:
     """First cut by pairs, then sharded over the pairs: what FSDP sends is half a model's."""
     plain = budget_of(model, shape)
-    budget = tensor_parallel.estimate_tensor_parallel(plain, model, shape, ranks=PAIR)
+    budget = tensor_parallel_arithmetic.estimate_tensor_parallel(plain, model, shape, ranks=PAIR)
     of_cut = tensor_parallel_arithmetic.predicted_sent_bytes(model, shape, ranks=PAIR)
     of_shards = fully_sharded.predicted_sent_bytes(model, ranks=shape.ranks) // PAIR
     parts = {

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.ranks import world_size
+from recipes_lib.core.ranks import group_device, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import mesh_of
@@ -39,9 +39,8 @@ from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
 from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel
 from recipes_lib.parallel.zero import apply_zero, zero_step
 
-# Adam divides each gradient by its own size. Where a gradient is near zero, the order of a sum
-# decides its sign, and so the direction of the step. A larger epsilon lets such gradients rest, and
-# two strategies can be compared digit by digit.
+# Adam divides each gradient by its own size. Where one is near zero, the order of a sum decides the
+# direction of its step. With a larger epsilon it rests, and strategies compare digit by digit.
 EPSILON = 1e-3
 
 
@@ -72,9 +71,9 @@ def adamw(parameters: Any, options: Options) -> torch.optim.Optimizer:
 
 
 def own_rows(batch: Batch, *, mesh: Any = None) -> Batch:
-    """The rows of this rank."""
+    """The rows of this rank, on its device."""
     rows = rank_rows(len(batch["input_ids"]), mesh=mesh)
-    return {name: tensor[rows] for name, tensor in batch.items()}
+    return {name: tensor[rows].to(group_device()) for name, tensor in batch.items()}
 
 
 # --- the strategies -------------------------------------------------------------------------------
@@ -96,8 +95,7 @@ def data_parallel(model: Any, options: Options) -> Training:
     optimizer = adamw(wrapped.parameters(), options)
 
     def step(batch: Batch) -> float:
-        rows = [own_rows(batch)]
-        return data_parallel_step(wrapped, optimizer, rows, max_norm=options.max_norm)
+        return data_parallel_step(wrapped, optimizer, [own_rows(batch)], max_norm=options.max_norm)
 
     return Training(wrapped, optimizer, step)
 

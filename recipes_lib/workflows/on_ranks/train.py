@@ -3,14 +3,16 @@
     with RankPool(ranks=2) as pool:
         run = pool.run(train_on_ranks, strategy="DDP", sizes=SIZES, steps=4, rows=8, tokens=128)
 
-The same function runs on one rank that only pretends to be among 64 others
-(`core.dry_ranks.pretended_ranks`): its bytes are right, its losses are not.
+The same on one rank that only pretends to be among 64 others: its bytes are right, its losses not.
+
+    bytes_on_one_of(strategy="DDP", ranks=64, …)        what it keeps, of real tensors
+    sharded_peak(shape="llama-3.1-8b", ranks=64, …)     its peak under FSDP2, without any data
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -18,14 +20,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.predict.dry_ranks import pretended_ranks
+from recipes_lib.core.data import IGNORED, load_text
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict.budget import Shape
+from recipes_lib.core.predict.dry_ranks import pretended_ranks, rank_peak
+from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import group_device, rank, require_group, world_size
 from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
 from recipes_lib.core.ranks.rank_run import RankRun
+from recipes_lib.core.ranks.rank_step import Batch
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
-from recipes_lib.workflows.on_ranks.batches import VOCABULARY, byte_batches
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded, estimate_fully_sharded
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options, Training
 
+VOCABULARY = 256  # bytes
 # A Llama-like model of which every number of ranks up to eight divides everything.
 SIZES = {
     "hidden_size": 256,
@@ -36,6 +44,8 @@ SIZES = {
 }
 WARM_UP_STEPS = 2  # the second one counts the traffic, which takes time
 
+# --- a model and its batches ----------------------------------------------------------------------
+
 
 def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
     """A Llama-like model over bytes in fp32, the same on every rank for the same seed.
@@ -43,13 +53,13 @@ def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
     Args:
         sizes: as in `transformers.LlamaConfig`; what is missing comes from SIZES.
         tokens: the longest row.
-    Raises ValueError for a name that SIZES does not have, for sizes that are no whole numbers of 1
-    or more, and for heads that do not divide the width.
     """
     import transformers
 
+    for name in sizes:
+        check_choice(SIZES, size=name)  # transformers ignores a name that it does not know
     config = transformers.LlamaConfig(
-        **_checked(sizes),
+        **SIZES | sizes,
         vocab_size=VOCABULARY,
         max_position_embeddings=tokens,
         tie_word_embeddings=False,
@@ -62,25 +72,31 @@ def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def _checked(sizes: dict[str, int]) -> dict[str, int]:
-    """All sizes of a model. transformers would take any name, and ignore those it does not know."""
-    for name in sizes:
-        if name not in SIZES:
-            raise ValueError(f"sizes has {name!r}: choose from {', '.join(SIZES)}")
-    whole = SIZES | sizes
-    check_whole(**whole)
-    heads = whole["num_attention_heads"]
-    if whole["hidden_size"] % (2 * heads) != 0:
-        raise ValueError(
-            f"hidden_size={whole['hidden_size']}: give a multiple of {2 * heads}, for {heads} "
-            f"heads of pairs of numbers, which RoPE rotates"
-        )
-    if heads % whole["num_key_value_heads"] != 0:
-        raise ValueError(
-            f"num_key_value_heads={whole['num_key_value_heads']}: give a divisor of the {heads} "
-            f"attention heads"
-        )
-    return whole
+def byte_batches(*, steps: int, rows: int, tokens: int, seed: int = 0) -> list[Batch]:
+    """One batch per step: input_ids and labels [rows, tokens], from Python's standard library.
+
+    A byte is a token. The first tokens of a row are its prompt and have no loss. So rows have
+    unequal numbers of tokens, and a mean over the means of the ranks would be another number.
+    """
+    text = load_text(split="train").encode()[:4_000_000]
+    count = steps * rows
+    places = len(text) // tokens
+    check_whole(most=places, rows=count)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(places, generator=generator)[:count].tolist()
+    pieces = [list(text[place * tokens : (place + 1) * tokens]) for place in chosen]
+    input_ids = torch.tensor(pieces).view(steps, rows, tokens)
+    labels = input_ids.clone()
+    prompts = torch.randint(0, tokens // 2, (steps, rows), generator=generator)
+    positions = torch.arange(tokens)
+    labels[positions < prompts[:, :, None]] = IGNORED
+    return [
+        {"input_ids": inputs, "labels": answers}
+        for inputs, answers in zip(input_ids, labels, strict=True)
+    ]
+
+
+# --- on real ranks --------------------------------------------------------------------------------
 
 
 def train_on_ranks(
@@ -135,39 +151,6 @@ def train_on_ranks(
     return _of_the_fullest_rank(held[-1], traffic, losses, seconds)
 
 
-def bytes_on_one_of(*, strategy: str, ranks: int, sizes: dict[str, int], tokens: int) -> RankBytes:
-    """What one of so many ranks would keep, measured on a rank that is alone.
-
-    The other ranks do not exist, and collectives move nothing, so the losses would be wrong. The
-    bytes are those of real tensors. Of a pipeline it is the first or the last rank, whichever keeps
-    more: those between them have blocks only.
-
-    Raises ValueError as `train_on_ranks`, and in a process that is a rank already.
-    """
-    check_choice(STRATEGIES, strategy=strategy)
-    places = [0]
-    if strategy.startswith("pipeline"):
-        places = [0, ranks - 1]
-    found = []
-    for place in places:
-        with pretended_ranks(ranks, rank=place):
-            found.append(_bytes_of_a_step(strategy, sizes, tokens))
-    return max(found, key=_kept)
-
-
-def _bytes_of_a_step(strategy: str, sizes: dict[str, int], tokens: int) -> RankBytes:
-    """One step of a pretended rank, with a row for each of the ranks."""
-    options = Options(micro_batches=world_size())
-    training = STRATEGIES[strategy](small_llama(sizes=sizes, tokens=tokens), options)
-    if isinstance(training.model, DistributedDataParallel):
-        # DDP asks its collectives for a result, and pretended ones have none.
-        training.model.register_comm_hook(None, noop_hook)
-    held = _measured_in_step(training)
-    (batch,) = byte_batches(steps=1, rows=world_size(), tokens=tokens)
-    training.step(batch)
-    return held[-1]
-
-
 def _kept(held: RankBytes) -> int:
     return held.parameters + held.gradients + held.states
 
@@ -204,3 +187,78 @@ def _of_the_fullest_rank(
 
 def _by_bytes(entry: tuple[int, int, Any, Any]) -> tuple[int, int]:
     return entry[:2]
+
+
+# --- on a rank that is alone ----------------------------------------------------------------------
+
+
+def bytes_on_one_of(*, strategy: str, ranks: int, sizes: dict[str, int], tokens: int) -> RankBytes:
+    """What one of so many ranks would keep, measured on a rank that is alone.
+
+    The other ranks do not exist, and collectives move nothing, so the losses would be wrong. The
+    bytes are those of real tensors. Of a pipeline it is the first or the last rank, whichever keeps
+    more: those between them have blocks only.
+
+    Raises ValueError as `train_on_ranks`, and in a process that is a rank already.
+    """
+    check_choice(STRATEGIES, strategy=strategy)
+    places = [0]
+    if strategy.startswith("pipeline"):
+        places = [0, ranks - 1]
+    found = []
+    for place in places:
+        with pretended_ranks(ranks, rank=place):
+            found.append(_bytes_of_a_step(strategy, sizes, tokens))
+    return max(found, key=_kept)
+
+
+def _bytes_of_a_step(strategy: str, sizes: dict[str, int], tokens: int) -> RankBytes:
+    """One step of a pretended rank, with a row for each of the ranks."""
+    options = Options(micro_batches=world_size())
+    training = STRATEGIES[strategy](small_llama(sizes=sizes, tokens=tokens), options)
+    if isinstance(training.model, DistributedDataParallel):
+        # DDP asks its collectives for a result, and pretended ones have none.
+        training.model.register_comm_hook(None, noop_hook)
+    held = _measured_in_step(training)
+    (batch,) = byte_batches(steps=1, rows=world_size(), tokens=tokens)
+    training.step(batch)
+    return held[-1]
+
+
+class PeakOfRank(NamedTuple):
+    """Bytes of one rank at its worst moment, and what of them stays from step to step."""
+
+    predicted: int
+    counted: int
+    kept: int
+
+
+def sharded_peak(*, shape: str, layers: int | None, ranks: int, tokens: int) -> PeakOfRank:
+    """One row of `tokens` per rank, in fp32 with AdamW; nothing is allocated.
+
+    Args:
+        shape: a key of `core.model.SHAPES`.
+        layers: fewer blocks than the shape has; None for all.
+        ranks: how many there would be.
+    """
+    plain = model_of_shape(shape, layers=layers, device="meta")
+    step_of_all = Shape(batch=ranks, seq=tokens, ranks=ranks)
+    budget = budget_of(plain, step_of_all)
+    predicted = estimate_fully_sharded(budget, plain, step_of_all)
+
+    def build(mesh: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = model_of_shape(shape, layers=layers, device="cpu")
+        apply_fully_sharded(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+
+        def step() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    counted = rank_peak(build, ranks=ranks).total
+    kept = (budget.weights + budget.gradients + budget.states) // ranks
+    return PeakOfRank(predicted.peak, counted, kept)

@@ -21,7 +21,7 @@ from recipes_lib.core.model.linears import (
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
-from recipes_lib.precision.int8.packed import has_packed_kernel
+from recipes_lib.precision.int8.kernels import has_packed_kernel
 from tests.small_models import small_model
 
 

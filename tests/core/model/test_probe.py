@@ -15,7 +15,7 @@ from recipes_lib.core.model.marks import ONE_DOCUMENT_UNDER, marked
 from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import TOKENS, proves
 from tests.conftest import run
-from tests.test_causal_lm_guard import assert_unchanged, snapshot
+from tests.snapshots import assert_unchanged, snapshot
 
 
 class Scaled:

@@ -1,17 +1,12 @@
+"""What a block that runs twice must not leave behind twice."""
+
 import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig
 
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, mark
-from recipes_lib.core.model.recompute import (
-    caches_among,
-    nothing_to_recompute,
-    require_empty,
-    require_no_checkpoints,
-    require_no_other_state,
-    without_caches,
-)
+from recipes_lib.core.model.recompute import generates, require_no_checkpoints, without_caches
 
 
 @pytest.fixture
@@ -23,34 +18,33 @@ def filled():
     return cache
 
 
-def test_caches_are_found_and_dropped_wherever_they_stand(filled):
+def test_caches_are_dropped_wherever_they_stand(filled):
     """GPT-2 gets its cache by position, Llama by name."""
     args = [torch.zeros(1), filled, None]
     kwargs = {"past_key_values": filled, "use_cache": True, "attention_mask": None}
-    assert caches_among(args, kwargs) == [filled, filled]
-    plain_args, plain_kwargs = without_caches(args, kwargs)
+    plain_args, plain_kwargs = without_caches(args, kwargs, index=0)
     assert plain_args == [args[0], None, None]
     assert plain_kwargs == {"past_key_values": None, "use_cache": False, "attention_mask": None}
     assert kwargs["use_cache"] is True  # what the caller holds is as it was
-    assert without_caches([], {}) == ([], {})  # no argument is invented
 
 
 def test_generation_is_seen(filled):
     """In training with gradients a cache must not make a block run unchecked."""
     block = nn.Linear(1, 1)
-    assert not nothing_to_recompute(block, [])
-    assert not nothing_to_recompute(block, [filled])
-    assert nothing_to_recompute(block.eval(), [filled])
-    assert not nothing_to_recompute(block, [])  # eval mode alone: dropout is off, backward comes
+    cached = {"past_key_values": filled}
+    assert not generates(block, [], {})
+    assert not generates(block, [], cached)
+    assert generates(block.eval(), [], cached)
+    assert not generates(block, [], {})  # eval mode alone: dropout is off, backward comes
     with torch.no_grad():
-        assert nothing_to_recompute(block.train(), [])
+        assert generates(block.train(), [], {})
 
 
 def test_a_filled_cache_is_refused(filled):
     """The number of the block counts: the cache may be empty for another one."""
-    require_empty([DynamicCache(), filled], index=0)
+    without_caches([DynamicCache(), filled], {}, index=0)
     with pytest.raises(ValueError, match="filled KV cache"):
-        require_empty([DynamicCache(), filled], index=1)
+        without_caches([DynamicCache(), filled], {}, index=1)
 
 
 def test_checkpoints_of_either_kind_are_seen():
@@ -71,19 +65,18 @@ def test_states_of_a_recurrence_count_as_tokens():
     config = LlamaConfig(num_hidden_layers=2)
     config.layer_types = ["linear_attention", "full_attention"]
     cache = DynamicCache(config=config)
-    require_empty([cache], index=0)
+    without_caches([cache], {}, index=0)
     cache.update_conv_state(torch.zeros(1, 4, 3), 0)
     with pytest.raises(ValueError, match="pass use_cache=False"):
-        require_empty([cache], index=0)
-    require_empty([cache], index=1)
+        without_caches([cache], {}, index=0)
+    without_caches([cache], {}, index=1)
 
 
 def test_states_that_are_no_cache_are_refused(filled):
     """RWKV and xLSTM give them by name or by position, RecurrentGemma says only `use_cache`."""
     names = ("hidden", "state", "use_cache")
     hidden = torch.zeros(1)
-    require_no_other_state(names, [hidden, None, False], {})
-    require_no_other_state(("hidden", "past_key_values"), [hidden, filled], {"use_cache": True})
+    without_caches([hidden, None, False], {}, index=0, names=names)
     for args, kwargs in [
         ([hidden, [hidden]], {}),
         ([hidden], {"state": [hidden]}),
@@ -91,4 +84,4 @@ def test_states_that_are_no_cache_are_refused(filled):
         ([hidden, None, True], {"past_key_values": filled}),
     ]:
         with pytest.raises(ValueError, match="pass use_cache=False"):
-            require_no_other_state(names, args, kwargs)
+            without_caches(args, kwargs, index=0, names=names)

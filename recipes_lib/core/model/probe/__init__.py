@@ -45,7 +45,13 @@ import torch
 
 from recipes_lib.core.model.causal_lm import FULL_ATTENTIONS, decoder_blocks, is_causal_lm
 from recipes_lib.core.model.probe.documents import refuse_documents_that_leak
-from recipes_lib.core.model.probe.outcome import TOKENS, Limits, difference, outcome
+from recipes_lib.core.model.probe.outcome import (
+    TOKENS,
+    Limits,
+    difference,
+    outcome,
+    precision_of,
+)
 from recipes_lib.core.model.probe.undo import Snapshot, restored, undone_on_error
 
 __all__ = ["TOKENS", "can_be_probed", "proves"]
@@ -184,7 +190,7 @@ class Proof:
             got = self._outcome(changed)
         if self.kernel and not calls:
             return "no layer calls the attention that it names"
-        return difference(self.before, got, self.limits, self.dtype or changed.dtype)
+        return difference(self.before, got, self.limits, self.dtype or precision_of(changed))
 
     def _outcome(self, model: Any) -> dict[str, Any]:
         # Also off where a user has it on: limits are those of the model's own dtype.

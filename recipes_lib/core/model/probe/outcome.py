@@ -185,5 +185,12 @@ def as_numbers(value: Tensor | None) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
+def precision_of(model: Any) -> torch.dtype:
+    """The dtype whose rounding a model has: layers in four bits may compute in bf16."""
+    if any(getattr(weight, "quant_state", None) is not None for weight in model.parameters()):
+        return torch.bfloat16
+    return model.dtype
+
+
 def largest(value: Tensor) -> Tensor:
     return abs(value).max()

@@ -1,0 +1,225 @@
+"""What the AdamWs with numbers in bf16 share: a step in chunks, random bits, exact resuming.
+
+A subclass of `ChunkedAdamW` says which states a parameter has, and how a chunk of it is updated:
+
+    parameter, exp_avg, exp_avg_sq   ->   flat, in chunks   ->   fp32, AdamW, rounded, written back
+
+Stochastic rounding. An optimizer that stores numbers in bf16 changes them by less than the spacing
+of bf16. Rounded to nearest such a change disappears, in every step. Rounded stochastically it
+happens sometimes:
+
+    a weight of 1 has the neighbours 0.9961 and 1.0078, and the step asks for 0.9999
+
+    to nearest       1, every time
+    stochastically   0.9961 in 1 of 39 steps, else 1: 0.9999 on average
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.sizes import parts_needed
+from recipes_lib.core.model.trainable import check_adamw
+
+UPPER_HALF = -(2**16)  # as int32: the 16 upper bits are 1, the lower ones 0
+
+# --- stochastic rounding --------------------------------------------------------------------------
+
+
+def stochastic_round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Round fp32 to one of the two bf16 neighbours, to the nearer more often.
+
+    Args:
+        values: fp32 [N]; bits: int32 [N] from `random_bits`.
+    """
+    return stochastic_round_(values.clone(), bits).to(torch.bfloat16)
+
+
+def stochastic_round_(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Round in place. The values stay fp32 and are now such that bf16 can represent them.
+
+    bf16 is the upper half of fp32. A random number below 2**16, added to the whole, carries into
+    the upper half with the probability (lower half) / 2**16; then the lower half is cut off. So
+    over all `bits` the mean is the value. What bf16 can represent stays, infinities and NaN
+    included. Above its largest number the upper neighbour is infinity, as in rounding to nearest.
+    """
+    # CUDA's NaN has all bits set: a carry would turn it into -0. Python's NaN, which this writes
+    # in its place, has a lower half of zeros.
+    values.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    raw = values.view(torch.int32)
+    raw += bits
+    raw &= UPPER_HALF
+    return values
+
+
+def random_bits(count: int, *, generator: torch.Generator) -> torch.Tensor:
+    """Draw `count` int32 numbers from 0 to 2**16 - 1 on the generator's device."""
+    # Four of them come from each 64-bit number.
+    words = torch.empty(parts_needed(count, 4), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint16)[:count].to(torch.int32)
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+class ChunkedAdamW(torch.optim.Optimizer):
+    """An AdamW that updates a chunk of a parameter at a time, so that fp32 copies stay small."""
+
+    cpu_chunk: int  # elements, on a CPU: what its cache holds
+    gpu_chunk = 2**22  # what keeps a GPU busy
+
+    def __init__(self, params: Iterable[Any], *, seed: int | None, **defaults: Any) -> None:
+        if seed is None:
+            seed = torch.initial_seed()
+        check_whole(seed=seed, least=0, most=2**64 - 1)
+        self._seeds = torch.Generator().manual_seed(seed)
+        super().__init__(params, defaults)
+
+    # What a subclass says.
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for parameters that this optimizer does not train."""
+        raise NotImplementedError
+
+    def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The states of a parameter before its first step: `averages`, and a master if there is."""
+        raise NotImplementedError
+
+    def randomness(self, device: torch.device, seed: int) -> Any:
+        """What all chunks of one step share on one device, made anew from the step's seed."""
+        raise NotImplementedError
+
+    def update_chunk(
+        self,
+        parts: list[torch.Tensor],
+        gradient: torch.Tensor,
+        step: int,
+        group: dict[str, Any],
+        randomness: Any,
+    ) -> None:
+        """Update a chunk [n] of weight, exp_avg and exp_avg_sq in place."""
+        raise NotImplementedError
+
+    # What all have in common.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; raises ValueError as the constructor does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]  # the optimizer has filled in the defaults by now
+        check_adamw(**{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
+        self.check_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Every step has a seed of its own, so a checkpoint can resume on other devices.
+        seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
+        shared: dict[torch.device, Any] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                device = parameter.device
+                if device not in shared:
+                    shared[device] = self.randomness(device, seed)
+                self._update(parameter, group, shared[device])
+        return loss
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], randomness: Any) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.first_state(parameter, group))
+        state["step"] += 1
+        weight = state.get("master")
+        if weight is None:
+            # A transposed parameter has no flat view: a copy is updated, and written back below.
+            weight = parameter.contiguous()
+        stored = [weight.view(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)]
+        gradient = parameter.grad.reshape(-1)
+        size = self.chunk(parameter.device)
+        for start in range(0, parameter.numel(), size):
+            chunk = slice(start, start + size)
+            parts = [tensor[chunk] for tensor in stored]
+            self.update_chunk(parts, gradient[chunk], state["step"], group, randomness)
+        if weight is not parameter:
+            parameter.copy_(weight)
+
+    @classmethod
+    def chunk(cls, device: torch.device) -> int:
+        """Elements updated at a time."""
+        return cls.cpu_chunk if device.type == "cpu" else cls.gpu_chunk
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and pickle take along: also where the random stream is."""
+        return super().__getstate__() | {"_seeds": self._seeds}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to resume exactly, the random stream included."""
+        return super().state_dict() | {"seeds": self._seeds.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from `state_dict()`. Raises ValueError if that is of another optimizer.
+
+        PyTorch casts every state to the dtype of its parameter: fp32 masters of bf16 weights would
+        lose their lower half, and bf16 averages of fp32 weights would take twice the bytes. So the
+        states are taken over once more, as they were saved.
+        """
+        saved = [group.get("rounding") for group in state_dict["param_groups"]]
+        own = [group.get("rounding") for group in self.param_groups]
+        if "seeds" not in state_dict or saved != own:
+            raise ValueError(
+                "the checkpoint is that of another optimizer or rounding: load it with the one "
+                "that saved it"
+            )
+        super().load_state_dict(state_dict)
+        for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
+            for number, parameter in zip(theirs["params"], ours["params"]):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    if torch.is_tensor(value):
+                        self.state[parameter][name] = value.to(parameter.device, copy=True)
+        self._seeds.set_state(state_dict["seeds"].cpu())
+
+
+def averages(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """The states of an AdamW before its first step."""
+    like = {"dtype": dtype, "device": parameter.device}
+    return {
+        "step": 0,
+        "exp_avg": torch.zeros(parameter.shape, **like),
+        "exp_avg_sq": torch.zeros(parameter.shape, **like),
+    }
+
+
+def fused_adamw(
+    parts: list[torch.Tensor], gradient: torch.Tensor, step: int, group: dict[str, Any]
+) -> None:
+    """PyTorch's fused AdamW on one weight, exp_avg and exp_avg_sq, in place; `step` is from 1."""
+    weight, exp_avg, exp_avg_sq = parts
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        [gradient.to(weight.dtype)],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.full((), step - 1.0, device=gradient.device)],  # `adamw` adds 1 by itself
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )
