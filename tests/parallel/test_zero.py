@@ -95,16 +95,6 @@ def test_ranks_of_unequal_tokens_equal_one_process(two_ranks, stage, options):
     assert largest_difference(run, reference) < TOLERANCE
 
 
-def train_all_stages():
-    return [train(stage, steps=2) for stage in (1, 2, 3)]
-
-
-def test_four_ranks_equal_one_process(four_ranks):
-    """The mistake: a factor of two where there are N ranks."""
-    for run in four_ranks.run(train_all_stages):
-        assert largest_difference(run, train_alone(steps=2, optimizer=adamw)) < TOLERANCE
-
-
 # --- what each rank holds -------------------------------------------------------------------------
 
 
