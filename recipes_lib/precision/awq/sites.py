@@ -243,7 +243,10 @@ def read_inputs(
     share = max(1, tokens // max(1, len(batches)))
 
     def read(name: str, value: Tensor) -> None:
-        seen = value.flatten(0, -2)[real].float()  # [T, I]
+        every = value.flatten(0, -2)  # [B * S, I]
+        if len(every) != len(real):  # a family that puts tokens of its own before the text
+            raise ValueError(f"{name} reads {len(every)} rows for {len(real)} tokens: leave it out")
+        seen = every[real].float()  # [T, I]
         sums[name] = sums.get(name, 0) + seen.abs().sum(dim=0)
         kept = torch.linspace(0, len(seen) - 1, min(share, len(seen))).long()
         rows.setdefault(name, []).append(seen[kept.to(seen.device)])
