@@ -25,7 +25,7 @@ from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
-from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.ladders.memory import MemoryLadder
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.workflows.bench.run import LR, Bench, techniques
 
@@ -92,7 +92,7 @@ def notebook_05() -> None:
 def ladder() -> None:
     """Peak bytes and tokens per second of each technique alone, against plain training."""
     bench = full_bench()
-    kept = Ladder("benchmark_ladder")
+    kept = MemoryLadder("benchmark_ladder")
     failed: dict[str, str] = {}
     names = ["baseline", *techniques()]
     if machine().device == "cpu":

@@ -215,10 +215,12 @@ def plain():
 # **Guess first.** Draw the memory over one step as a curve: forward, backward, optimizer. Where is the highest point?
 
 # %%
-from recipes_lib.report.ladder import Ladder
-from recipes_lib.report.timeline_chart import timeline_chart
+from recipes_lib.report.ladders.memory import MemoryLadder
+from recipes_lib.report.timeline import timeline_chart
 
-ladder = Ladder("01_large_models_limited_hardware", tokens=shape.tokens, rates=rates)
+ladder = MemoryLadder(
+    "01_large_models_limited_hardware", tokens=shape.tokens, rates=rates
+)
 alone = dict(group="each recipe alone", dtype=torch.float32)
 ladder.climb("baseline", plain, predicted=baseline_plan, **alone)
 
@@ -502,7 +504,7 @@ ladder.climb("activation offloading", offloaded, predicted=offload_plan, **alone
 #
 # ### The rows take turns on the clock
 #
-# So far we have looked at bytes. They are the same in every run. Times are not: another program on the machine, or a warm processor, changes them by more than many recipes do. So the models of the rows above were kept, and now they take *turns*: one step of each row, then the same in the other direction, five rounds in all. If memory does not hold all models, the rows take turns in groups, with the baseline in each. The table compares each row with the baseline of the same round: the median of the ratios, and in brackets the smallest and the largest. Where two brackets overlap, this run does not say which row is faster.
+# So far we have looked at bytes. They are the same in every run. Times are not: another program on the machine, or a warm processor, changes them by more than many recipes do. So the models of the rows above were kept, and now they take *turns*: one step of each row, then the same in the other direction, five rounds in all. If memory does not hold all models, the rows take turns in groups, with the baseline in each. What disturbs a turn can only make it longer, so the table shows the fastest turn of each row, and how it compares with the fastest one of the baseline. In brackets are the smallest and the largest ratio of a single round. Where two brackets overlap, this run does not say which row is faster.
 
 # %%
 # After its turns, the baseline takes one more step for a profile. We look at it later.
@@ -1275,16 +1277,28 @@ ladder.chart()
 # %% [markdown]
 # ### Where does the rest of the time go?
 #
-# A share of the limit below 100 % says that time goes elsewhere. The profiler of PyTorch times each operator of a step; here they are added up by kind. The dashed lines are the limits: the multiplications of the step at the rate of the setup. *Other* is Python itself, the calls and waiting. The profiler slows the step down, so compare the parts with each other.
+# A share of the limit below 100 % says that time goes elsewhere. The profiler of PyTorch times each operator of a step; here they are added up by kind. The dark ticks are the limits: the multiplications of the step at the rate of the setup. *Other* is Python itself, the calls and waiting. The profiler slows the step down, so compare the parts with each other.
 
 # %%
-from recipes_lib.report.charts import operator_chart
+from recipes_lib.core.measure.operator_profile import KINDS
+from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.style import OPERATORS, three_digits
 
-# What the multiplications of a row alone would take, in seconds.
-limits = {
-    name: ladder[name].share_of_limit * ladder[name].seconds for name in ladder.profiles
-}
-operator_chart(ladder.profiles, limits=limits, title="Where the seconds of a step go")
+profiles = ladder.profiles.values()
+rows = [ladder[name] for name in ladder.profiles]
+bars(
+    list(ladder.profiles),
+    Bars(
+        "seconds per step, by kind of operator",
+        {kind: [profile.get(kind, 0.0) for profile in profiles] for kind in KINDS},
+        [three_digits(sum(profile.values())) for profile in profiles],
+        # What the multiplications of a row alone would take.
+        marks=[row.share_of_limit * row.seconds for row in rows],
+        colors=dict(zip(KINDS, OPERATORS)),
+    ),
+    title="Where the seconds of a step go",
+    predicted="the products alone, at the machine's rate",
+)
 
 # %% [markdown]
 # Three things keep a step from its limit.
@@ -1313,7 +1327,7 @@ if native:
 
 # %%
 from recipes_lib.core.data.evaluation import evaluate
-from recipes_lib.report.loss_charts import loss_chart
+from recipes_lib.report.lines import lines
 
 
 def learn(model, optimizer, step):
@@ -1381,7 +1395,12 @@ for name, run in {
     print(f"{name:<23}{points}")
 
 # %%
-loss_chart(curves, title="All three learn")
+lines(
+    curves,
+    title="All three learn",
+    xlabel="optimizer step",
+    ylabel="held-out loss, nats per token",
+)
 
 # %% [markdown]
 # All three learn. The combination begins and ends a little higher than the other two, in a tenth of the memory. Read the distances with care: this is one run of each, on a few held-out answers, with learning rates that were not tuned. With other pairs of text the order of the three may change. A curve can also rise between two points: a run of so few steps at a constant rate is noisy. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows how to compare two models with an interval, and the recorded run of recipe 7 in [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) compares two ways of training with three seeds.
@@ -1411,9 +1430,20 @@ timeline_chart(ladder.timelines, columns=3, title="Memory over one step, row by 
 # **By kind.** The budgets at the moment of the peak, by arithmetic: which part does each recipe remove?
 
 # %%
-from recipes_lib.report.charts import budget_chart
+from recipes_lib.report.style import BY_ARITHMETIC, TERMS
 
-budget_chart(ladder.plans, title="What the peak consists of")
+
+def budget_chart(plans, title):
+    """The predicted peak of each row, term by term."""
+    parts = {}
+    for term in TERMS:
+        parts[term] = [plan.at_peak()[term] / 2**30 for plan in plans.values()]
+    sums = [three_digits(plan.peak / 2**30) for plan in plans.values()]
+    column = Bars("GiB at the moment of the peak", parts, sums, colors=TERMS)
+    return bars(list(plans), column, title=title, source=BY_ARITHMETIC)
+
+
+budget_chart(ladder.plans, "What the peak consists of")
 
 # %% [markdown]
 # <!-- numbers:gpu-01 -->
@@ -1457,8 +1487,7 @@ large_plans = {
     "… and a loss in chunks": with_checkpointing(chunked_large),
 }
 budget_chart(
-    large_plans,
-    title="Llama-3.1-8B, 4,096 tokens, against fp32: by arithmetic, not run",
+    large_plans, "Llama-3.1-8B, 4,096 tokens, against fp32: by arithmetic, not run"
 )
 
 # %% [markdown]

@@ -190,7 +190,7 @@ from recipes_lib.parallel.bandwidth import (
     measure_bus_bandwidth,
     ring_all_reduce,
 )
-from recipes_lib.report.rank_charts import bus_chart
+from recipes_lib.report.lines import lines
 from recipes_lib.report.show import show
 from recipes_lib.workflows.on_ranks.demonstrations import ring_by_hand
 
@@ -207,7 +207,7 @@ curves = {}
 links = {}
 for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
     points = pools[2].run(measure_bus_bandwidth, kind=kind, sizes=message_sizes)
-    curves[kind] = [(point.size, point.bus_bandwidth) for point in points]
+    curves[kind] = [(point.size / 2**20, point.bus_bandwidth / 1e9) for point in points]
     try:
         # The line through the times: seconds = latency + bytes / bandwidth.
         links[kind] = fit_link(points)
@@ -221,7 +221,14 @@ if "all_reduce" in links:
     small_call, large_call = seconds_of(2**12), seconds_of(2**20)
     print(f"an all-reduce by its line: {small_call * 1e6:.0f} µs for 4 KiB, ", end="")
     print(f"{large_call / small_call:.1f} times as long for 1 MiB")
-bus_chart(curves)
+lines(
+    curves,
+    title="Small messages wait for the start, large ones for the wire",
+    xscale="log",
+    yscale="log",
+    xlabel="MiB in one call",
+    ylabel="bus bandwidth, GB/s",
+)
 
 # %% [markdown]
 # **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. The times lie near a line, seconds = latency + bytes / bandwidth. Those of single small messages scatter around it. For 4 KiB nearly all of the time is latency, so 256 times as many bytes take far less than 256 times as long: the last line above answers the guess. That is why libraries collect small tensors into large *buckets*. The four bandwidths are not one number here. On a CPU the "network" is a copy in memory, so the additions and further copies of a collective count as well.
@@ -238,7 +245,7 @@ bus_chart(curves)
 # Each row prints what the arithmetic expects, then what came. In brackets are the collectives of one step. Even one process has an all-gather and an all-reduce: they count the tokens of all ranks and add up the losses. With one rank they send nothing.
 
 # %%
-from recipes_lib.report.rank_ladder import RankLadder
+from recipes_lib.report.ladders.ranks import RankLadder
 from recipes_lib.workflows.on_ranks.plans import plan_of
 from recipes_lib.workflows.on_ranks.train import small_llama, train_on_ranks
 
@@ -310,26 +317,26 @@ climb("DDP", 2, "rows are split")
 # **Why not more?** Look at one step. The gradients of the last block are ready when most of backward is still to come. DDP puts them into buckets and sends each bucket as soon as it is full, while the rest of backward goes on. If all gradients are in one bucket, nothing can be sent before the end:
 
 # %%
-from recipes_lib.report.lanes_chart import Span, lanes_chart
+from recipes_lib.report.spans import Span, spans
 from recipes_lib.workflows.on_ranks.demonstrations import lanes_of_a_step
 
 
 def spans_of(lanes):
     """The recorded step as spans of two lanes."""
-    spans = []
+    found = []
     for part in lanes.compute:
         kind = "backward" if part.name.startswith("backward") else "forward"
         # After backward a rank waits for the buckets, and then its optimizer steps.
         if part.name.startswith("waiting"):
             kind = "step"
-        spans.append(Span("computes", kind, part.start, part.end))
+        found.append(Span("computes", kind, part.start, part.end, kind))
     sent_until = 0.0
     for part in lanes.communication:
         # A bucket that is full waits until the one before it is sent.
         begin = max(part.start, sent_until)
-        spans.append(Span("sends", "send", begin, part.end))
+        found.append(Span("sends", "send", begin, part.end, "send"))
         sent_until = part.end
-    return spans
+    return found
 
 
 gradient_megabytes = 4 * model.num_parameters() / 2**20
@@ -343,7 +350,7 @@ for name, megabytes in bucket_sizes.items():
     panels[name] = spans_of(lanes)
     print(f"{name:<11}{len(lanes.communication)} sent, ", end="")
     print(f"{lanes.hidden_share:.0%} of the sending while backward still runs")
-lanes_chart(panels, title="Buckets are sent while backward goes on")
+spans(panels, title="Buckets are sent while backward goes on")
 
 # %% [markdown]
 # The last span of the upper lane is the wait for the buckets, and the step of the optimizer. Compare where the sends are: with one bucket nothing is sent during backward, with several most of it is. Each panel is one recorded step, the one of median length among five. On a CPU buckets need not save time at all: a rank needs its core to send as well, and each bucket has its own latency. On a GPU sending takes a small part of the card, and there the hidden share is time that is saved.
@@ -685,7 +692,6 @@ from recipes_lib.parallel.pipeline_parallel import (
     predicted_bubble,
     warm_up_of_rank,
 )
-from recipes_lib.report.pipeline_chart import pipeline_chart
 from recipes_lib.workflows.on_ranks.demonstrations import grid_of_a_pipeline
 
 show(warm_up_of_rank, order_of_rank)
@@ -693,6 +699,7 @@ show(warm_up_of_rank, order_of_rank)
 # %%
 micro_batches = 4  # of two rows each
 grids = {}
+panels = {}
 for schedule in ("gpipe", "1f1b", "interleaved"):
     grids[schedule] = pools[2].run(
         grid_of_a_pipeline,
@@ -707,7 +714,12 @@ for schedule in ("gpipe", "1f1b", "interleaved"):
     )
     print(f"{schedule:<12}idle by the formula {expected:.0%}", end="")
     print(f", in one recorded step {bubble_of(grids[schedule]):.0%}")
-pipeline_chart(grids, title="A pipeline begins and ends with idle ranks")
+    # A lane per rank; the number in a span is that of the micro-batch.
+    panels[schedule] = [
+        Span(f"rank {each.rank}", each.direction, *each[4:], str(each.micro_batch))
+        for each in sorted(grids[schedule])
+    ]
+spans(panels, title="A pipeline begins and ends with idle ranks")
 
 # %% [markdown]
 # The answer to the guess is (p - 1) / (m + p - 1), here 1 / 5. It counts idle slots as if all stages took the same time and sending took none. An *interleaved* schedule gives each rank v thin stages in place of one. A rank then waits only for thin ones: (p - 1) / (v m + p - 1), here 1 / 9. In return it sends more often.
@@ -938,7 +950,7 @@ print(f", in the background for {stall['background'] * 1e3:.0f} ms")
 #
 # ## The ladder, and everything combined
 #
-# All rows take turns now: each strategy runs again, once per round, and the order is turned around from round to round. The column *time* divides the time of a step by that of one process in the same round: the median of the rounds, and in brackets the smallest and the largest. *Sends* is counted: the size of the tensor at each call of a step, times the ring's factor. *Expected* is computed before, from the shapes of the model alone. The rows with four ranks share the same two cores, so their times say nothing about four GPUs.
+# All rows take turns now: each strategy runs again, once per round, and the order is turned around from round to round. The column *time* divides the fastest step of a row by the fastest of one process; in brackets are the smallest and the largest ratio of a single round. *Sends* is counted: the size of the tensor at each call of a step, times the ring's factor. *Expected* is computed before, from the shapes of the model alone. The rows with four ranks share the same two cores, so their times say nothing about four GPUs.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
@@ -966,20 +978,61 @@ ladder.chart()
 # **Is it the same training?** The last column is the largest difference of any loss from that of one process. It is about one millionth, which is what rounding leaves when sums are taken in another order. In these few steps it does not grow:
 
 # %%
-from recipes_lib.report.rank_charts import same_loss_chart, scaling_chart
+from recipes_lib.report.figure import new_figure
+from recipes_lib.report.lines import draw_lines
 
 others = ["DDP", "FSDP (ZeRO-3)", "tensor parallel", "pipeline (1F1B)"]
 others += ["context parallel (ring)"]
-same_loss_chart(reference, {name: ladder[name].losses for name in others})
+steps = range(1, 1 + len(reference))
+figure, (above, below) = new_figure(
+    "The loss is the same number, however many ranks compute it", height=5, nrows=2
+)
+losses = {"one process": reference} | {name: ladder[name].losses for name in others}
+draw_lines(
+    above,
+    {name: list(zip(steps, values)) for name, values in losses.items()},
+    ylabel="loss, nats per token",
+)
+differences = {}
+for name in others:
+    pairs = zip(ladder[name].losses, reference)
+    # A logarithm has no place for a difference of zero.
+    off = [max(abs(loss - expected), 1e-9) for loss, expected in pairs]
+    differences[name] = list(zip(steps, off))
+draw_lines(
+    below,
+    differences,
+    yscale="log",
+    ylim=(5e-10, 1e-3),
+    xlabel="step",
+    ylabel="difference to one process",
+)
+figure
 
 # %% [markdown]
 # **How much faster?** The same batch by one rank and by two, each with one thread:
 
 # %%
+from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.style import LOST, RECIPE
+
 tokens_in_a_step = sizes.rows * sizes.tokens
 scaling = {1: tokens_in_a_step / ladder["one process"].seconds}
 scaling[2] = tokens_in_a_step / ladder["DDP"].seconds
-scaling_chart(scaling)
+ideal = 2 * scaling[1]
+bars(
+    ["1 rank", "2 ranks"],
+    Bars(
+        "tokens per second, all ranks together",
+        {
+            "reached": [scaling[1], scaling[2]],
+            "lost": [0, max(ideal - scaling[2], 0)],
+        },
+        ["", f"{scaling[2] / ideal:.0%} of the ideal"],
+        colors={"reached": RECIPE, "lost": LOST},
+    ),
+    title=f"Two ranks train on {scaling[2] / scaling[1]:.2f} times as many tokens",
+)
 
 # %% [markdown]
 # Red is what is missing to the ideal, which is twice the speed. These are CPU numbers. What carries over to GPUs is the arithmetic: bytes that are kept, and bytes that are sent.
@@ -989,17 +1042,15 @@ scaling_chart(scaling)
 # The formulas do not need the ranks. And a rank can be measured without the others: PyTorch lets a process pretend that it is one of 8 or of 64. Its collectives move nothing, so its losses would be wrong, but it makes all tensors that a real rank would make.
 
 # %%
-from recipes_lib.report.rank_bytes_chart import (
-    RankBar,
-    bytes_by_ranks_chart,
-    rank_bytes_chart,
-)
+from types import SimpleNamespace
+
+from recipes_lib.report.ladders.ranks import rank_bytes_chart
 from recipes_lib.workflows.on_ranks.train import bytes_on_one_of
 
 strategies = ["DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)"]
 strategies += ["tensor parallel", "pipeline (1F1B)"]
 deep_model = small_llama(sizes=sizes.bars_model, tokens=sizes.tokens)
-bars = []
+rows = []
 measured = {}
 for count in (2, 8, 64):
     for strategy in strategies:
@@ -1016,32 +1067,37 @@ for count in (2, 8, 64):
         except ValueError as reason:  # a small model has too few blocks and heads
             print(f"{strategy}, {count} ranks: {reason}")
             continue
-        bars.append(
-            RankBar(
-                name=strategy,
-                weights=kept.parameters,
-                gradients=kept.gradients,
-                states=kept.states,
-                predicted=plan.weights + plan.gradients + plan.states,
-                group=f"{count} ranks",
-            )
+        row = SimpleNamespace(name=strategy, group=f"{count} ranks", **vars(kept))
+        row.predicted_bytes = plan.weights + plan.gradients + plan.states
+        rows.append(row)
+        measured.setdefault(strategy, []).append(
+            (count, kept.parameters + kept.gradients + kept.states)
         )
-        measured.setdefault(strategy, []).append((count, bars[-1].total))
-rank_bytes_chart(bars, title="Only what is split falls with the number of ranks")
+rank_bytes_chart(rows, title="Only what is split falls with the number of ranks")
 
 # %%
 P = deep_model.num_parameters()
 formulas = {"DDP": [], "ZeRO-1": [], "ZeRO-2": [], "FSDP (ZeRO-3)": []}
 for count in (1, 2, 4, 8, 16, 64, 256, 1024):
-    formulas["DDP"].append((count, 16 * P))
-    formulas["ZeRO-1"].append((count, 8 * P + 8 * P / count))
-    formulas["ZeRO-2"].append((count, 4 * P + 12 * P / count))
-    formulas["FSDP (ZeRO-3)"].append((count, 16 * P / count))
-# The points of stage 2 are those of `fully_shard`, which keeps less between two steps.
-on_the_lines = {name: measured[name] for name in ("DDP", "ZeRO-1", "FSDP (ZeRO-3)")}
-bytes_by_ranks_chart(
-    formulas, measured=on_the_lines, title="16 P bytes, divided by 1,024 or not at all"
+    p = P / 2**20  # so all below is in MiB
+    formulas["DDP"].append((count, 16 * p))
+    formulas["ZeRO-1"].append((count, 8 * p + 8 * p / count))
+    formulas["ZeRO-2"].append((count, 4 * p + 12 * p / count))
+    formulas["FSDP (ZeRO-3)"].append((count, 16 * p / count))
+figure = lines(
+    formulas,
+    title="16 P bytes, divided by 1,024 or not at all (dots: measured)",
+    dots=False,
+    xscale="log",
+    yscale="log",
+    xlabel="ranks",
+    ylabel="MiB per rank",
 )
+# The points of stage 2 are those of `fully_shard`, which keeps less between two steps.
+for name in ("DDP", "ZeRO-1", "FSDP (ZeRO-3)"):
+    for count, kept in measured[name]:
+        figure.axes[0].plot(count, kept / 2**20, "o", color=RECIPE, zorder=4)
+figure
 
 # %% [markdown]
 # The model of these bars is deeper and thinner than that of the ladder: with 64 blocks and 64 heads, 64 ranks can share it in every way. A pipeline's bar is that of its fullest rank: besides its blocks it has the embedding or the output layer. Where a bar of tensor parallelism is longer than that of FSDP, the norms and what else is not cut stay whole on each rank.
@@ -1051,23 +1107,30 @@ bytes_by_ranks_chart(
 # Take the first that fits, from the one that sends least to the one that keeps least. The map is computed by arithmetic alone, for a training of all weights in fp32 with AdamW, on cards of 80 GiB of which 10 are for activations. It has two rules beside memory, from *The Ultra-Scale Playbook*: tensor parallelism (TP) takes the 8 ranks of one machine, and FSDP alone is not used on more than 512 ranks, because its gathers then take too long:
 
 # %%
-from recipes_lib.report.strategy_map_chart import strategy_map_chart
-from recipes_lib.report.style import BY_ARITHMETIC
+from recipes_lib.report.figure import readable_on
+from recipes_lib.report.style import BY_ARITHMETIC, LINES
 from recipes_lib.workflows.which_strategy import STRATEGIES, which_strategy
 
-
-def strategy_for(parameters, gpus):
-    return which_strategy(parameters=parameters, gpus=gpus)
-
-
-strategy_map_chart(
-    strategy_for,
-    parameters=[1e9, 3e9, 8e9, 14e9, 32e9, 70e9, 405e9],
-    gpus=[1, 2, 4, 8, 16, 64, 256, 1024],
-    names=STRATEGIES,
-    title="The simplest strategy that fits into cards of 80 GiB",
-    source=BY_ARITHMETIC,
-)
+billions = [1, 3, 8, 14, 32, 70, 405]
+gpus = [1, 2, 4, 8, 16, 64, 256, 1024]
+# Grey is the last one: it does not fit.
+colors = dict(zip(STRATEGIES, [*LINES[1:], "#2f9e82", "#b59a2b"])) | {
+    STRATEGIES[-1]: LINES[0]
+}
+title = "The simplest strategy that fits into cards of 80 GiB"
+figure, axes = new_figure(title, height=4, source=BY_ARITHMETIC)
+for row, size in enumerate(billions):
+    for column, count in enumerate(gpus):
+        name = which_strategy(parameters=size * 1e9, gpus=count)
+        axes.barh(row, 0.96, left=column - 0.48, height=0.92, color=colors[name])
+        text = name.replace(" (", "\n(").replace("does not", "does\nnot")
+        look = {"color": readable_on(colors[name]), "fontsize": 7.5, "ha": "center"}
+        axes.text(column, row, text, va="center", **look)
+axes.set_xticks(range(len(gpus)), gpus)
+axes.set_yticks(range(len(billions)), [f"{size} B" for size in billions])
+axes.set(xlabel="GPUs", ylabel="parameters")
+axes.spines[:].set_visible(False)
+figure
 
 # %% [markdown]
 # Where a cell says that nothing fits, adapters or QLoRA still may. In the row of 70 billion, 16 cards take TP and 64 do not: on 16 cards the parts of a rank fit, and a gathered block beside them does not. TP splits that block as well.

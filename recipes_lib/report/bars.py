@@ -1,138 +1,195 @@
-"""What charts with named horizontal bars have in common: rows in groups, names, labels, whiskers.
+"""Bars: a row per name, and beside each other one column of bars per quantity.
 
-slots = Slots(rows)                        # a place per row, a heading per group
-axes.barh(slots.places, sizes, height=BAR)
-slots.write_names(axes)
-write_labels(axes, slots, sizes, texts, heading="bytes")
+bars(
+    ["baseline", "LoRA"],
+    Bars("MiB", [900, 300], ["900", "300"], marks=[905, 290]),
+    Bars("seconds", [1.0, 1.1], ["1.0", "1.1"]),
+    title="A third of the bytes, as much time",
+)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from recipes_lib.report.figure import ink, muted
-from recipes_lib.report.labels import POINTS, text_width
-from recipes_lib.report.style import RECIPE, REFERENCE
+from recipes_lib.report.figure import (
+    POINTS,
+    WHITE_EDGE,
+    WIDTH,
+    Chart,
+    mark_in_key,
+    new_figure,
+    readable_on,
+    text_width,
+)
+from recipes_lib.report.style import INK, MARK, RECIPE, REFERENCE, three_digits
 
 BAR = 0.66  # the height of a bar; the next one begins at 1
 LABEL = 9.5  # the size of a label beside a bar
-ROW_INCHES = 0.3  # the height of a row on paper
-NAME_SIZE = 10
+INSIDE = 8  # the size of a label inside a part
 
 
-class Slots:
-    """Where the rows of a chart are: one below the other, each group below its heading.
+class Bars(NamedTuple):
+    """One column: a heading, and what is drawn in the line of each row.
 
-    A row is a dictionary with a name and perhaps a group. Rows without any group have no heading.
-    `size` is that of the names, in points.
+    `values` are the lengths; or, by name, the lengths of parts that are stacked. `labels` stand at
+    the ends; a column of labels alone has no values. `marks` are ticks where arithmetic expects the
+    ends, `ranges` whiskers, `limits` pale bars behind. `width` is relative to the other columns.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], *, size: float = NAME_SIZE) -> None:
-        self.size = size
-        self.names = [row["name"] for row in rows]
-        self.places: list[float] = []
-        self.headings: dict[str, float] = {}
-        self.ends: list[float] = []  # below the last row of each group
-        place = 0.0
-        group = None
-        for row in rows:
-            if row.get("group") and row["group"] != group:
-                group = row["group"]
-                if self.places:
-                    self.ends.append(place - 0.5)
-                    place += 0.35  # air above a heading
-                self.headings[group] = place
-                place += 1
-            self.places.append(place)
-            place += 1
-        self.end = place
-        self.ends.append(place - 0.5)
-
-    @property
-    def inches(self) -> float:
-        """The height that the rows need on paper."""
-        return ROW_INCHES * self.end * self.size / NAME_SIZE + 0.1
-
-    def write_names(self, axes: Any) -> None:
-        """Names and headings as the labels of the axis, all from one left edge."""
-        names = [*self.names, *self.headings]
-        axes.set_yticks([*self.places, *self.headings.values()], names)
-        axes.set_ylim(self.end - 0.4, -0.6)
-        # A heading may be longer than the names: nothing else is in its line.
-        widths = [text_width(name, size=self.size) for name in self.names]
-        axes.tick_params(axis="y", pad=max(widths) + 8, labelsize=self.size, labelcolor=ink())
-        for label in axes.get_yticklabels():
-            label.set(ha="left", va="center")
-            if label.get_text() in self.headings:
-                label.set_fontweight("bold")
-
-    def draw_zero(self, axes: Any) -> None:
-        """The line at which the bars of each group begin."""
-        begins = [place + 0.5 for place in self.headings.values()] or [-0.5]
-        axes.vlines([0] * len(begins), begins, self.ends, color=muted(), linewidth=1)
+    heading: str
+    values: Sequence[float] | Mapping[str, Sequence[float]] = ()
+    labels: Sequence[str] = ()
+    marks: Sequence[float | None] = ()
+    ranges: Sequence[tuple[float | None, float | None]] = ()
+    limits: Sequence[float] = ()
+    colors: Sequence[str] | Mapping[str, str] = ()
+    width: float = 1.0
 
 
-def bar_colors(count: int) -> list[str]:
-    """The first row is the baseline, the others are recipes."""
-    return [REFERENCE] + [RECIPE] * (count - 1)
+def bars(
+    names: Sequence[str],
+    *columns: Bars,
+    title: str,
+    groups: Sequence[str] = (),
+    source: str | None = None,
+    predicted: str = "predicted before the run",
+) -> Chart:
+    """Draw the columns beside each other.
 
-
-def without_scale(axes: Any, heading: str, *, size: float = LABEL) -> None:
-    """Bars whose numbers stand beside them need no scale: a heading says what they are."""
-    axes.set_title(heading, fontsize=size, color=muted(), fontweight="normal")
-    axes.tick_params(axis="x", bottom=False, labelbottom=False)
-    axes.spines["bottom"].set_visible(False)
-
-
-def write_beside(axes: Any, text: str, x: float, y: float, *, gap: float = 5, **look: Any) -> None:
-    """Text to the right of (x, y), `gap` points away."""
-    axes.annotate(text, (x, y), (gap, 0), textcoords="offset points", va="center", **look)
-
-
-def write_labels(
-    axes: Any,
-    slots: Slots,
-    ends: Sequence[float],
-    labels: Sequence[str],
-    *,
-    heading: str,
-    size: float = LABEL,
-) -> None:
-    """What replaces a scale: a heading, and a label to the right of each end."""
-    without_scale(axes, heading, size=size)
-    slots.draw_zero(axes)
-    room_for_labels(axes, ends, labels, size)
-    for end, place, label in zip(ends, slots.places, labels, strict=True):
-        write_beside(axes, label, end, place, fontsize=size)
-
-
-def room_for_labels(axes: Any, ends: Sequence[float], labels: Sequence[str], size: float) -> None:
-    """Let the axis begin at zero, and end where the last letter of the longest label is."""
-    figure = axes.figure
-    longest = max(ends)
-    axes.set_xlim(0, longest)
-    figure.draw_without_rendering()  # only then are the axes as wide as they will be
-    width = axes.get_window_extent().width / figure.dpi * POINTS
-    limit = longest
-    for end, label in zip(ends, labels, strict=True):
-        beside = text_width(label, size=size) + 12
-        # end / limit of the axes are the bar's, and the rest has to take the label.
-        limit = max(limit, end / max(1 - beside / width, 0.1))
-    axes.set_xlim(0, limit)
-
-
-def draw_ticks(axes: Any, values: Sequence[float | None], places: Sequence[float]) -> None:
-    """A tick on each bar where arithmetic expected its end. A row without prediction has none."""
-    for value, place in zip(values, places, strict=True):
-        if value:
-            reach = BAR / 2 + 0.08
-            axes.plot([value, value], [place - reach, place + reach], color=ink(), linewidth=2.2)
-
-
-def draw_whisker(axes: Any, low: float, middle: float, high: float, place: float) -> None:
-    """From the lowest to the highest of several turns, with `middle` between them."""
-    reach = [[middle - low], [high - middle]]  # two lengths: a spread need not be symmetric
-    axes.errorbar(
-        [middle], [place], xerr=reach, fmt="none", ecolor=ink(), elinewidth=1.1, capsize=2.5
+    Args:
+        names: of the rows.
+        title: the message.
+        groups: of each row; a group's name stands above its first row.
+        source: where the numbers are from; by default this machine and today.
+        predicted: what the ticks are.
+    """
+    places, headings = _places(groups or [""] * len(names))
+    end = max(places) + 1
+    widths = [column.width for column in columns]
+    key = {}
+    marks = {}
+    for column in columns:
+        if isinstance(column.values, Mapping):
+            key |= {part: column.colors[part] for part in column.values}
+        if any(column.marks):
+            marks[predicted] = mark_in_key(predicted, "none", marker="|", markersize=11)
+        if any(high for _, high in column.ranges):
+            marks["range"] = mark_in_key("range of the turns", "-")
+    figure, axes = new_figure(
+        title,
+        height=0.3 * end + 0.9,
+        source=source,
+        key=key,
+        marks=list(marks.values()),
+        ncols=len(columns),
+        width_ratios=widths,
+        sharey=True,
+        squeeze=False,
     )
+    names_inches = (max(text_width(name) for name in names) + 12) / POINTS
+    for column, panel in zip(columns, axes[0], strict=True):
+        inches = (WIDTH - names_inches - 0.3) * column.width / sum(widths) - 0.1
+        _draw_column(panel, column, places, inches * POINTS)
+    first = axes[0, 0]
+    first.set_yticks([*places, *headings.values()], [*names, *headings])
+    first.set_ylim(end - 0.4, -0.6)  # the first row is on top
+    first.tick_params(axis="y", pad=names_inches * POINTS)
+    labels = first.get_yticklabels()
+    for label in labels:
+        label.set(ha="left", va="center")
+    for heading in labels[len(names) :]:
+        heading.set(weight="bold")
+    return figure
+
+
+def of_rows(count: int) -> list[str]:
+    """Colours of rows: the first is what the others are compared with."""
+    return [REFERENCE, *[RECIPE] * (count - 1)]
+
+
+def _places(groups: Sequence[str]) -> tuple[list[float], dict[str, float]]:
+    """Where each row stands, and the heading of each group."""
+    places: list[float] = []
+    headings: dict[str, float] = {}
+    place = 0.0
+    for number, group in enumerate(groups):
+        if group and (number == 0 or group != groups[number - 1]):
+            if places:
+                place += 0.35  # air above a heading
+            headings[group] = place
+            place += 1
+        places.append(place)
+        place += 1
+    return places, headings
+
+
+def _draw_column(axes: Any, column: Bars, places: Sequence[float], room: float) -> None:
+    """One column, `room` points wide."""
+    axes.set_title(column.heading, fontsize=LABEL)
+    # The numbers stand beside the bars, so nobody needs a scale.
+    axes.tick_params(bottom=False, labelbottom=False, left=False)
+    axes.spines[["bottom", "left"]].set_visible(False)
+    if column.limits:
+        axes.barh(places, column.limits, height=BAR, color=INK, alpha=0.25)
+    ends = [0.0] * len(places)
+    layers = {}
+    if isinstance(column.values, Mapping):
+        for part, lengths in column.values.items():
+            look = {"height": BAR, "color": column.colors[part]}
+            layers[part] = axes.barh(places, lengths, left=ends, **look)
+            ends = [left + length for left, length in zip(ends, lengths, strict=True)]
+    elif column.values:
+        axes.barh(places, column.values, height=BAR, color=column.colors or RECIPE)
+        ends = list(column.values)
+    _draw_marks(axes, column, places)
+    for further in (column.marks, [high for _, high in column.ranges], column.limits):
+        if further:
+            ends = [max(end, other or 0) for end, other in zip(ends, further, strict=True)]
+    right = _limit(ends, column.labels, room)
+    axes.set_xlim(0, right)
+    # An unseen bar that ends behind everything carries the label.
+    unseen = axes.barh(places, ends, alpha=0)
+    axes.bar_label(unseen, column.labels or [""] * len(ends), padding=5, fontsize=LABEL)
+    for part, layer in layers.items():
+        _label_parts(axes, layer, column.colors[part], room / right)
+
+
+def _draw_marks(axes: Any, column: Bars, places: Sequence[float]) -> None:
+    """Ticks where arithmetic expects the ends, and whiskers over the turns."""
+    look = {"color": MARK, "path_effects": WHITE_EDGE}
+    for place, mark in zip(places, column.marks):
+        if mark:
+            reach = BAR / 2 + 0.08
+            axes.plot([mark, mark], [place - reach, place + reach], linewidth=2, **look)
+    for place, (low, high) in zip(places, column.ranges):
+        if high is not None:
+            axes.plot([low, high], [place, place], linewidth=1.5, **look)
+
+
+def _limit(ends: Sequence[float], labels: Sequence[str], room: float) -> float:
+    """Where the axis has to end, so that the longest label ends with it."""
+    limit = max(ends) or 1.0
+    for end, label in zip(ends, labels):
+        beside = text_width(label, LABEL) + 10
+        limit = max(limit, end / max(1 - beside / room, 0.1))
+    return limit
+
+
+def _number(value: float) -> str:
+    if value == round(value):
+        return f"{value:,.0f}"
+    return three_digits(value)
+
+
+def _label_parts(axes: Any, layer: Any, color: str, points_per_unit: float) -> None:
+    """The number of each part inside it, where it has room."""
+    texts = [_number(bar.get_width()) for bar in layer]
+    fits = [
+        text_width(text, INSIDE) + 4 < bar.get_width() * points_per_unit
+        for text, bar in zip(texts, layer, strict=True)
+    ]
+    shown = [text if room else "" for text, room in zip(texts, fits, strict=True)]
+    look = {"fontsize": INSIDE, "color": readable_on(color)}
+    axes.bar_label(layer, shown, label_type="center", **look)

@@ -1,415 +1,512 @@
-"""The table of a notebook: one row per step, predicted beside measured, saved after every row.
+"""The ladder: a table that grows by a row per step, kept in a file after every row.
 
-ladder = Ladder("01_large_models_limited_hardware", tokens=576, rates=measure_matrix_rates())
-ladder.climb("baseline", baseline, predicted=plan)    # predict, measure, add a row
-ladder.take_turns(rounds=5)                           # the times of these rows, in turns
-ladder                                                # a table in Jupyter, text in a terminal
-ladder.timelines["baseline"]                          # memory over the step that was measured
-ladder.chart()                                        # a matplotlib figure
+    columns = [Column("peak_bytes", "peak", "B", mib, better="lower"), TIME, RATIO]
+    ladder = Ladder("my_notebook", columns)
+    ladder.climb("baseline", build)    # build() gives a turn; turn() takes a step, gives its times
+    ladder.take_turns(rounds=5)        # the times of the rows that climbed, in turns
+    ladder                             # a table in Jupyter, text in a terminal
+    ladder["baseline"].seconds         # a number; .seconds_low and .seconds_high are its range
+
+Times on a shared machine only ever get longer, so what counts is the fastest turn of a row; its
+range stands beside it. A row is compared with the first one by the fastest turns of both, and the
+range is that of the ratios of single rounds. Where the slowest turn took more than 1.5 times as
+long as the fastest, another program disturbed the machine: the table and the file say so.
+
+`ladders` has the five ladders of the notebooks: each names its columns, and says
+what a row measures.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import datetime
+import html
+import io
+import json
+import os
+import shutil
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from recipes_lib.core.checks import check_several, check_whole
-from recipes_lib.core.measure import Measurement, bytes_alive, measure
-from recipes_lib.core.measure.machine import machine, release_memory
-from recipes_lib.core.measure.operator_profile import profile_operators
-from recipes_lib.core.measure.timeline import Timeline, record_timeline
-from recipes_lib.core.predict.budget import Budget
-from recipes_lib.core.predict.operations import step_operations
-from recipes_lib.report import charts
-from recipes_lib.report.ladder_text import (
-    HEADER,
-    cells,
-    what_came,
-    what_changes,
-    wrapped,
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.measure import there_and_back
+from recipes_lib.core.measure.machine import (
+    free_memory_bytes,
+    provenance,
+    release_memory,
+    runs_dir,
 )
-from recipes_lib.report.rows import Rows
-from recipes_lib.report.style import mib, percent
-from recipes_lib.report.turns import (
-    Build,
-    ReadyStep,
-    announce,
-    groups_that_fit,
-    kept_bytes,
-    ratio_and_range,
-    room_for_models,
-    rows_that_wait,
-    take_turns,
-    warmed_up,
-)
+from recipes_lib.report.bars import Bars, bars, of_rows
+from recipes_lib.report.style import FACTOR, three_digits
+
+WIDTH = 88  # of a printed line, as in the code cells of a notebook
+DISTURBED = 1.5  # the slowest turn over the fastest, from which on a row is marked
+
+Turn = Callable[[], dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One step: bytes, seconds and tokens per second as measured.
+class Column(NamedTuple):
+    """One number of a row: its name in the code and in the file, its heading, its unit.
 
-    `predicted_bytes` were computed before. `seconds` are the median of `turns` steps,
-    `seconds_low` and `seconds_high` the fastest and the slowest of them. `ratio` is the time over
-    that of the baseline in the same round, with its range likewise. `share_of_limit` is the time
-    that the `operations` of the step take at the measured rate of the device, over `seconds`.
+    Without a heading it is recorded and not shown. `words` writes a value as text. `better` is
+    "lower" or "higher" for what a chart of the ladder shows.
     """
 
-    name: str
-    predicted_bytes: int
-    peak_bytes: int
-    seconds: float
-    tokens_per_second: float | None
-    loss: float | None
-    group: str = ""
-    seconds_low: float | None = None
-    seconds_high: float | None = None
-    turns: int = 0
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    operations: int | None = None
-    share_of_limit: float | None = None
-
-    @property
-    def prediction_error(self) -> float:
-        """Relative, positive if the prediction was too high."""
-        return self.predicted_bytes / self.peak_bytes - 1
+    metric: str
+    heading: str = ""
+    unit: str = ""
+    words: Callable[[Any], str] = str
+    better: str = ""
 
 
-class Ladder(Rows):
-    """How many bytes and seconds each step takes.
+TIME = Column("seconds", "s/step", "s", three_digits, "lower")
+RATIO = Column("ratio", "time, ×", "×", FACTOR)
 
-    Args:
-        tokens: that every step trains on, for tokens per second.
-        rates: operations per second of matrix products by dtype, for the share of the limit:
-            what `core.matrix_rate.measure_matrix_rates` returns.
 
-    `plans` and `timelines` hold the budget and the memory over time of every row that climbed,
-    `profiles` the seconds by kind of operator of those that `take_turns` was asked for.
+class Row(SimpleNamespace):
+    """A named step and what was measured of it, by the names of the columns.
+
+    A column that nobody measured is None. The range of a number stands beside it: `seconds_low`.
     """
+
+    def set_range(self, metric: str, value: float, low: float, high: float) -> None:
+        """A number with its range."""
+        vars(self).update({metric: value, f"{metric}_low": low, f"{metric}_high": high})
+
+
+class Waiting(NamedTuple):
+    """How a row's turn is built again, what it keeps in memory, and what it needs when it runs."""
+
+    build: Callable[[], Turn]
+    kept: int
+    peak: int
+
+
+class Ladder:
+    """Rows in the order of the steps, kept in `<folder>/<name>.json`, by default in `runs_dir()`.
+
+    A kind of ladder says with `columns` what a row has, with `derive` what follows from it, and
+    with the attributes below how rows are compared.
+    """
+
+    columns: Sequence[Column] = (TIME, RATIO)
+    clock = "seconds"  # the time by which rows are compared
+    in_groups = False  # each group has a first row of its own
+    timed: Collection[str] = ()  # what a line leaves out until a row took turns
+    as_fast = False  # the ratio says how many times as fast, and not how many times as long
 
     def __init__(
-        self,
-        name: str,
-        *,
-        folder: Path | None = None,
-        tokens: int | None = None,
-        rates: dict[torch.dtype, float] | None = None,
+        self, name: str, columns: Sequence[Column] = (), *, folder: Path | None = None
     ) -> None:
-        super().__init__(name, folder=folder)
-        self.tokens = tokens
-        self.rates = {} if rates is None else rates
-        if self.rates:
-            self.note_rates(self.rates)
-        self.plans: dict[str, Budget] = {}
-        self.timelines: dict[str, Timeline] = {}
-        self.profiles: dict[str, dict[str, float]] = {}
-        # The steps that wait for their turns, with their models.
-        self._ready: dict[str, ReadyStep] = {}
-        self._baseline_seconds: list[float] = []  # of all turns so far
-        self._baseline_per_token: list[float] = []  # of the rounds that `retime` was given
-        self._builds: dict[str, Build] = {}
-        self._dtypes: dict[str, torch.dtype | None] = {}
+        if folder is None:
+            folder = runs_dir()
+        self.path = folder / f"{name}.json"
+        self.rows: list[Row] = []
+        self.facts: dict[str, Any] = {}
+        if columns:
+            self.columns = columns
+        self._waiting: dict[str, Waiting] = {}
+        self._ready: dict[str, Turn] = {}  # turns that are alive, with their models
+        self._rounds: list[dict[str, dict[str, float]]] = []  # times by row, round by round
+        self._units: dict[str, float] = {}  # into how many a row's time is divided
 
-    # --- add a row ---
+    # --- add rows ---
 
     def climb(
         self,
         name: str,
-        build: Build,
+        build: Callable[[], Turn],
         *,
-        predicted: Budget,
+        look: Callable[[Any], Mapping[str, Any]] | None = None,
+        expected: str = "",
+        kept: int = 0,
+        peak: int = 0,
         group: str = "",
-        after: str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Predict a step, measure it, and add its row.
+        **known: Any,
+    ) -> Row:
+        """Say what is expected, build a turn, look at it, and add the row.
 
-        The step warms up until its optimizer has states, then runs once under the memory account.
-        Its seconds are a first impression: `take_turns` brings those that can be compared. Until
-        then the model stays alive, as long as there is room for it beside the next one. What was
-        alive before `build` is called does not count in the row.
+        The turn stays alive until `take_turns`, as long as there is room for it.
 
         Args:
-            build: returns the model, its optimizer and a function `step(model, optimizer)`, which
-                takes one training step and returns the loss.
-            predicted: the budget of the step.
-            group: the heading above this row in the table.
-            after: the row with which budget and loss are compared; by default the first one.
-            dtype: of the matrix products, for the share of the limit.
-        Raises ValueError for a name that is taken, and for a row `after` that does not exist.
+            build: gives the turn: a function that takes a step and gives its times by metric.
+            look: takes the turn and gives what is measured of it once; by default one turn.
+            expected: printed before anything runs.
+            kept, peak: bytes while it waits, and while it runs.
+            group: the heading above this row.
+            known: further numbers of the row.
+        Raises ValueError for a name that is taken.
         """
         self._check_new(name)
-        reference = self._reference(after)
-        print(f"{name}: predicted {mib(predicted.peak)}")
-        if predicted.dry is not None:
-            print(wrapped(predicted.source))
-        if reference is None:
-            print(f"  the peak is when {predicted.peak_moment()}")
-        elif reference.name in self.plans:
-            print(wrapped(what_changes(self.plans[reference.name], predicted)))
+        print(_wrapped(f"{name}: {expected}").removeprefix("  "))
+        self._make_room(peak)
+        turn = build()
+        if look is None:
+            measured = turn()
+        else:
+            measured = look(turn)
+        row = self.append(Row(name=name, group=group, **known, **measured))
+        self._waiting[name] = Waiting(build, kept, peak)
+        self._ready[name] = turn
+        print(_wrapped(self.line(name)))
+        return row
 
-        self._make_room(predicted)
-        row = self._measure(name, build, predicted=predicted, group=group, dtype=dtype)
-        self.plans[name] = predicted
-        self._builds[name] = build
-        self._dtypes[name] = dtype
-        self.append(row)
-        print(wrapped(what_came(row, baseline=self.rows[0], reference=reference)))
+    def append(self, row: Row) -> Row:
+        """Add a finished row and save the file. Raises ValueError for a name that is taken."""
+        self._check_new(row.name)
+        if not self.rows:  # a run that never gets a row leaves the file of the last one alone
+            self._put_last_run_aside()
+        row.turns = 0
+        unmeasured = dict.fromkeys(column.metric for column in self.columns)
+        vars(row).update(unmeasured | {"group": "", "disturbed": None} | vars(row))
+        self.rows.append(row)
+        first = self.first_of(row)
+        if getattr(row, self.clock, None):  # a first impression, until the rows take turns
+            self.compare(row, "ratio", first.name)
+        self.derive(row, first)
+        self.save()
+        return row
 
-    def _measure(
-        self, name: str, build: Build, *, predicted: Budget, group: str, dtype: torch.dtype | None
-    ) -> Row:
-        alive_before = bytes_alive()
-        step = ReadyStep(build)
-        losses = []
-        measured = measure(
-            lambda: losses.append(step()),
-            warmup=0,  # it is warm
-            repeats=_repeats(),
-            model=step.model,
-            optimizer=step.optimizer,
-        ).without(alive_before)
-        timeline = measured.timeline
-        if timeline is None:  # compiled blocks have one only where they run as plain ones
-            timeline = record_timeline(step, model=step.model, optimizer=step.optimizer)
-            timeline = timeline.without(alive_before)
-        self.timelines[name] = timeline
-        operations = None
-        if predicted.shape is not None:
-            operations = step_operations(step.model, predicted.shape)
-        self._ready[name] = step  # from here on nothing can fail: it waits for its turns
-        return Row(
-            name=name,
-            predicted_bytes=predicted.peak,
-            peak_bytes=measured.peak_bytes,
-            seconds=measured.seconds,
-            tokens_per_second=self._speed(measured.seconds),
-            loss=losses[0],  # that of the step under the account, whatever is timed after it
-            group=group,
-            operations=operations,
-            share_of_limit=self._share(operations, dtype, measured.seconds),
-        )
+    def derive(self, row: Row, first: Row) -> None:
+        """Set what follows from the other numbers of a row. `first` is what it is compared with."""
 
-    def _make_room(self, predicted: Budget) -> None:
-        """Let the steps that wait go, if the next one does not fit beside their models."""
-        waiting = self._waiting_bytes()
-        if waiting + predicted.peak > room_for_models(waiting_bytes=waiting):
+    def first_of(self, row: Row) -> Row:
+        """The row that this one is compared with: the first one, or the first of its group."""
+        if not self.in_groups:
+            return self.rows[0]
+        return next(each for each in self.rows if each.group == row.group)
+
+    def _check_new(self, name: str) -> None:
+        if any(row.name == name for row in self.rows):
+            raise ValueError(f"the ladder already has a row {name!r}: give this step another name")
+
+    def _make_room(self, peak: int) -> None:
+        """Let the turns that wait go, if the next one does not fit beside their models."""
+        waiting = sum(self._waiting[name].kept for name in self._ready)
+        if waiting + peak > self._room():
             self._ready.clear()
         release_memory()  # a model may hang in a reference cycle
 
-    def _waiting_bytes(self) -> int:
-        """What the models keep that wait for their turns."""
-        return sum(kept_bytes(self.plans[name]) for name in self._ready)
+    def _room(self) -> float:
+        """Bytes for models: half of the memory that is free, or taken by the models that wait.
 
-    def add(
-        self,
-        name: str,
-        measured: Measurement,
-        *,
-        predicted: int,
-        loss: float | None = None,
-        group: str = "",
-    ) -> Row:
-        """Append a row that was measured elsewhere, save the file and return the row.
-
-        Raises ValueError for a name that is taken.
+        Half, to be careful: one model too many ends the run.
         """
-        row = Row(
-            name=name,
-            predicted_bytes=int(predicted),
-            peak_bytes=measured.peak_bytes,
-            seconds=measured.seconds,
-            tokens_per_second=measured.tokens_per_second,
-            loss=loss,
-            group=group,
-            seconds_low=measured.seconds_low,
-            seconds_high=measured.seconds_high,
-        )
-        return self.append(row)
+        return (free_memory_bytes() + sum(self._waiting[name].kept for name in self._ready)) / 2
 
-    def _reference(self, after: str | None) -> Row | None:
-        """The row with which a new one is compared; None if it will be the first."""
-        names = [row.name for row in self.rows]
-        if after is None:
-            return self.rows[0] if self.rows else None
-        if after not in names:
-            raise ValueError(f"after={after!r}: give the name of a row that is there, of {names}")
-        return self[after]
-
-    def _speed(self, seconds: float) -> float | None:
-        """Tokens per second, if somebody said how many tokens a step has."""
-        return None if self.tokens is None else self.tokens / seconds
-
-    def _share(
-        self, operations: int | None, dtype: torch.dtype | None, seconds: float
-    ) -> float | None:
-        """The part of the device's rate of matrix products that a step reaches; None if unknown."""
-        if operations is None or dtype not in self.rates:
-            return None
-        return operations / self.rates[dtype] / seconds
-
-    # --- time in turns ---
+    # --- times in turns ---
 
     def take_turns(self, rounds: int = 5, *, profile: Sequence[str] = ()) -> None:
-        """Time the rows that climbed since the last turns again, all of them in turns.
+        """Time the rows that climbed since the last turns, all in turns, there and back.
 
-        The steps take turns, there and back: what slows the machine for a while slows all of them.
-        The baseline takes part, and the others are compared with it round by round. Where their
-        models do not fit together into half of the free memory, the rows are put into groups, with
-        the baseline in each. A row whose build or step fails keeps its first time. The file is
-        saved after every round; the models are free afterwards.
+        What slows the machine for a while then slows all of them. The first row takes part again.
+        Rows that do not fit into memory together take their turns in parts, with the first row in
+        each. One that fails keeps its first time. The file is saved after every round; the models
+        are free afterwards.
 
         Args:
-            profile: rows of which one more step is profiled; `profiles` holds the result.
-        Raises ValueError for less than one round, if no row waits for its turns, and for a row to
-        profile that takes none.
+            profile: rows that are looked at once more while they are alive, by `after_turns`.
+        Raises ValueError for less than one round, and if no row waits for its turns.
         """
         check_whole(rounds=rounds)
-        rows = [row.name for row in rows_that_wait(self.rows, self._builds)]
-        unknown = [name for name in profile if name not in rows]
-        if unknown:
-            raise ValueError(f"profile={unknown}: give names of rows that take turns now: {rows}")
-        baseline = self.rows[0].name
-        if baseline in self._builds and baseline not in rows:
-            rows.insert(0, baseline)
-        plans = {name: self.plans[name] for name in rows}
-        room = room_for_models(waiting_bytes=self._waiting_bytes())
-        groups = groups_that_fit(plans, limit_bytes=room)
-        for number, names in enumerate(groups, 1):
-            announce(names, heading=f"in turns, group {number} of {len(groups)}")
-            self._take_turns_together(names, rounds=rounds, profile=profile)
+        waiting = [row for row in self.rows if row.name in self._waiting and not row.turns]
+        if not waiting:
+            raise ValueError("no row can take turns: add rows with climb, which knows their builds")
+        for name in profile:
+            check_choice([row.name for row in waiting], profile=name)
+        for first in {self.first_of(row).name: None for row in waiting}:
+            names = [row.name for row in waiting if self.first_of(row).name == first]
+            for part in self._parts(first, names):
+                print(textwrap.shorten(f"in turns: {', '.join(part)}", WIDTH, placeholder=" …"))
+                self._take_turns_together(part, rounds, profile)
+            for name in names:
+                if name != first:
+                    del self._waiting[name]  # what builds a row may hold its model
+
+    def after_turns(self, name: str, turn: Turn) -> None:
+        """A last look at a row to profile, while its model is alive."""
+
+    def _parts(self, first: str, names: Sequence[str]) -> list[list[str]]:
+        """Rows that fit into memory together, with the first one in each part if that fits, too."""
+        room = self._room()
+        start = [first] if first in self._waiting else []
+        parts = [start]
+        for name in names:
+            if name == first:
+                continue
+            if self._fit([*parts[-1], name], room):
+                parts[-1] = [*parts[-1], name]
+            elif self._fit([*start, name], room):
+                parts.append([*start, name])
+            else:
+                parts.insert(0, [name])
+        return [part for part in parts if part]
+
+    def _fit(self, names: Sequence[str], room: float) -> bool:
+        """Whether each of these can take its turn while the others wait."""
+        kept = sum(self._waiting[name].kept for name in names)
+        needs = [self._waiting[name] for name in names]
+        return all(kept - need.kept + need.peak <= room for need in needs)
 
     def _take_turns_together(
-        self, names: list[str], *, rounds: int, profile: Sequence[str]
+        self, names: Sequence[str], rounds: int, profile: Collection[str]
     ) -> None:
-        """The turns of one group, whose models are alive beside each other."""
-        ready = {name: step for name, step in self._ready.items() if name in names}
-        self._ready.clear()  # those of other groups would be in the way
+        self._ready = {name: turn for name, turn in self._ready.items() if name in names}
         release_memory()
-        steps = warmed_up({name: self._builds[name] for name in names}, ready)
-        ready.clear()
-        turns: list[dict[str, float]] = []
-        for took in take_turns(steps, rounds=rounds):
-            turns.append(took)
-            self._set_times(turns, baseline=self.rows[0].name)
+        left = list(names)
+        for order in there_and_back(list(names), rounds=rounds):
+            took = {}
+            for name in order:
+                times = self._times_of(name) if name in left else None
+                if times is not None:
+                    took[name] = times
+            left = [name for name in left if name in took]
+            self._rounds.append(took)
+            self._set_times(took)
         for name in profile:
-            if name in steps:
-                self.profiles[name] = profile_operators(steps[name])
-        steps.clear()
+            if name in left:
+                self.after_turns(name, self._ready[name])
+        self._ready.clear()
         release_memory()
 
-    def _set_times(self, turns: list[dict[str, float]], *, baseline: str) -> None:
-        """Give the rows of a group the times of its turns so far, and save."""
-        if baseline in turns[-1]:
-            self._baseline_seconds.append(turns[-1][baseline])
-        for name in turns[-1]:
-            seconds = [took[name] for took in turns if name in took]
-            ratios = [
-                took[name] / took[baseline] for took in turns if {name, baseline} <= took.keys()
-            ]
-            if name == baseline:
-                seconds = self._baseline_seconds
-                # What it is compared with is its own median: the range shows the noise.
-                ratios = [each / statistics.median(seconds) for each in seconds]
-            self._change(name, **self._times(name, seconds), **ratio_and_range(ratios))
-        self.save()
+    def _times_of(self, name: str) -> dict[str, float] | None:
+        """The times of a turn; None for a row that fails, which then takes no more turns."""
+        try:
+            if name not in self._ready:
+                self._ready[name] = self._waiting[name].build()
+            return self._ready[name]()
+        except Exception as error:
+            self._ready.pop(name, None)
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 60, placeholder=" …")
+            print(f"  {name} takes no more turns: {reason}", flush=True)
+            return None
 
-    def _times(self, name: str, seconds: list[float]) -> dict[str, Any]:
-        median = statistics.median(seconds)
-        row = self[name]
-        return {
-            "seconds": median,
-            "seconds_low": min(seconds),
-            "seconds_high": max(seconds),
-            "turns": len(seconds),
-            "tokens_per_second": self._speed(median),
-            "share_of_limit": self._share(row.operations, self._dtypes[name], median),
-        }
-
-    def retime(self, name: str, seconds: Sequence[float], *, tokens: int) -> None:
-        """Give a row the times of its turns, where rows have steps of different numbers of tokens.
-
-        The ratio is that of the times per token, round by round. Give the first row its times
-        before the others.
+    def set_times(
+        self, seconds: Mapping[str, Sequence[float]], *, units: Mapping[str, float] | None = None
+    ) -> None:
+        """Give the rows times that were taken elsewhere: for each row, those of every round.
 
         Args:
-            seconds: of each round, as many as the first row has.
-            tokens: of a step of this row.
-        Raises ValueError for no seconds, and for another number of rounds than the first row has.
+            units: into how many tokens or images a row's time is divided before it is compared.
+        Raises ValueError for rows of different numbers of rounds.
         """
-        check_several(seconds=seconds)
-        per_token = [each / tokens for each in seconds]
-        median = statistics.median(seconds)
-        if name == self.rows[0].name:
-            self._baseline_per_token = per_token
-            # What it is compared with is its own median: the range shows the noise.
-            ratios = [each / median for each in seconds]
-        else:
-            rounds = len(self._baseline_per_token)
-            if len(per_token) != rounds:
-                raise ValueError(
-                    f"{name!r} has {len(per_token)} rounds and the first row {rounds}: give the "
-                    f"rows the same rounds, the first one before the others"
-                )
-            ratios = [mine / first for mine, first in zip(per_token, self._baseline_per_token)]
-        self._change(
-            name,
-            seconds=median,
-            seconds_low=min(seconds),
-            seconds_high=max(seconds),
-            turns=len(seconds),
-            **ratio_and_range(ratios),
-            share_of_limit=None,
-            tokens_per_second=tokens / median,
-        )
+        self._units |= units or {}
+        for took in zip(*seconds.values(), strict=True):
+            times = [{self.clock: each} for each in took]
+            self._rounds.append(dict(zip(seconds, times)))
+        self._set_times(seconds)
+
+    def _set_times(self, names: Collection[str]) -> None:
+        """Give these rows the fastest and the slowest of their turns so far, and save."""
+        for name in names:
+            row = self[name]
+            turns = [took[name] for took in self._rounds if name in took]
+            row.turns = len(turns)
+            for metric in turns[0]:
+                each = [turn[metric] for turn in turns]
+                row.set_range(metric, min(each), min(each), max(each))
+            disturbed = getattr(row, f"{self.clock}_high") / getattr(row, self.clock)
+            row.disturbed = disturbed if disturbed > DISTURBED else None
+            self.compare(row, "ratio", self.first_of(row).name)
+            self.derive(row, self.first_of(row))
         self.save()
 
-    # --- what it says ---
+    def compare(self, row: Row, metric: str, other: str) -> None:
+        """Set the ratio of a row to another one: of the fastest turns, with the range of rounds.
 
-    def saved(self, name: str) -> float:
-        """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
-        return 1 - self[name].peak_bytes / self.rows[0].peak_bytes
-
-    def line(self, name: str, *, timed: bool = True) -> str:
-        """One row as a sentence: what was predicted, what came, what it changed.
-
-        Args:
-            timed: with the seconds; leave them out where the row will be timed later.
+        Without a round of both it has no range.
         """
+        both = [took for took in self._rounds if {row.name, other} <= took.keys()]
+        if not both:
+            ratio = getattr(row, self.clock) / getattr(self[other], self.clock)
+            setattr(row, metric, 1 / ratio if self.as_fast else ratio)
+            return
+        mine = [self._per_unit(row.name, took) for took in both]
+        theirs = [self._per_unit(other, took) for took in both]
+        if row.name == other:  # beside its own fastest turn the range shows the noise
+            theirs = [min(mine)] * len(mine)
+        if self.as_fast:
+            mine, theirs = theirs, mine
+        each = [one / another for one, another in zip(mine, theirs, strict=True)]
+        row.set_range(metric, min(mine) / min(theirs), min(each), max(each))
+
+    def _per_unit(self, name: str, took: Mapping[str, Mapping[str, float]]) -> float:
+        return took[name][self.clock] / self._units.get(name, 1)
+
+    # --- the file ---
+
+    def note(self, **facts: Any) -> None:
+        """Keep other measured facts (held-out losses, counts) beside the rows."""
+        self.facts |= facts
+        self.save()
+
+    def note_rates(self, rates: Mapping[Any, float]) -> None:
+        """Keep the device's operations per second by dtype; the next `save` writes them."""
+        # "float32": a JSON file knows no dtypes.
+        named_rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
+        self.facts["rates"] = named_rates
+
+    def save(self) -> None:
+        """Write the file whole or not at all: a run that dies keeps the rows before."""
+        content = {"ladder": self.path.stem, **provenance(), "facts": self.facts}
+        content["rows"] = list(self.records())
+        scratch = self.path.with_suffix(".json.part")
+        scratch.write_text(json.dumps(content, indent=1) + "\n")
+        # A rename is one step: there is no moment at which the file is half written.
+        os.replace(scratch, self.path)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Each value of each row as a flat record, with its range and its unit."""
+        units = {column.metric: column.unit for column in self.columns}
+        for row in self.rows:
+            for metric, value in vars(row).items():
+                end = metric.endswith(("_low", "_high"))
+                if metric == "name" or end or value is None or value == "":
+                    continue
+                low, high = ranges_of(row, metric)
+                values = {metric: value}
+                if isinstance(value, dict):
+                    values = {f"{metric} · {key}": each for key, each in value.items()}
+                for name, each in values.items():
+                    record = {"notebook": self.path.stem, "row": row.name, "metric": name}
+                    record |= {"value": each, "unit": units.get(metric, "")}
+                    if low is not None:
+                        record |= {"low": low, "high": high}
+                    yield record
+
+    def _put_last_run_aside(self) -> None:
+        """An earlier run keeps its rows, in a file named after the time they were measured."""
+        if self.path.exists():
+            measured_at = datetime.datetime.fromtimestamp(self.path.stat().st_mtime)
+            os.replace(self.path, self.path.with_suffix(f".{measured_at:%Y%m%d-%H%M%S}.json"))
+
+    # --- what it shows ---
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no row {name!r}; the ladder has {[row.name for row in self.rows]}")
+
+    def line(self, name: str) -> str:
+        """One row as a sentence."""
         row = self[name]
-        sentence = f"{name}: predicted {mib(row.predicted_bytes)}, measured {mib(row.peak_bytes)}"
-        if row is not self.rows[0]:
-            sentence += f" ({percent(-self.saved(name))} against the baseline)"
-        if timed:
-            sentence += f", {row.seconds:.2f} s per step"
-        if row.loss is not None:
-            sentence += f", loss {row.loss:.4f}"
-        return sentence
+        left_out = () if row.turns else self.timed
+        shown = [each for each in self.columns if each.heading and each.metric not in left_out]
+        parts = [f"{each.heading} {cell(row, each)}" for each in shown if cell(row, each)]
+        return f"{name}: {', '.join(parts)}"
 
     def table(self) -> list[list[str]]:
-        """Header and rows as text cells. Memory and time are compared with the first row."""
-        if not self.rows:
-            return [HEADER]
-        lines = [HEADER, *[cells(row, self.rows[0]) for row in self.rows]]
-        # A column without any entry, as a limit that nobody measured, is left out.
-        kept = [column for column in zip(*lines) if any(column[1:])]
-        return [list(line) for line in zip(*kept)]
+        """Header and rows as text cells. A column without any entry is left out."""
+        header = ["step"]
+        cells = [[named(row)] for row in self.rows]
+        for column in self.columns:
+            texts = [cell(row, column) for row in self.rows]
+            if column.heading and any(texts):
+                header.append(column.heading)
+                for line, text in zip(cells, texts, strict=True):
+                    line.append(text)
+        return [header, *cells]
 
     def chart(self, *, title: str | None = None) -> Any:
-        """Bars of the measured peaks with the predictions as ticks. Returns the figure.
+        """Bars of the columns that have a better value, beside each other."""
+        shown = []
+        for column in self.columns:
+            if column.better:
+                values = [getattr(row, column.metric) or 0 for row in self.rows]
+                labels = [cell(row, column) for row in self.rows]
+                shown.append(Bars(column.heading, values, labels, colors=of_rows(len(values))))
+        return self.draw(*shown, title=title or self.path.stem)
 
-        Without a title it says what the ladder has saved as a whole.
-        """
-        rows = [asdict(row) for row in self.rows]
-        return charts.chart(rows, title=title)
+    def draw(self, *columns: Bars, **options: Any) -> Any:
+        """Bars with the names and groups of the rows."""
+        groups = [row.group for row in self.rows]
+        return bars([row.name for row in self.rows], *columns, groups=groups, **options)
+
+    def __str__(self) -> str:
+        header, *cells = self.table()
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for number, heading in enumerate(header):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+        for line, heading in self._lines(cells):
+            if heading:
+                table.add_row(Text(heading, style="italic"))
+            table.add_row(*[Text(text) for text in line])
+        text = io.StringIO()
+        width = max(120, shutil.get_terminal_size().columns)
+        Console(file=text, width=width, color_system=None).print(table)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+
+    __repr__ = __str__  # what a terminal shows
+
+    # What Jupyter shows, by this name.
+    def _repr_html_(self) -> str:
+        header, *cells = self.table()
+        lines = [_html_row(header, "th")]
+        for line, heading in self._lines(cells):
+            if heading:
+                span = f'<th colspan="{len(header)}" style="text-align: left">'
+                lines.append(f"<tr>{span}{html.escape(heading)}</th></tr>")
+            lines.append(_html_row(line, "td"))
+        return f"<table>{''.join(lines)}</table>"
+
+    def _lines(self, cells: Sequence[list[str]]) -> Iterator[tuple[list[str], str]]:
+        """Each line of the table with the name of the group that begins there, or ""."""
+        before = ""
+        for line, row in zip(cells, self.rows, strict=True):
+            begins = row.group if row.group != before else ""
+            before = row.group
+            yield line, begins or ""
 
 
-def _repeats() -> int:
-    """Steps on the clock, for a first time. On a CPU the one under the account is near enough."""
-    return 3 if machine().device == "cuda" else 0
+def cell(row: Row, column: Column) -> str:
+    """A value as text, with its range: "2.10 (to 2.40)", "1.02 (0.97–1.08)"."""
+    value = getattr(row, column.metric)
+    if value is None:
+        return ""
+    text = column.words(value)
+    ends = ranges_of(row, column.metric)
+    if None in ends:
+        return text
+    low, high = map(column.words, ends)
+    others = [end for end in (low, high) if end != text]
+    if len(others) == 2:
+        return f"{text} ({low}–{high})"
+    if others:
+        return f"{text} (to {others[0]})"
+    return text
+
+
+def ranges_of(row: Any, metric: str) -> tuple[float | None, float | None]:
+    """The lowest and the highest of a row's turns; None without turns."""
+    return getattr(row, f"{metric}_low", None), getattr(row, f"{metric}_high", None)
+
+
+def same_to(difference: float) -> str:
+    """ "to 3e-08", or "to the last bit"."""
+    if difference == 0:
+        return "to the last bit"
+    return f"to {difference:.0e}"
+
+
+def named(row: Row) -> str:
+    """The name of a row, which says if its turns are not to be trusted."""
+    if row.disturbed:
+        return f"{row.name} (disturbed: a turn took {row.disturbed:.1f}×)"
+    return row.name
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    inside = [f"<{tag}>{html.escape(text)}</{tag}>" for text in cells]  # a step may be named "<b>"
+    return f"<tr>{''.join(inside)}</tr>"

@@ -1,11 +1,8 @@
 """What all charts have in common: colours with one meaning each, numbers in words, sources.
 
-    axes.barh(names, sizes, color=RECIPE)
-    axes.set_title(Unit(max(sizes)).text(sizes[0]))
-
-A colour means the same in every chart: whoever has read one can read the next. The colours of terms
-stay apart for colour-blind readers, and no chart needs them alone: a segment, a line or a layer
-also carries its name or its number.
+A figure has no ground of its own: it stands on whatever page shows it, a white or a dark one. So
+every colour is between the two, far enough from both. A colour means the same in every chart, and
+no chart needs it alone: a bar, a line or a layer also carries its name or its number.
 """
 
 from __future__ import annotations
@@ -18,53 +15,53 @@ from recipes_lib.core.measure.machine import GIB, machine
 
 MIB = 2**20
 MILLISECONDS = 1000.0  # of a second
+MEGABYTE = 10**6  # as files are given on devices and in stores
 
 # --- the palette ----------------------------------------------------------------------------------
 
-REFERENCE = "#9aa5b1"  # what others are compared with: the baseline, a limit, the line of no change
-RECIPE = "#3b82c4"  # what a recipe was measured to take
-TIME = "#8fb3cf"  # seconds, beside the bytes that are the subject
-SHARE = "#b9cbd9"  # how much of what the machine can do was used
+INK = "#797979"  # text, axes and rules: as far from white as from #111
+MARK = "#1f2328"  # predictions and ranges, drawn with a white edge: they lie on bars of all colours
 
-# The terms of a budget, in the order in which they are stacked. The copies of an embedding are
-# a darker red than the gradients they become, gradients inside a block a paler yellow than the
-# activations they belong to.
+REFERENCE = "#8b95a1"  # what others are compared with: the baseline, a limit, the line of no change
+RECIPE = "#3b82c4"  # what a recipe was measured to take
+TIME = "#6c8fb0"  # seconds, beside the bytes that are the subject
+LOST = "#d1494b"  # what to look at: what is missing, or outside
+
+# The terms of a budget, in the order in which they are stacked.
 TERMS = {
-    "weights": "#535b6b",
-    "states": "#773ca4",
-    "gradients": "#c34243",
-    "embedding copies": "#691924",
-    "activations": "#e89a10",
-    "block gradients": "#f4da7d",
-    "loss": "#38a58b",
+    "weights": "#6b7485",
+    "states": "#9457c4",
+    "gradients": "#d1494b",
+    "embedding copies": "#8f3a52",
+    "activations": "#dd8e0f",
+    "block gradients": "#b59a2b",
+    "loss": "#2f9e82",
 }
 
-# The kinds of a timeline have the colours of a budget's terms. It cannot tell which bytes
-# are the loss's: they are among the others.
-KIND_COLORS = {
-    "weights": TERMS["weights"],
-    "states": TERMS["states"],
-    "gradients": TERMS["gradients"],
-    "activations": TERMS["activations"],
-    "other": "#b9c2cc",
+# A timeline has the same kinds, but cannot tell the bytes of the loss: they are among the others.
+KIND_COLORS = {kind: TERMS[kind] for kind in ("weights", "states", "gradients", "activations")}
+KIND_COLORS["other"] = REFERENCE
+
+# What a rank does at a time.
+WORK = {
+    "forward": TERMS["loss"],
+    "backward": TERMS["activations"],
+    "step": TERMS["states"],
+    "send": TERMS["gradients"],
 }
 
 # Lines of runs that are compared: the first is what the others are compared with.
-LINES = ("#6e7781", "#3b82c4", "#aa4e19", "#14aa55", "#0f214b", "#c060ad")
+LINES = (REFERENCE, "#3b82c4", "#c96a2a", "#14aa55", "#9457c4", "#c060ad")
 DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
 
-# Kinds of operators, in the order of their time.
-OPERATORS = ("#3b82c4", "#9fd0c0", "#16425b", "#8fc1e3", "#2f7d6b", "#b9b98a", "#66763a", "#d6dfe6")
-
-# --- the page -------------------------------------------------------------------------------------
-
-# A figure is a card: its own paper and ink keep it legible on a dark page as well.
-LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "faint": "#d1d9e0"}
-DARK = {"paper": "#0d1117", "ink": "#f0f6fc", "muted": "#9198a1", "faint": "#3d444d"}
-
-DPI = 200  # two dots per point of a screen: sharp on every display
+# Kinds of operators, the last for all others.
+OPERATORS = (*LINES[1:], TERMS["block gradients"], TERMS["embedding copies"], REFERENCE)
 
 # --- numbers --------------------------------------------------------------------------------------
+
+SHARE = "{:.0%}".format
+WHOLE = "{:,.0f}".format
+FACTOR = "{:.2f}".format
 
 
 def percent(change: float) -> str:
@@ -74,8 +71,31 @@ def percent(change: float) -> str:
 
 
 def mib(size: float) -> str:
-    """Bytes as whole MiB."""
+    """Bytes as MiB, with one digit where there are few."""
+    if size < 10 * MIB:
+        return f"{size / MIB:.1f} MiB"
     return f"{size / MIB:,.0f} MiB"
+
+
+def megabytes(size: float) -> str:
+    """Bytes in millions, with three digits at most."""
+    return f"{three_digits(size / MEGABYTE)} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in thousandths, with three digits at most."""
+    return f"{three_digits(seconds * MILLISECONDS)} ms"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits at most: 0.042, 3.10, 12.4, 125."""
+    if value < 0.1:
+        return f"{value:#.2g}"
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:,.0f}"
 
 
 class Unit:
@@ -94,28 +114,14 @@ class Unit:
 
     def number(self, size: float) -> str:
         """Bytes in this unit as text, without its name."""
-        return self.words(self.of(size))
-
-    def words(self, value: float) -> str:
-        """A number of this unit as text."""
-        if self.bytes == GIB and value < 100:
+        value = self.of(size)
+        if value < 10 or (value < 100 and self.name == "GiB"):
             return f"{value:.1f}"
         return f"{value:,.0f}"
 
     def text(self, size: float) -> str:
         """Bytes in this unit as text."""
         return f"{self.number(size)} {self.name}"
-
-
-def three_digits(seconds: float) -> str:
-    """Seconds as text, with three digits at most: 0.042, 3.10, 12.4, 125."""
-    if seconds < 0.1:
-        return f"{seconds:#.2g}"
-    if seconds < 10:
-        return f"{seconds:.2f}"
-    if seconds < 100:
-        return f"{seconds:.1f}"
-    return f"{seconds:,.0f}"
 
 
 # --- sources --------------------------------------------------------------------------------------

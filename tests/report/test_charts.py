@@ -1,153 +1,130 @@
-"""What the charts of bars draw, read back from the figures."""
+"""The primitives draw what they are given, at its place: read back from the figures."""
+
+from types import SimpleNamespace
 
 import pytest
-from matplotlib.colors import to_hex
+import torch
 
-from recipes_lib.core.predict.budget import Budget
-from recipes_lib.report.charts import budget_chart, chart, length_chart, operator_chart, time_ratio
-from recipes_lib.report.style import GIB, MIB, RECIPE, REFERENCE, TERMS
-
-
-def row(name, peak, predicted, seconds, **more):
-    sizes = {"peak_bytes": peak * MIB, "predicted_bytes": predicted * MIB}
-    return {"name": name, **sizes, "seconds": seconds, **more}
+from recipes_lib.core.measure.timeline import Point, Timeline
+from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.delegation import delegation_chart
+from recipes_lib.report.lines import lines
+from recipes_lib.report.pattern import pattern_chart
+from recipes_lib.report.points import points, worth_having
+from recipes_lib.report.spans import Span, spans
+from recipes_lib.report.style import MIB
+from recipes_lib.report.timeline import timeline_chart
 
 
 def texts(axes):
-    return [text.get_text() for text in axes.texts]
+    return [text.get_text() for text in axes.texts if text.get_text()]
 
 
-def names(axes):
-    return {label.get_text(): label.get_position()[1] for label in axes.get_yticklabels()}
+def test_bars_stand_below_their_group_with_all_that_belongs_to_them():
+    """The mistake: a tick or a label of the neighbouring row."""
+    column = Bars("MiB", [4, 2], ["four", "two"], marks=[4.5, None], ranges=[(4, 6), (2, 2.5)])
+    figure = bars(["a", "b"], column, title="Message", groups=["one", "two"])
+    axes = figure.axes[0]
+    figure.png()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    places = dict(zip(labels, axes.get_yticks(), strict=True))
+    assert labels == ["a", "b", "one", "two"]
+    assert places["one"] < places["a"] < places["two"] < places["b"]
+    tick, *whiskers = [line.get_xydata().tolist() for line in axes.lines]
+    assert [x for x, _ in tick] == [4.5, 4.5] and tick[0][1] < places["a"] < tick[1][1]
+    a, b = places["a"], places["b"]
+    assert whiskers == [[[4, a], [6, a]], [[2, b], [2.5, b]]]
+    assert texts(axes) == ["four", "two"]
+    # The longest label ends inside of the picture, behind its whisker.
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+    assert max(box.x1 for box in boxes) < figure.bbox.x1
+    assert boxes[0].x0 > axes.transData.transform((6, 0))[0]
 
 
-def widths(axes):
-    """Where each bar ends, by its place: bars that do not start at zero would end elsewhere."""
-    return {bar.get_y() + bar.get_height() / 2: bar.get_width() for bar in axes.patches}
+def test_parts_are_stacked_and_say_their_numbers():
+    """The mistake: parts that all begin at zero."""
+    column = Bars("MiB", {"w": [4, 2], "s": [8, 4]}, ["12", "6"], colors={"w": "r", "s": "b"})
+    axes = bars(["a", "b"], column, title="Message").axes[0]
+    assert [bar.get_x() for bar in axes.containers[1]] == [4, 2]
+    assert texts(axes) == ["12", "6", "4", "2", "8", "4"]
 
 
-def test_chart_draws_each_row_at_its_name_from_zero():
-    """Catches a heading that takes the place of a row, a cut axis, a tick on another row."""
-    rows = [row("baseline", 1000, 950, 2.0, group="alone"), row("half", 500, 525, 14.0, group="b")]
-    memory, time = chart(rows).axes
-    places = names(memory)
-    assert [*places] == ["baseline", "half", "alone", "b"]
-    assert places["alone"] < places["baseline"] < places["b"] < places["half"]
-    assert widths(memory) == {places["baseline"]: 1000, places["half"]: 500}
-    assert widths(time) == {places["baseline"]: 2.0, places["half"]: 14.0}
-    for axes in (memory, time):
-        assert axes.get_xlim()[0] == 0 and axes.get_xscale() == "linear"
-    ticks = {line.get_ydata().mean(): line.get_xdata()[0] for line in memory.get_lines()}
-    assert ticks == {places["baseline"]: 950, places["half"]: 525}
-    assert texts(memory) == ["1,000", "500  (-50%)"]
-    assert memory.texts[1].xy[0] == 525, "the text stands beside the tick where that is further"
-    assert texts(time) == ["2.00", "14.0  7.00×"]
-
-
-def test_chart_shows_the_spread_and_ranks_nothing_within_it():
-    """Catches ends of a whisker that are swapped, and a ratio for a difference that is noise."""
-    spread = [(2.0, 1.8, 2.5), (2.3, 2.2, 2.9), (5.0, 4.0, 5.1)]
-    rows = [
-        row(str(number), 100, 100, middle, seconds_low=low, seconds_high=high)
-        for number, (middle, low, high) in enumerate(spread)
+def test_lines_are_named_at_their_ends():
+    curves = {"a": [(1, 2.0), (10, 4.0)], "b": [(1, 1.0), (10, 8.0)]}
+    figure = lines(curves, title="Message", xscale="log", names={"b": "b, twice"})
+    axes = figure.axes[0]
+    assert [line.get_xydata().tolist() for line in axes.lines] == [
+        [[1, 2], [10, 4]],
+        [[1, 1], [10, 8]],
     ]
-    _, time = chart(rows).axes
-    ends = [bars.get_segments()[0][:, 0].tolist() for bars in time.collections[:3]]
-    assert ends == [pytest.approx([low, high]) for _, low, high in spread]
-    assert texts(time) == ["2.00", "2.30  ≈", "5.00  2.50×"]
-    assert time.texts[0].xy[0] == 2.5, "the text does not lie on the whisker"
+    assert texts(axes) == ["a", "b, twice"]
+    assert len({line.get_linestyle() for line in axes.lines}) == 2  # not by colour alone
 
 
-def test_a_ratio_of_turns_decides_before_the_seconds_do():
-    """Catches a slow quarter of an hour of the machine that reads like a slow recipe."""
-    first = row("a", 9, 9, 2.0, seconds_low=1.9, seconds_high=2.1)
-    slow = row("b", 9, 9, 3.0, seconds_low=2.9, seconds_high=3.1)
-    assert time_ratio(slow, first) == "1.50×"
-    turns = {"ratio": 1.02, "ratio_low": 0.97, "ratio_high": 1.08}
-    assert time_ratio(slow | turns, first) == "≈"
-    assert time_ratio(slow | turns | {"ratio_low": 1.01}, first) == "1.02×"
-    assert time_ratio(row("old", 9, 9, 4.0), row("first", 9, 9, 2.0)) == "2.00×"
+def test_points_and_the_ones_worth_having():
+    """The mistake: a point that is larger and worse than another one lies on the line."""
+    places = {"fp32": (4, 8.0), "int8": (1, 8.1), "worse": (2, 9.0), "int4": (0.6, 10.0)}
+    axes = points(places, title="Message", front=True).axes[0]
+    *dots, level, front = [line.get_xydata().tolist() for line in axes.lines]
+    assert [dot[0] for dot in dots] == [list(place) for place in places.values()]
+    assert level[0][1] == 8.0
+    assert front == [[0.6, 10.0], [1, 8.1], [4, 8.0]]
+    assert sorted(texts(axes)) == sorted(places)
+    assert worth_having([(1, 5), (1, 5)]) == [(1, 5)]
 
 
-def test_chart_leaves_a_share_out_that_nobody_knows():
-    """Catches an unknown share that reads as zero."""
-    rows = [row("a", 9, 9, 1, share_of_limit=0.75), row("b", 9, 9, 1, share_of_limit=None)]
-    _, _, share = chart(rows).axes
-    assert texts(share) == ["75%"]
-    assert [bar.get_width() for bar in share.patches] == [0.75]
-    assert len(chart([row("a", 9, 9, 1)]).axes) == 2, "a panel without any number"
+def test_spans_are_on_one_scale_from_the_beginning_of_their_step():
+    """The mistake: a step that began later is drawn further to the right, and looks longer."""
+    early = [Span("rank 0", "forward", 0.0, 0.1, "1"), Span("rank 1", "backward", 0.1, 0.4)]
+    late = [Span("rank 0", "forward", 7.0, 7.2, "a text without room " * 9)]
+    first, second = spans({"early": early, "late": late}, title="Message").axes
+    assert [bar.get_x() for bar in first.patches[2:]] == pytest.approx([0, 100])
+    assert [bar.get_width() for bar in first.patches[2:]] == pytest.approx([100, 300])
+    assert second.patches[-1].get_x() == pytest.approx(0)
+    assert first.get_xlim() == second.get_xlim() == (0, pytest.approx(400))
+    assert (texts(first), texts(second)) == (["1"], [])
+    assert second.get_title(loc="left") == "late: 200 ms"
 
 
-def budgets():
-    terms = dict.fromkeys(("carried", "block_gradients", "last_gradients"), 0)
-    terms |= {"weights": 10 * MIB, "states": 20 * MIB, "loss": 8 * MIB, "one_block": 3 * MIB}
-    forward = Budget(**terms, gradients=5 * MIB, activations=40 * MIB, embedding_gradient=MIB)
-    backward = Budget(**terms, gradients=50 * MIB, activations=0, embedding_gradient=4 * MIB)
-    return {"a": forward, "b": backward}
+def step(states):
+    def point(operator, phase, activations):
+        sizes = {"weights": 4 * MIB, "states": states * MIB, "gradients": 0, "other": 0}
+        return Point(operator, phase, sizes | {"activations": activations * MIB})
+
+    return Timeline([point(0, "forward", 0), point(50, "backward", 6), point(100, "backward", 0)])
 
 
-def test_budget_chart_stacks_what_is_alive_at_the_peak():
-    """Catches terms of different moments on top of each other, and a term without a colour."""
-    (axes,) = budget_chart(budgets()).axes
-    colors = {color: term for term, color in TERMS.items()}
-    for name, place in names(axes).items():
-        bars = [bar for bar in axes.patches if bar.get_y() < place < bar.get_y() + bar.get_height()]
-        drawn = {colors[to_hex(bar.get_facecolor())]: bar.get_width() for bar in bars}
-        wanted = {term: size / MIB for term, size in budgets()[name].at_peak().items()}
-        assert {term: size for term, size in drawn.items() if size} == pytest.approx(
-            {term: size for term, size in wanted.items() if size}
-        )
-        ends = [bar.get_x() + bar.get_width() for bar in bars]
-        assert max(ends) * MIB == pytest.approx(budgets()[name].peak)
-    assert {"78", "84"} <= set(texts(axes)), "each bar ends with its sum"
+def test_a_timeline_marks_its_peak_and_the_prediction_of_its_own_step():
+    """The mistake: a kind that is missing in the stack, or a scale of its own for each panel."""
+    both = {"plain": step(8), "lean": step(2)}
+    plain, lean = timeline_chart(both, predicted={"plain": 17 * MIB}, title="Message").axes
+    dots = [[line for line in axes.lines if line.get_marker() == "o"] for axes in (plain, lean)]
+    assert [dot.get_xydata().tolist() for (dot,) in dots] == [[[50, 18]], [[50, 12]]]
+    assert {"18 MiB", "forward", "backward"} <= set(texts(plain))
+    assert "activations 6.0 MiB\nstates 8.0 MiB\nweights 4.0 MiB" in texts(plain)[-1]
+    dashes = [line.get_ydata()[0] for line in plain.lines if line.get_linestyle() == "--"]
+    assert dashes == [17]
+    assert "--" not in [line.get_linestyle() for line in lean.lines]
+    assert plain.get_ylim() == lean.get_ylim()
+    many = timeline_chart(dict.fromkeys("abcd", step(2)), columns=3, title="Message")
+    assert len(many.axes) == 6
 
 
-def test_every_term_of_a_budget_has_a_color():
-    """Catches a term that is counted in the peak and missing in the picture."""
-    for moment in budgets()["a"].moments().values():
-        assert {"weights", "states", *moment} <= set(TERMS)
+def test_a_pattern_counts_causal_pairs_only():
+    """The mistake: a share of the whole square, of which a causal model never reads the half."""
+    full = torch.ones(4, 4, dtype=torch.bool)
+    near, whole = pattern_chart({"near": full.triu(-1), "full": full}, title="Message").axes
+    assert near.get_xlabel() == "70% of the pairs"
+    assert whole.get_xlabel() == "100% of the pairs"
 
 
-def test_budget_chart_of_a_large_model_counts_in_gib():
-    """Catches labels of six digits, and a limit that is drawn in another unit than the bars."""
-    large = {
-        name: Budget(**{term: 800 * size for term, size in budget.terms().items()})
-        for name, budget in budgets().items()
-    }
-    (axes,) = budget_chart(large, limits={"24 GiB": 24 * GIB}).axes
-    assert "GiB" in axes.get_title(loc="left")
-    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == pytest.approx(65.6, abs=1)
-    (limit,) = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
-    assert limit.get_xdata()[0] == 24
-
-
-def test_operator_chart_keeps_the_seconds_of_each_row():
-    """Catches a kind that only one row has, and what is left over in the middle of the bars."""
-    profiles = {"a": {"other": 3.0, "matrix products": 2.0}, "b": {"casts": 1.0, "other": 0.5}}
-    (axes,) = operator_chart(profiles).axes
-    for name, place in names(axes).items():
-        bars = [bar for bar in axes.patches if bar.get_y() < place < bar.get_y() + bar.get_height()]
-        assert sum(bar.get_width() for bar in bars) == pytest.approx(sum(profiles[name].values()))
-        assert bars[-1].get_width() == profiles[name]["other"]
-        assert to_hex(bars[-1].get_facecolor()) == REFERENCE
-
-
-def test_length_chart_is_linear_and_says_how_many_times():
-    """Catches bars on a logarithmic axis, whose lengths mean nothing."""
-    rows = [
-        {"name": "plain", "tokens": 100, "predicted_tokens": 105},
-        {"name": "better", "tokens": 2000, "predicted_tokens": 1900},
-    ]
-    (axes,) = length_chart(rows).axes
-    assert axes.get_xscale() == "linear" and axes.get_xlim()[0] == 0
-    assert [bar.get_width() for bar in axes.patches] == [100, 2000]
-    assert texts(axes) == ["100", "2,000  ×20"]
-    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [REFERENCE, RECIPE]
-
-
-@pytest.mark.parametrize("draw", [chart, length_chart, budget_chart, operator_chart])
-def test_nothing_to_draw(draw):
-    """Catches an empty frame, or an error from deep inside matplotlib."""
-    empty = {} if draw in (budget_chart, operator_chart) else []
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw(empty)
+def test_what_stays_outside_has_a_bar_of_its_own():
+    """The mistake: the few slow operators are among "all others"."""
+    rows = [SimpleNamespace(name=f"op{n}", inside=10 - n, outside=0) for n in range(8)]
+    rows.append(SimpleNamespace(name="slow", inside=0, outside=1))
+    export = SimpleNamespace(rows=rows)
+    axes = delegation_chart({"all": export}, most=4, title="Message").axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["slow", "op0", "op1", "op2", "all others"]
+    assert [bar.get_width() for bar in axes.containers[1]] == [1, 0, 0, 0, 0]
+    assert axes.get_title(loc="left") == "all: 52 of 53 inside"

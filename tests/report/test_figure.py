@@ -1,81 +1,78 @@
-"""The page, and what stands around the axes."""
+"""A figure has no ground of its own, reads on light and dark pages, and is small."""
 
-import base64
 import io
 
-import matplotlib as mpl
 import pytest
-from matplotlib.image import imread
+from PIL import Image
 
-from recipes_lib.report.figure import CSS_DOTS, DPI, Key, blank_figure, page
-from recipes_lib.report.labels import keep_apart, text_width, wrap
-from recipes_lib.report.style import DARK, LIGHT, measured_here
+from recipes_lib.report import style
+from recipes_lib.report.figure import name_at_right, new_figure, readable_on, set_up
 
-
-@page()
-def draw(**options):
-    return blank_figure(["a bar"], (4, 2), **options)
+PAGES = ("#ffffff", "#111111")
 
 
-def test_a_notebook_shows_it_sharp_and_as_wide_as_its_inches():
-    """Catches 200 dpi that make the picture twice as wide."""
-    figure, _ = draw(title="A message")
-    data, look = figure._repr_mimebundle_()
-    picture = imread(io.BytesIO(base64.b64decode(data["image/png"])))
-    assert picture.shape[1] == 4 * DPI
-    assert look == {"image/png": {"width": 4 * CSS_DOTS}}
-    assert data["text/plain"] == "A message"
+def brightness(color):
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_bars_have_no_frame_and_the_first_is_on_top():
-    _, axes = draw(bars=True)
-    assert not axes.spines["left"].get_visible() and axes.yaxis_inverted()
-    _, axes = draw()
-    assert axes.spines["left"].get_visible() and not axes.yaxis_inverted()
+def contrast(color, other):
+    """As the accessibility guidelines of the web define it: from 1 to 21."""
+    darker, brighter = sorted(brightness(each) for each in (color, other))
+    return (brighter + 0.05) / (darker + 0.05)
 
 
-def test_title_key_and_source_have_room_of_their_own():
-    """Catches a long title that runs out of the paper, and a key that lies on the axes."""
-    key = [Key(f"a rather long name of kind {number}", "#000000") for number in range(4)]
-    figure, axes = draw(title="A message of many words " * 3, source="measured", key=key)
-    figure.draw_without_rendering()
-    title, source = figure.texts
-    assert "\n" in title.get_text() and title.get_window_extent().x1 < figure.bbox.x1
-    top = axes.get_window_extent().y1
-    rows = [box.get_window_extent() for box in figure.artists]
-    assert len(rows) == 4, "each name takes more than half of the width"
-    assert title.get_window_extent().y0 > rows[0].y1 and rows[-1].y0 > top
-    assert source.get_window_extent().y1 < axes.get_tightbbox().y0
+def picture(figure):
+    return Image.open(io.BytesIO(figure.png()))
 
 
-def test_without_a_source_it_was_measured_here_and_today():
-    """Catches a chart of recorded numbers that claims this machine, and one that says nothing."""
-    for source, shown in ((None, measured_here()), ("recorded", "recorded"), ("", "")):
-        figure, _ = blank_figure(["a"], (8, 2), title="A message", source=source)
-        assert figure.texts[1].get_text() == shown
+def test_every_colour_reads_on_both_pages():
+    """The mistake: black ink, or a pale yellow, which one of the two pages swallows."""
+    colors = [*style.TERMS.values(), *style.LINES, *style.OPERATORS, *style.KIND_COLORS.values()]
+    colors += [style.REFERENCE, style.RECIPE, style.TIME, style.LOST, *style.WORK.values()]
+    assert min(contrast(color, page) for color in colors for page in PAGES) > 2.4
+    assert min(contrast(style.INK, page) for page in PAGES) > 4.3
 
 
-@pytest.mark.parametrize(("dark", "look"), [(True, DARK), (False, LIGHT)])
-def test_a_page_has_its_own_paper_and_ink(dark, look):
-    """Catches dark ink on dark paper, and a look that stays after the page."""
-    before = mpl.rcParams["text.color"]
-    with page(dark=dark):
-        figure, _ = blank_figure(["a"], (4, 2), title="A message")
-    assert mpl.colors.to_hex(figure.get_facecolor()) == look["paper"]
-    assert figure.texts[0].get_color() == look["ink"]
-    assert mpl.rcParams["text.color"] == before
+def test_the_ground_is_transparent_and_the_picture_small():
+    figure, axes = new_figure("A message", key={"a": style.RECIPE}, source="somewhere")
+    axes.plot(range(100))
+    assert picture(figure).convert("RGBA").getpixel((2, 200))[3] == 0
+    assert len(picture(figure).getcolors(10**6)) <= 64
+    assert len(figure.png()) < 60_000
+    assert figure._repr_mimebundle_()["text/plain"] == "A message"
 
 
-def test_keep_apart():
-    """Catches labels that change their order, and labels that move without need."""
-    assert keep_apart([5.0, 0.0], 2) == [5.0, 0.0]
-    assert keep_apart([1.0, 1.0, 9.0], 2) == [0.0, 2.0, 9.0]
-    assert keep_apart([3.0, 1.0, 2.0], 2) == [4.0, 0.0, 2.0]
+def test_title_key_and_source_do_not_cover_each_other():
+    """The mistake: a legend and a title that the layout puts into the same place."""
+    figure, axes = new_figure("A message", key={"a": style.RECIPE}, source="somewhere")
+    axes.set(xlabel="below")
+    figure.png()
+    box = figure.legends[0].get_window_extent()
+    assert box.y0 >= axes.get_window_extent().y1
+    assert box.y1 - box.y0 > 30  # both lines
+    assert figure._supxlabel.get_window_extent().y1 <= axes.xaxis.label.get_window_extent().y0
 
 
-def test_wrap():
-    """Catches a word that gets lost at the end of a line."""
-    words = "one two three four five six"
-    lines = wrap(words, 60, size=10)
-    assert " ".join(lines) == words and len(lines) > 1
-    assert all(text_width(line, size=10) <= 60 for line in lines)
+def test_names_at_the_right_keep_apart_and_in_order():
+    """The mistake: lines that end at one height, whose names lie on top of each other."""
+    figure, axes = new_figure("A message", source="")
+    set_up(axes, xlim=(0, 1), ylim=(0, 1))
+    names = [("a", (1, 1.0), style.INK), ("b", (1, 0.99), style.INK), ("c", (1, 0.1), style.INK)]
+    name_at_right(axes, names)
+    heights = {text.get_text(): text.xyann[1] * figure.bbox.height for text in axes.texts}
+    assert heights["a"] > heights["b"] + 10 > heights["c"] + 100
+
+
+def test_limits_are_those_of_the_data():
+    """The mistake: names fix the limits before matplotlib has looked at what was drawn."""
+    _, axes = new_figure("A message", source="")
+    axes.plot([0, 50], [1, 9])
+    name_at_right(axes, [("a", (50, 9), style.INK)])
+    assert axes.get_xlim()[1] > 50 and axes.get_ylim()[1] > 9
+
+
+@pytest.mark.parametrize(("color", "ink"), [("#691924", "#ffffff"), ("#dd8e0f", style.MARK)])
+def test_words_on_a_colour(color, ink):
+    assert readable_on(color) == ink

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from recipes_lib.report import show as module
 from recipes_lib.report.ladder import Ladder
-from recipes_lib.report.length_ladder import LengthLadder
+from recipes_lib.report.ladders.length import LengthLadder
 from recipes_lib.report.show import show, shown
 
 
@@ -20,7 +20,7 @@ def test_a_method_loses_its_indentation():
     """The mistake: the source of a method on its own is no valid Python, so it cannot be parsed."""
     code = shown(Ladder.append)
     assert code.startswith("def append(")
-    assert "Append a finished" not in code
+    assert "Add a finished" not in code
     assert "    self.save()" in code
 
 
@@ -35,7 +35,7 @@ def test_a_method_of_a_class_keeps_its_docstring():
     """Only that of what is shown goes: the text of a class explains its methods."""
     code = shown(LengthLadder)
     assert "How long a sequence" not in code
-    assert '"""One row as a sentence."""' in code
+    assert '"""How many times as long' in code
 
 
 def test_jupyter_gets_a_highlighted_block(monkeypatch, capsys):

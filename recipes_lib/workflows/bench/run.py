@@ -25,7 +25,8 @@ from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.report.ladder import Ladder
+from recipes_lib.report.ladders.memory import MemoryLadder
+from recipes_lib.report.timeline import timeline_chart
 from recipes_lib.workflows.bench.entries import (
     ENTRIES,
     Arranged,
@@ -127,7 +128,7 @@ class Bench:
         repeats: int = 2,
         timeline: Path | None = None,
         announce: Callable[[str], None] | None = None,
-    ) -> Ladder:
+    ) -> MemoryLadder:
         """Ladder of two rows, the plain step and the technique.
 
         Raises ValueError for an unknown name.
@@ -138,7 +139,7 @@ class Bench:
             announce: is called with the name of a row before it is measured.
         """
         check_choice(ENTRIES, technique=technique)
-        ladder = Ladder(f"bench_{technique}")
+        ladder = MemoryLadder(f"bench_{technique}")
         timelines = {}
         for name in ("baseline", technique):
             if announce is not None:
@@ -188,10 +189,8 @@ def _timeline_of(arranged: Arranged, measured: Measurement) -> Timeline:
     return record_timeline(arranged.step, model=arranged.model, optimizer=arranged.optimizer)
 
 
-def _draw(timelines: dict[str, Timeline], ladder: Ladder, path: Path) -> None:
+def _draw(timelines: dict[str, Timeline], ladder: MemoryLadder, path: Path) -> None:
     """Both timelines in one picture, with the predicted peaks as lines."""
-    # matplotlib takes half a second, and most runs draw nothing.
-    from recipes_lib.report.timeline_chart import timeline_chart
-
     predicted = {row.name: row.predicted_bytes for row in ladder.rows}
-    timeline_chart(timelines, predicted=predicted).savefig(path)
+    title = "Memory over one step, without and with the technique"
+    timeline_chart(timelines, predicted=predicted, title=title).savefig(path)

@@ -1,0 +1,179 @@
+"""Quality, size and time of one file per row (notebook 06)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.measure import timed
+from recipes_lib.report.ladder import Column, Ladder, Row
+from recipes_lib.report.points import points
+from recipes_lib.report.style import (
+    FACTOR,
+    INK,
+    MEGABYTE,
+    SHARE,
+    megabytes,
+    milliseconds,
+    three_digits,
+)
+
+SHORTEST = 0.05  # seconds: a shorter look at the clock says little, so the call is repeated
+MOST_CALLS = 1000
+DEVIATIONS = 1.96  # of a normal distribution: 95 % of it lies between minus and plus as many
+
+
+class Calls:
+    """A call that takes `units` images or tokens through a model. A turn is the fastest of as many
+    as fill `SHORTEST` seconds, for one unit.
+    """
+
+    def __init__(self, run: Callable[[], Any], units: int) -> None:
+        self._run = run
+        self._units = units
+        run()  # the first call makes buffers
+
+    def __call__(self) -> dict[str, float]:
+        seconds: list[float] = []
+        while sum(seconds) < SHORTEST and len(seconds) < MOST_CALLS:
+            took, _ = timed(self._run)
+            seconds.append(took)
+        return {"seconds": min(seconds) / self._units}
+
+
+class EdgeLadder(Ladder):
+    """Quality, size and time of one file per row, compared with the first row of its group.
+
+    A group is one task. `ratio` is the time over that of the first row, and `as_fast` the other way
+    round. A row that is one link more than an earlier one is compared with that one as well:
+    `climb(after="student")` brings `after_ratio`.
+    """
+
+    columns = (
+        Column("accuracy", "right", "", "{:.1%}".format),
+        Column("perplexity", "perplexity", "", FACTOR),
+        Column("agreement", "same as first", "", SHARE),
+        Column("predicted_bytes", "predicted", "B", megabytes),
+        Column("file_bytes", "file", "B", megabytes, "lower"),
+        Column("share_of_first", "of first file", "", SHARE),
+        Column("load_seconds", "time to load", "s", milliseconds),
+        Column("peak_bytes", "added memory", "B", megabytes),
+        Column("seconds", "time for one", "s", milliseconds, "lower"),
+        Column("as_fast", "times as fast", "×", three_digits),
+        Column("ratio", unit="×"),
+        Column("after"),
+        Column("after_ratio", unit="×"),
+    )
+    in_groups = True
+
+    def climb(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        *,
+        file: str | Path,
+        accuracy: float | None = None,
+        perplexity: float | None = None,
+        agreement: float | None = None,
+        predicted_bytes: int | None = None,
+        load_seconds: float | None = None,
+        peak_bytes: int | None = None,
+        units: int = 1,
+        group: str = "",
+        after: str | None = None,
+    ) -> Row:
+        """Say what the arithmetic expects, time a call, and add the row.
+
+        Args:
+            run: takes `units` images or tokens through the model; called again by `take_turns`.
+            file: what is copied to the device.
+            accuracy: share of right answers, 0 to 1; or else
+            perplexity: on held-out text; or else
+            agreement: share of places where the likeliest answer is that of the first row.
+            predicted_bytes: of the file, if there is a formula.
+            load_seconds: from the file to a model that is ready.
+            peak_bytes: what the model adds to the memory of a process.
+            group: the heading above this row, and the task that it belongs to.
+            after: the name of a row that this one changes in one thing.
+        Raises ValueError for a name that is taken, for a row `after` that is not there, and for
+        several qualities or none.
+        """
+        if after is not None:
+            check_choice([row.name for row in self.rows], after=after)
+        qualities = {"accuracy": accuracy, "perplexity": perplexity, "agreement": agreement}
+        if list(qualities.values()).count(None) != 2:
+            raise ValueError("a row has one quality: give accuracy=, perplexity= or agreement=")
+        expected = ""
+        if predicted_bytes is not None:
+            expected = f"predicted file {megabytes(predicted_bytes)}"
+        return super().climb(
+            name,
+            partial(Calls, run, units),
+            expected=expected,
+            group=group,
+            file_bytes=os.path.getsize(file),
+            predicted_bytes=predicted_bytes,
+            load_seconds=load_seconds,
+            peak_bytes=peak_bytes,
+            after=after,
+            **qualities,
+        )
+
+    def derive(self, row: Row, first: Row) -> None:
+        row.share_of_first = row.file_bytes / first.file_bytes
+        row.as_fast = 1 / row.ratio
+        if row.turns:
+            row.set_range("as_fast", 1 / row.ratio, 1 / row.ratio_high, 1 / row.ratio_low)
+        if row.after is not None:
+            self.compare(row, "after_ratio", row.after)
+
+    def chart(
+        self,
+        group: str,
+        *,
+        leave_out: Collection[str] = (),
+        tested: int | None = None,
+        title: str | None = None,
+    ) -> Any:
+        """Size against quality: a point for each row of the group but those to leave out.
+
+        `tested` is how many images the accuracies were counted on. It draws the band in which an
+        equally good network ends in 95 of 100 cases.
+        """
+        rows = [row for row in self.rows if row.group == group and row.name not in leave_out]
+        words = "perplexity"
+        places = {}
+        for row in rows:
+            wrong = row.perplexity
+            if row.accuracy is not None:
+                wrong = 100 * (1 - row.accuracy)
+                words = "wrong answers, %"
+            places[row.name] = (row.file_bytes / MEGABYTE, wrong)
+        figure = points(
+            places,
+            title=title or "What a smaller file costs",
+            height=4.2,
+            front=True,
+            xscale="log",
+            xlabel="file, MB (millions of bytes)",
+            ylabel=f"{words} (lower is better)",
+        )
+        if tested is not None:
+            low, high = chance(1 - rows[0].accuracy, tested)
+            figure.axes[0].axhspan(100 * low, 100 * high, color=INK, alpha=0.2, linewidth=0)
+        return figure
+
+
+def chance(wrong: float, tested: int) -> tuple[float, float]:
+    """Where the share of wrong answers of an equally good network is 95 times in 100.
+
+    A network that is wrong with probability p on any image is wrong on a share of `tested` images
+    whose standard deviation is sqrt(p (1 - p) / tested).
+    """
+    reach = DEVIATIONS * math.sqrt(wrong * (1 - wrong) / tested)
+    return max(0.0, wrong - reach), min(1.0, wrong + reach)

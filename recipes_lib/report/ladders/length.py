@@ -1,0 +1,93 @@
+"""How long a text may be: predicted, and found (notebook 04)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.report.bars import Bars, of_rows
+from recipes_lib.report.ladder import Column, Ladder, Row
+from recipes_lib.report.style import (
+    FACTOR,
+    WHOLE,
+)
+
+
+class LengthLadder(Ladder):
+    """How long a sequence each step allows within one limit of bytes.
+
+    `tokens` is the longest that fits, `crossing` where the bytes reach the limit, with which the
+    prediction is compared. Times, ratio and loss are those of a step of `timed_at` tokens, which
+    every row can do; `least_seconds` is what a step of the longest takes at least.
+    """
+
+    def __init__(
+        self, name: str, *, timed_at: int | None = None, folder: Path | None = None
+    ) -> None:
+        length = "" if timed_at is None else f" at {timed_at:,}"
+        columns = (
+            Column("predicted_tokens", "predicted", "tokens", WHOLE),
+            Column("crossing", "found", "tokens", WHOLE),
+            Column("prediction_error", "off by", "", "{:+.1%}".format),
+            Column("times_previous", "× previous", "×", FACTOR),
+            Column("times_baseline", "× baseline", "×", "{:.1f}".format),
+            Column("least_seconds", "a step there, at least", "s", duration),
+            Column("ratio", f"time{length}, ×", "×", FACTOR),
+            Column("loss", f"loss{length}", "nats", "{:.4f}".format),
+            Column("tokens", unit="tokens", better="higher"),
+            Column("peak_bytes", unit="B"),
+            Column("seconds", unit="s"),
+        )
+        super().__init__(name, columns, folder=folder)
+
+    def add(
+        self,
+        name: str,
+        *,
+        tokens: int,
+        crossing: float,
+        peak_bytes: int,
+        predicted: int,
+        loss: float | None = None,
+        least_seconds: float | None = None,
+    ) -> Row:
+        """Append a row, save the file and return the row. `set_times` brings its times."""
+        row = Row(name=name, tokens=tokens, crossing=crossing, peak_bytes=peak_bytes, loss=loss)
+        row.predicted_tokens = predicted
+        row.least_seconds = least_seconds
+        row.prediction_error = predicted / round(crossing) - 1
+        row.times_baseline = 1.0
+        if self.rows:
+            row.times_baseline = tokens / self.rows[0].tokens
+            row.times_previous = tokens / self.rows[-1].tokens
+        return self.append(row)
+
+    def gain(self, name: str) -> float:
+        """How many times as long as the baseline's."""
+        return self[name].times_baseline
+
+    def chart(self, *, title: str | None = None) -> Any:
+        """The longest sequences with the predictions as ticks. Without a title it says how long
+        the longest is.
+        """
+        tokens = [row.tokens for row in self.rows]
+        labels = [f"{row.tokens:,}  ×{row.times_baseline:.1f}" for row in self.rows]
+        column = Bars(
+            "longest sequence that fits, tokens",
+            tokens,
+            labels,
+            marks=[row.predicted_tokens for row in self.rows],
+            colors=of_rows(len(tokens)),
+        )
+        message = f"The longest sequence that fits: {max(tokens):,} tokens"
+        predicted = "predicted before the search"
+        return self.draw(column, title=title or message, predicted=predicted)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of two digits: "4.2 s", "12 min", "1.7 h"."""
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

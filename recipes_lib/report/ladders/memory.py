@@ -1,0 +1,287 @@
+"""Bytes and seconds of a training step, beside its budget (notebooks 01 and 05)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.measure import Measurement, bytes_alive, measure, timed
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.measure.operator_profile import profile_operators
+from recipes_lib.core.measure.timeline import Timeline, record_timeline
+from recipes_lib.core.predict.budget import Budget
+from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.report.bars import Bars, bars, of_rows
+from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, cell, ranges_of, same_to
+from recipes_lib.report.style import (
+    SHARE,
+    Unit,
+    mib,
+    percent,
+    three_digits,
+)
+from recipes_lib.report.style import TIME as TIME_COLOR
+
+Build = Callable[[], tuple[Any, Any, Callable[[Any, Any], float]]]
+
+# A step may be skipped, as those of fp16 are while the loss scale is too large. An optimizer that
+# keeps no states at all (plain SGD) takes this many steps to warm up.
+MOST_WARM_UP_STEPS = 20
+SMALL = 0.01  # of the peak: a term that changes by less is not worth a word
+SAME_LOSS = 1e-3  # in nats per token: losses that differ by more are not called the same
+
+
+class ReadyStep:
+    """A model, its optimizer and a step that has warmed up; a call times the next one.
+
+    Warm means that the optimizer has its states: AdamW makes them in the first step.
+    `alive_before` are the bytes of others.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.alive_before = bytes_alive()
+        self.model, self.optimizer, self._step = build()
+        self.step()
+        taken = 1
+        while not self.optimizer.state and taken < MOST_WARM_UP_STEPS:
+            self.step()
+            taken += 1
+
+    def step(self) -> float:
+        """Take a step and return its loss."""
+        return self._step(self.model, self.optimizer)
+
+    def __call__(self) -> dict[str, float]:
+        seconds, _ = timed(self.step)
+        return {"seconds": seconds}
+
+
+class MemoryLadder(Ladder):
+    """How many bytes and seconds each step takes.
+
+    Args:
+        tokens: that every step trains on, for tokens per second.
+        rates: operations per second of matrix products by dtype, for the share of the limit:
+            what `core.measure.matrix_rate.measure_matrix_rates` returns.
+
+    `plans` and `timelines` hold the budget and the memory over time of every row that climbed,
+    `profiles` the seconds by kind of operator of those that `take_turns` was asked for.
+    """
+
+    columns = (
+        Column("predicted_bytes", "predicted", "B", mib),
+        Column("peak_bytes", "measured", "B", mib, "lower"),
+        Column("change", "change", "", percent),
+        RATIO,
+        TIME,
+        Column("share_of_limit", "of limit", "", SHARE),
+        Column("loss", "loss", "nats", "{:.4f}".format),
+        Column("tokens_per_second", unit="tokens/s"),
+        Column("operations"),
+        Column("prediction_error"),
+    )
+    timed = ("ratio", "seconds", "share_of_limit")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        folder: Path | None = None,
+        tokens: int | None = None,
+        rates: Mapping[torch.dtype, float] | None = None,
+    ) -> None:
+        super().__init__(name, folder=folder)
+        self.tokens = tokens
+        self.rates = dict(rates or {})
+        if self.rates:
+            self.note_rates(self.rates)
+        self.plans: dict[str, Budget] = {}
+        self.timelines: dict[str, Timeline] = {}
+        self.profiles: dict[str, dict[str, float]] = {}
+        self._dtypes: dict[str, torch.dtype | None] = {}
+
+    def climb(
+        self,
+        name: str,
+        build: Build,
+        *,
+        predicted: Budget,
+        group: str = "",
+        after: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Row:
+        """Predict a step, measure it, and add its row.
+
+        The step warms up until its optimizer has states, then runs once under the memory account.
+        What was alive before `build` is called does not count. Its seconds are a first impression:
+        `take_turns` brings those that can be compared.
+
+        Args:
+            build: returns the model, its optimizer and a function `step(model, optimizer)`, which
+                takes one training step and returns the loss.
+            predicted: the budget of the step.
+            group: the heading above this row in the table.
+            after: the row with which budget and loss are compared; by default the first one.
+            dtype: of the matrix products, for the share of the limit.
+        Raises ValueError for a name that is taken, and for a row `after` that does not exist.
+        """
+        self._check_new(name)
+        names = [row.name for row in self.rows]
+        if after is not None:
+            check_choice(names, after=after)
+        elif names:
+            after = names[0]
+        changes = _what_changes(self.plans, after, predicted)
+        self._dtypes[name] = dtype
+        self.plans[name] = predicted
+        row = super().climb(
+            name,
+            partial(ReadyStep, build),
+            look=partial(self._measure, name),
+            expected=f"predicted {mib(predicted.peak)} {predicted.source}, {changes}",
+            kept=predicted.weights + predicted.states + predicted.gradients,
+            peak=predicted.peak,
+            group=group,
+            predicted_bytes=predicted.peak,
+        )
+        if after is not None and row.loss is not None and self[after].loss is not None:
+            print(f"  the loss is {_compared(row.loss, self[after])}")
+        return row
+
+    def _measure(self, name: str, step: ReadyStep) -> dict[str, Any]:
+        losses: list[float] = []
+        of_model = {"model": step.model, "optimizer": step.optimizer}
+        measured = measure(
+            lambda: losses.append(step.step()),
+            warmup=0,  # it is warm
+            repeats=3 if machine().device == "cuda" else 0,  # on a CPU the account slows it little
+            **of_model,
+        ).without(step.alive_before)
+        timeline = measured.timeline
+        if timeline is None:  # compiled blocks have one only where they run as plain ones
+            timeline = record_timeline(step.step, **of_model).without(step.alive_before)
+        self.timelines[name] = timeline
+        operations = None
+        if self.plans[name].shape is not None:
+            operations = step_operations(step.model, self.plans[name].shape)
+        return {
+            "peak_bytes": measured.peak_bytes,
+            "seconds": measured.seconds,
+            "loss": losses[0],  # that of the step under the account
+            "operations": operations,
+        }
+
+    def add(
+        self,
+        name: str,
+        measured: Measurement,
+        *,
+        predicted: int,
+        loss: float | None = None,
+        group: str = "",
+    ) -> Row:
+        """Append a row that was measured elsewhere, save the file and return the row."""
+        row = Row(name=name, group=group, predicted_bytes=int(predicted), loss=loss)
+        row.peak_bytes = measured.peak_bytes
+        row.seconds = measured.seconds
+        if measured.seconds_low is not None:
+            low = measured.seconds_low
+            row.set_range("seconds", low, low, measured.seconds_high)
+        if measured.tokens is not None:
+            row.tokens_per_second = measured.tokens / row.seconds
+        return self.append(row)
+
+    def derive(self, row: Row, first: Row) -> None:
+        if row is not first:
+            row.change = row.peak_bytes / first.peak_bytes - 1
+        row.prediction_error = row.predicted_bytes / row.peak_bytes - 1
+        tokens = self._units.get(row.name, self.tokens)
+        if tokens is not None:
+            row.tokens_per_second = tokens / row.seconds
+        rate = self.rates.get(self._dtypes.get(row.name))
+        if row.operations is not None and rate is not None:
+            row.share_of_limit = row.operations / rate / row.seconds
+
+    def after_turns(self, name: str, turn: ReadyStep) -> None:
+        self.profiles[name] = profile_operators(turn.step)
+
+    def saved(self, name: str) -> float:
+        """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
+        return 1 - self[name].peak_bytes / self.rows[0].peak_bytes
+
+    def chart(self, *, title: str | None = None) -> Any:
+        """Peaks with predictions as ticks, times with their ranges. Without a title it says what
+        the ladder has saved as a whole.
+        """
+        return memory_chart(self.rows, title=title)
+
+
+def memory_chart(
+    rows: Sequence[Any], *, title: str | None = None, source: str | None = None
+) -> Any:
+    """The rows of a ladder, or of a recorded run, with the attributes of a MemoryLadder's rows."""
+    first = rows[0]
+    lowest = min(rows, key=lambda row: row.peak_bytes)
+    unit = Unit(max(row.peak_bytes for row in rows))
+    peaks = [unit.number(row.peak_bytes) for row in rows]
+    times = [three_digits(row.seconds) for row in rows]
+    for number, row in enumerate(rows[1:], 1):
+        peaks[number] += f"  ({percent(row.peak_bytes / first.peak_bytes - 1)})"
+        times[number] += f"  {row.ratio:.2f}×"
+    columns = [
+        Bars(
+            f"peak memory of tensors, {unit.name}",
+            [unit.of(row.peak_bytes) for row in rows],
+            peaks,
+            marks=[unit.of(row.predicted_bytes) for row in rows],
+            colors=of_rows(len(rows)),
+            width=2.4,
+        ),
+        Bars(
+            "seconds per step",
+            [row.seconds for row in rows],
+            times,
+            ranges=[ranges_of(row, "seconds") for row in rows],
+            colors=[TIME_COLOR] * len(rows),
+            width=1.5,
+        ),
+    ]
+    shares = [cell(row, Column("share_of_limit", words=SHARE)) for row in rows]
+    if any(shares):
+        columns.append(Bars("of the limit", labels=shares, width=0.7))
+    change = f"{unit.number(first.peak_bytes)} → {unit.text(lowest.peak_bytes)}"
+    return bars(
+        [row.name for row in rows],
+        *columns,
+        title=title or f"{change} of peak memory with {lowest.name}",
+        groups=[row.group for row in rows],
+        source=source,
+    )
+
+
+def _what_changes(plans: Mapping[str, Budget], after: str | None, new: Budget) -> str:
+    """What is at the peak in place of what: "activations 820 → 103 MiB, gradients 0 → 513 MiB"."""
+    moment = new.peak_moment()
+    if after not in plans:
+        return f"when {moment}"
+    before = plans[after].at_peak()
+    changes = []
+    for term, size in new.at_peak().items():
+        if abs(size - before[term]) > SMALL * plans[after].peak:
+            was = mib(before[term]).removesuffix(" MiB")
+            changes.append(f"{term} {was} → {mib(size)}")
+    moves = "moves to" if moment != plans[after].peak_moment() else "stays at"
+    return "; ".join([f"the peak {moves}: {moment}", ", ".join(changes) or "no term changes much"])
+
+
+def _compared(value: float, reference: Row) -> str:
+    """Whether a loss is that of the reference: "that of baseline to 1e-07"."""
+    difference = value - reference.loss
+    if abs(difference) <= SAME_LOSS:
+        return f"that of {reference.name} {same_to(abs(difference))}"
+    return f"{difference:+.4f} against that of {reference.name}"

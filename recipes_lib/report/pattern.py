@@ -1,0 +1,42 @@
+"""Which pairs of tokens an attention pattern multiplies: one small square per pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from matplotlib.colors import ListedColormap, to_rgba
+
+from recipes_lib.report.figure import WIDTH, Chart, new_figure
+from recipes_lib.report.style import INK, RECIPE
+
+
+def pattern_chart(masks: Mapping[str, torch.Tensor], *, title: str) -> Chart:
+    """Draw masks beside each other: queries from top to bottom, keys from left to right.
+
+    Below each square is the share of the causal pairs that it reads.
+
+    Args:
+        masks: [S, S] by name, True where a query reads a key. What lies after a query is left out.
+        title: the message.
+    """
+    pale = to_rgba(INK, 0.25)
+    figure, panels = new_figure(
+        title,
+        height=WIDTH / len(masks) + 0.6,
+        source="",
+        key={"read": RECIPE, "causal, and not read": pale},
+        ncols=len(masks),
+        squeeze=False,
+    )
+    for panel, (name, mask) in zip(panels.flat, masks.items(), strict=True):
+        causal = torch.ones_like(mask).tril()
+        reads = (mask & causal).float()
+        # What is not a number has no colour.
+        picture = reads.masked_fill(~causal, float("nan")).numpy()
+        colors = ListedColormap([pale, RECIPE])
+        panel.imshow(picture, cmap=colors, vmin=0, vmax=1, interpolation="nearest")
+        panel.set(title=name, xticks=[], yticks=[])
+        panel.set_xlabel(f"{reads.sum() / causal.sum():.0%} of the pairs", fontsize=9)
+        panel.spines[:].set_visible(False)
+    return figure

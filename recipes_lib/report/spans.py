@@ -1,0 +1,89 @@
+"""Spans: who does what from when to when, in lanes below each other.
+
+spans({"GPipe": [Span("rank 0", "forward", 0.0, 0.1, "1"), …]}, title="…")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from recipes_lib.report.figure import POINTS, WIDTH, Chart, new_figure, readable_on, text_width
+from recipes_lib.report.style import INK, MILLISECONDS, WORK
+
+WORDS = 8  # the size of a text inside a span
+
+
+class Span(NamedTuple):
+    """What happened from `begin` to `end`, in seconds. `kind` has a colour; `text` stands in it."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    text: str = ""
+
+
+def spans(
+    panels: Mapping[str, Sequence[Span]],
+    *,
+    title: str,
+    colors: Mapping[str, str] = WORK,
+    source: str | None = None,
+) -> Chart:
+    """Draw one panel per step on one scale of time, with a lane for each who works. Pale is idle.
+
+    Args:
+        panels: the spans of a step, by its name.
+        title: the message.
+        colors: of the kinds.
+        source: where the numbers are from; by default this machine and today.
+    """
+    every = [span for step in panels.values() for span in step]
+    kinds = {span.kind for span in every}
+    lanes = {name: _lanes(step) for name, step in panels.items()}
+    heights = [len(each) for each in lanes.values()]
+    figure, axes = new_figure(
+        title,
+        height=0.3 * sum(heights) + 0.4 * len(heights) + 1.0,
+        source=source,
+        key={kind: color for kind, color in colors.items() if kind in kinds},
+        nrows=len(panels),
+        sharex=True,
+        squeeze=False,
+        height_ratios=heights,
+    )
+    longest = max(_seconds(step) for step in panels.values())
+    for panel, (name, step) in zip(axes[:, 0], panels.items(), strict=True):
+        _draw_step(panel, step, lanes[name], colors, longest)
+        panel.set_title(f"{name}: {MILLISECONDS * _seconds(step):,.3g} ms")
+    axes[-1, 0].set(xlabel="milliseconds", xlim=(0, MILLISECONDS * longest))
+    return figure
+
+
+def _lanes(step: Sequence[Span]) -> list[str]:
+    return list(dict.fromkeys(span.lane for span in step))
+
+
+def _seconds(step: Sequence[Span]) -> float:
+    return max(span.end for span in step) - min(span.begin for span in step)
+
+
+def _draw_step(
+    axes: Any, step: Sequence[Span], lanes: list[str], colors: Mapping[str, str], longest: float
+) -> None:
+    started = min(span.begin for span in step)
+    axes.barh(lanes, MILLISECONDS * _seconds(step), height=0.84, color=INK, alpha=0.2)
+    points_per_second = 0.85 * WIDTH * POINTS / longest
+    for span in step:
+        begin = MILLISECONDS * (span.begin - started)
+        width = MILLISECONDS * (span.end - span.begin)
+        color = colors[span.kind]
+        axes.barh(span.lane, width, left=begin, height=0.84, color=color)
+        room = points_per_second * (span.end - span.begin)
+        if text_width(span.text, WORDS) + 3 < room:
+            look = {"fontsize": WORDS, "color": readable_on(color)}
+            axes.text(begin + width / 2, span.lane, span.text, ha="center", va="center", **look)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)

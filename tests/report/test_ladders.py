@@ -1,0 +1,237 @@
+"""The five ladders: what a row measures, and what follows from it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes_lib.core.measure import Measurement
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict.budget import TERMS, Budget, Shape
+from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.ranks.rank_run import RankRun
+from recipes_lib.report.ladders import edge, speed
+from recipes_lib.report.ladders.edge import EdgeLadder, chance
+from recipes_lib.report.ladders.length import LengthLadder
+from recipes_lib.report.ladders.memory import MemoryLadder, ReadyStep
+from recipes_lib.report.ladders.ranks import RankLadder
+from recipes_lib.report.ladders.speed import SpeedLadder
+from recipes_lib.report.style import MIB
+
+SHAPE = Shape(batch=4, seq=64)
+RATE = 1e9
+
+# --- bytes and seconds ----------------------------------------------------------------------------
+
+
+def plain():
+    torch.manual_seed(0)
+    model = model_of_shape("tiny-llama", layers=4, device="cpu")
+
+    def step(model, optimizer):
+        ids = torch.arange(SHAPE.tokens).view(SHAPE.batch, SHAPE.seq) % 128
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), step
+
+
+@pytest.fixture
+def memory(tmp_path):
+    rates = {torch.float32: RATE}
+    return MemoryLadder("steps", folder=tmp_path, tokens=SHAPE.tokens, rates=rates)
+
+
+def test_climb_measures_what_was_predicted(memory, capsys):
+    """The mistake: the row pays for the models that wait, or shows the loss of another step."""
+    model, optimizer, step = plain()
+    plan = budget_of(model, SHAPE)
+    operations = step_operations(model, SHAPE)
+    losses = [step(model, optimizer) for _ in range(2)]
+    del model, optimizer
+    memory.climb("baseline", plain, predicted=plan, group="alone", dtype=torch.float32)
+    memory.climb("again", plain, predicted=plan, group="alone", dtype=torch.float32)
+    first, second = memory.rows
+    assert first.predicted_bytes == plan.peak == pytest.approx(first.peak_bytes, rel=0.05)
+    assert second.peak_bytes == pytest.approx(first.peak_bytes, rel=1e-3)
+    assert memory.timelines["again"].peak == second.peak_bytes
+    assert first.loss == pytest.approx(losses[1], rel=1e-6), "AdamW makes its states in the first"
+    assert memory.facts["rates"] == {"float32": RATE}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "when backward begins" in printed and "no term changes much" in printed
+    assert "the loss is that of baseline to the last bit" in printed
+    assert "s/step" not in printed, "a first time under the account is no time to quote"
+    memory.take_turns(rounds=1, profile=["again"])
+    assert second.share_of_limit == pytest.approx(operations / RATE / second.seconds)
+    assert second.tokens_per_second == SHAPE.tokens / second.seconds
+    assert sum(memory.profiles["again"].values()) > 0
+
+
+def test_a_step_that_is_skipped_does_not_warm_up():
+    """The mistake: fp16 skips its first steps, and the states are missing in the measured one."""
+    taken = []
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+
+    def step(model, optimizer):
+        taken.append(model)
+        if len(taken) == 3:
+            optimizer.state["made"] = {}
+        return 1.0
+
+    ReadyStep(lambda: (None, optimizer, step))
+    assert len(taken) == 3
+
+
+def test_rows_that_were_measured_elsewhere(tmp_path):
+    memory = MemoryLadder("steps", folder=tmp_path)
+    memory.add("baseline", Measurement(2.0, 1000 * MIB, 500), predicted=950 * MIB, loss=3.5)
+    spread = Measurement(4.0, 250 * MIB, 500, seconds_low=3.0, seconds_high=4.4)
+    memory.add("less", spread, predicted=250 * MIB)
+    less = memory["less"]
+    assert (less.change, less.ratio, less.seconds) == (-0.75, 1.5, 3.0)
+    assert memory["baseline"].prediction_error == pytest.approx(-0.05)
+    assert memory.saved("less") == 0.75
+    figure = memory.chart()
+    assert figure.message == "1,000 → 250 MiB of peak memory with less"
+    assert [bar.get_width() for bar in figure.axes[0].containers[0]] == [1000, 250]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_keep_and_send_what_was_expected(tmp_path, capsys):
+    """The mistake: terms of the budget that are mixed up, or the difference of the last loss."""
+    alone = RankRun(1, [3.0, 2.0], [0.5, 0.4], 4 * MIB, 5 * MIB, 8 * MIB, 0)
+    sharded = RankRun(2, [3.0 + 3e-8, 2.0], [0.3], 2 * MIB, 3 * MIB, 4 * MIB, 6 * MIB, {"send": 9})
+    ranks = RankLadder("ranks", folder=tmp_path)
+    for name, came in (("one process", alone), ("sharded", sharded)):
+        kept = {"weights": came.parameters, "gradients": came.gradients, "states": came.states}
+        plan = Budget(**dict.fromkeys(TERMS, 0) | kept)
+        ranks.climb(name, lambda came=came: came, predicted=plan, predicted_sent=came.sent_bytes)
+    assert "2.0 of weights + 3.0 of gradients + 4.0 of states = 9.0 MiB" in capsys.readouterr().out
+    row = ranks["sharded"]
+    assert row.kept_bytes == row.predicted_bytes == 9 * MIB
+    assert row.loss_difference == pytest.approx(3e-8)
+    ranks.take_turns(rounds=2)
+    assert (ranks["one process"].seconds, row.ratio) == (0.4, pytest.approx(0.75))
+    records = {record["metric"]: record["value"] for record in ranks.records()}
+    assert (records["calls · send"], records["losses"]) == (9, sharded.losses)
+    assert ranks.chart().message == "17 MiB → 9.0 MiB per rank with sharded"
+
+
+# --- tokens per second ----------------------------------------------------------------------------
+
+BANDWIDTH = 40e9
+
+
+def writer(tokens):
+    def build():
+        return lambda new_tokens: tokens[:new_tokens]
+
+    return build
+
+
+@pytest.fixture
+def speeds(tmp_path, monkeypatch):
+    """Each call takes 10 ms for the prompt, and 1 ms for each further token."""
+
+    def timed(write):
+        tokens = write()
+        return 0.01 + 0.001 * (len(tokens) - 1), tokens
+
+    monkeypatch.setattr(speed, "timed", timed)
+    return SpeedLadder("speeds", bandwidth=BANDWIDTH, folder=tmp_path)
+
+
+def test_a_token_is_timed_without_its_prompt_and_beside_its_limit(speeds, capsys):
+    """The mistake: the call that reads the prompt counts as a token."""
+    options = {"new_tokens": 5, "group": "small"}
+    speeds.climb("fp32", writer([4, 5, 6, 7, 8]), weight_bytes=20_000_000, **options)
+    speeds.climb("int8", writer([4, 5, 9, 7, 8]), weight_bytes=5_000_000, **options)
+    assert "takes 0.50 ms or more at 40 GB/s" in capsys.readouterr().out
+    speeds.take_turns(rounds=2)
+    row = speeds["fp32"]
+    assert (row.seconds_per_token, row.prompt_seconds) == pytest.approx((0.001, 0.01))
+    assert (row.tokens_per_second, row.share_of_limit) == pytest.approx((1000, 0.5))
+    # After one that differs, greedy decoding writes another text.
+    assert (row.equal_tokens, speeds["int8"].equal_tokens) == (None, 2)
+    speeds.set_quality("int8", SimpleNamespace(perplexity=8.25, agreement=0.9))
+    assert speeds.table()[2][-2:] == ["8.25", "90%"]
+    figure = speeds.chart()
+    limits = [bar.get_width() for bar in figure.axes[0].containers[0]]
+    assert limits == pytest.approx([2000, 8000])
+
+
+def test_texts_of_other_lengths_are_refused(speeds):
+    """The mistake: a model that ends its text early looks fast."""
+    with pytest.raises(ValueError, match="let it write 5"):
+        speeds.climb("short", writer([4, 5]), new_tokens=5, weight_bytes=1)
+    speeds.climb("first", writer([4, 5, 6]), new_tokens=3, weight_bytes=1)
+    with pytest.raises(ValueError, match="let it write 3"):
+        speeds.climb("other", writer([4, 5, 6, 7]), new_tokens=4, weight_bytes=1)
+
+
+# --- lengths --------------------------------------------------------------------------------------
+
+
+def test_lengths_are_compared_with_the_crossing(tmp_path):
+    """The mistake: the prediction is compared with the last length that was tried."""
+    lengths = LengthLadder("lengths", timed_at=512, folder=tmp_path)
+    lengths.add("baseline", tokens=3000, crossing=3100.0, peak_bytes=1, predicted=3100, loss=2.5)
+    lengths.add("flash", tokens=9000, crossing=9000.0, peak_bytes=1, predicted=9900)
+    lengths.set_times({"baseline": [2.0, 1.0], "flash": [1.5, 1.2]})
+    assert lengths["baseline"].prediction_error == 0
+    assert lengths["flash"].prediction_error == pytest.approx(0.1)
+    assert (lengths.gain("flash"), lengths["flash"].ratio) == (3.0, 1.2)
+    header, _, flash = lengths.table()
+    assert dict(zip(header, flash, strict=True))["time at 512, ×"] == "1.20 (to 0.75)"
+    assert lengths.chart().message == "The longest sequence that fits: 9,000 tokens"
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def devices(tmp_path, monkeypatch):
+    """`devices.climb_file(name, size, seconds)`: files of so many bytes, calls of so long."""
+    monkeypatch.setattr(edge, "timed", lambda run: (run(), None))
+    devices = EdgeLadder("edge", folder=tmp_path)
+
+    def climb_file(name, size, seconds, **options):
+        file = tmp_path / f"{size}.pte"
+        file.write_bytes(bytes(size))
+        devices.climb(name, lambda: seconds, file=file, **options)
+
+    devices.climb_file = climb_file
+    return devices
+
+
+def test_files_are_compared_within_their_task_and_with_the_link_before(devices):
+    """The mistake: one baseline for two tasks, or a ratio to a row that is no link of the chain."""
+    devices.climb_file("teacher", 4000, 0.4, accuracy=0.99, group="digits")
+    devices.climb_file("student", 1000, 0.2, accuracy=0.985, group="digits", after="teacher")
+    devices.climb_file("pruned", 500, 0.1, accuracy=0.98, group="digits", after="student")
+    devices.climb_file("fp32", 9000, 3.0, perplexity=13.7, units=10, group="text")
+    devices.take_turns(rounds=2)
+    pruned = devices["pruned"]
+    assert (pruned.as_fast, pruned.after_ratio, pruned.share_of_first) == (4.0, 0.5, 0.125)
+    assert (devices["fp32"].seconds, devices["fp32"].ratio) == (0.3, 1.0)
+    records = {record["metric"]: record for record in devices.records()}
+    assert records["perplexity"]["row"] == "fp32" and records["after"]["value"] == "student"
+    axes = devices.chart("digits", leave_out=["student"], tested=1000).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["teacher", "pruned"]
+
+
+def test_the_band_of_chance_is_that_of_a_binomial():
+    assert chance(0.02, 1000) == pytest.approx((0.0113, 0.0287), abs=1e-4)
+
+
+def test_a_row_has_one_quality(devices):
+    with pytest.raises(ValueError, match="a row has one quality"):
+        devices.climb_file("both", 1, 1.0, accuracy=0.9, perplexity=3.0)
+    with pytest.raises(ValueError, match="after"):
+        devices.climb_file("late", 1, 1.0, accuracy=0.9, after="nobody")
