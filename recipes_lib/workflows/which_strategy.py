@@ -22,7 +22,7 @@ Playbook" (2025), on when to combine.
 
 from __future__ import annotations
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import GIB
 
 BLOCKS = 32  # a model's largest unit is about this part of it
@@ -37,10 +37,8 @@ def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> 
         strategy: one of STRATEGIES but the last.
         parameters: of the model, all trained with AdamW.
         gpus: how many ranks share the model.
-    Raises ValueError for an unknown name, and for numbers out of range.
     """
-    check_whole(gpus=gpus)
-    check_number(above=0, parameters=parameters)
+    check_choice(STRATEGIES[:-1], strategy=strategy)
     per_rank = {
         "one GPU": 16 * parameters,
         "DDP": 16 * parameters,
@@ -49,8 +47,6 @@ def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> 
         "FSDP (ZeRO-3)": 16 * parameters / gpus + 4 * parameters / BLOCKS,
         "FSDP × TP": 16 * parameters / gpus + 4 * parameters / BLOCKS / TENSOR_RANKS,
     }
-    if strategy not in per_rank:
-        raise ValueError(f"strategy={strategy!r}: give one of {sorted(per_rank)}")
     return per_rank[strategy]
 
 
@@ -72,29 +68,17 @@ def which_strategy(
         most_data_parallel: beyond this number of ranks, FSDP alone is not taken.
     Raises ValueError for numbers out of range, and for a reserve that is the whole card.
     """
-    check_whole(gpus=gpus, most_data_parallel=most_data_parallel)
-    check_number(above=0, parameters=parameters, card_bytes=card_bytes)
-    check_number(least=0, reserve_bytes=reserve_bytes)
-    if reserve_bytes >= card_bytes:
-        raise ValueError(
-            f"reserve_bytes={reserve_bytes:,.0f}: leave something of {card_bytes:,.0f} for the "
-            f"model"
-        )
+    check_whole(gpus=gpus)
+    check_number(above=0, parameters=parameters)
+    check_number(least=0, below=card_bytes, reserve_bytes=reserve_bytes)
     room = card_bytes - reserve_bytes
-    for strategy in _possible(gpus, most_data_parallel):
+    possible = ["one GPU"] if gpus == 1 else ["DDP", "ZeRO-1", "ZeRO-2"]
+    if 1 < gpus <= most_data_parallel:
+        possible.append("FSDP (ZeRO-3)")
+    if gpus >= TENSOR_RANKS:
+        possible.append("FSDP × TP")
+    for strategy in possible:  # from the one that sends least on
         needed = predicted_bytes_per_rank(strategy=strategy, parameters=parameters, gpus=gpus)
         if needed <= room:
             return strategy
     return "does not fit"
-
-
-def _possible(gpus: int, most_data_parallel: int) -> list[str]:
-    """The strategies for so many GPUs, from the one that sends least on."""
-    if gpus == 1:
-        return ["one GPU"]
-    strategies = ["DDP", "ZeRO-1", "ZeRO-2"]
-    if gpus <= most_data_parallel:
-        strategies.append("FSDP (ZeRO-3)")
-    if gpus >= TENSOR_RANKS:
-        strategies.append("FSDP × TP")
-    return strategies

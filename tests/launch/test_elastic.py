@@ -85,10 +85,3 @@ def test_ranks_that_share_the_store_of_all_attempts_are_refused(monkeypatch):
         require_own_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     require_own_store()
-
-
-def test_a_death_before_the_first_checkpoint_is_refused(script, capsys):
-    """All attempts would die alike."""
-    with pytest.raises(SystemExit):
-        script.read_options(["--folder", "x", "--die-at", "2", "--save-every", "4"])
-    assert "--die-at comes after the first checkpoint" in capsys.readouterr().err

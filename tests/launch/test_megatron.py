@@ -12,6 +12,7 @@ import pytest
 
 from tests.launch.scripts import LAUNCH, ROOT, TORCHRUN, losses_in, run
 
+pytestmark = pytest.mark.survey
 MEGATRON = os.environ.get("MEGATRON", "")
 SCRIPT = LAUNCH / "megatron" / "pretrain_gpt.py"
 UNTRAINED = math.log(128)  # the loss of a model that has seen nothing, for 128 letters

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,20 +52,3 @@ def test_two_hosts_have_the_losses_of_one_process(scripts, tmp_path):
     model = train_elastic.text.make_model("tiny-llama", device="cpu")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert crossed > STEPS * 2 * weights
-
-
-def test_where_there_can_be_no_two_hosts_the_reason_is_told(scripts, monkeypatch):
-    two_hosts, _ = scripts
-    monkeypatch.setattr(two_hosts.shutil, "which", lambda tool: None)
-    with pytest.raises(ValueError, match="ip, unshare, hostname is not installed"):
-        two_hosts.train_on_two_hosts(["script.py"])
-    monkeypatch.setattr(two_hosts.sys, "platform", "darwin")
-    assert two_hosts.missing() == "network namespaces are a part of Linux"
-
-
-def test_a_script_is_needed():
-    done = subprocess.run(
-        [sys.executable, str(LAUNCH / "two_hosts.py")], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "name a script" in done.stderr

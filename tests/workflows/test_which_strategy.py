@@ -36,13 +36,8 @@ def test_each_strategy_keeps_less_than_the_one_before():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="leave something"):
+    """The mistake: a card that is all reserve, for which nothing would ever fit."""
+    with pytest.raises(ValueError, match="reserve_bytes"):
         which_strategy(parameters=1e9, gpus=1, card_bytes=8 * GIB, reserve_bytes=8 * GIB)
-    with pytest.raises(ValueError, match="gpus"):
-        which_strategy(parameters=1e9, gpus=0)
-    with pytest.raises(ValueError, match="give one of"):
+    with pytest.raises(ValueError, match="choose one of"):
         predicted_bytes_per_rank(strategy="ZeRO-4", parameters=1e9, gpus=2)
-    with pytest.raises(ValueError, match="gpus=0: give a whole number of 1 or more"):
-        predicted_bytes_per_rank(strategy="ZeRO-1", parameters=1e9, gpus=0)
-    with pytest.raises(ValueError, match="parameters=-1: give a finite number above 0"):
-        predicted_bytes_per_rank(strategy="DDP", parameters=-1, gpus=2)

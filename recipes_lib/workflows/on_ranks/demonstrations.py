@@ -54,7 +54,6 @@ from recipes_lib.workflows.on_ranks.train import byte_batches, small_llama
 RECORDED_STEPS = 5  # of a step whose lanes are drawn
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 TOKENS = 32
-ROWS_OF_A_RANK = 2
 
 
 def who_is_there() -> list[tuple[int, int, float]]:
@@ -81,9 +80,9 @@ def ring_by_hand(*, numbers: int = 1024) -> float:
 
 def data_parallel_by_hand() -> float:
     """Gradients that are averaged after backward against those of DDP's buckets."""
-    plain = small_llama(sizes=SMALL, tokens=TOKENS).to(group_device())
+    plain = _small(SMALL, TOKENS)
     wrapped = apply_data_parallel(copy.deepcopy(plain))
-    batch = _rows_of_this_rank()
+    batch = _rows_of_this_rank(2 * world_size(), TOKENS)
     for model in (plain, wrapped):
         _backward(model, batch)
     averaged_by_hand(plain)
@@ -92,9 +91,9 @@ def data_parallel_by_hand() -> float:
 
 def zero_by_hand() -> float:
     """A step in which each rank updates the parameters that it owns, against ZeRO-1."""
-    plain = small_llama(sizes=SMALL, tokens=TOKENS).to(group_device())
+    plain = _small(SMALL, TOKENS)
     trained, theirs = apply_zero(copy.deepcopy(plain), torch.optim.SGD, stage=1, lr=0.1)
-    batch = _rows_of_this_rank()
+    batch = _rows_of_this_rank(2 * world_size(), TOKENS)
     for model in (plain, trained):
         _backward(model, batch)
     parameters = list(plain.parameters())
@@ -121,9 +120,13 @@ def sharded_layer_by_hand(*, rows: int = 6, inputs: int = 16, outputs: int = 12)
     return max(in_output, in_gradient).item()
 
 
-def _rows_of_this_rank() -> Batch:
-    rows = ROWS_OF_A_RANK * world_size()
-    (batch,) = byte_batches(steps=1, rows=rows, tokens=TOKENS)
+def _small(sizes: dict[str, int], tokens: int) -> Any:
+    return small_llama(sizes=sizes, tokens=tokens).to(group_device())
+
+
+def _rows_of_this_rank(rows: int, tokens: int) -> Batch:
+    """Of one batch of all ranks."""
+    (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
     return own_rows(batch)
 
 
@@ -151,12 +154,11 @@ def lanes_of_a_step(
 
     A single step says little of the time: any of them may have been interrupted.
     """
-    model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
+    model = _small(sizes, tokens)
     wrapped = apply_data_parallel(model, bucket_megabytes=bucket_megabytes)
     optimizer = adamw(wrapped.parameters(), Options())
     recorder = LaneRecorder(wrapped)
-    (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
-    own = own_rows(batch)
+    own = _rows_of_this_rank(rows, tokens)
 
     def step() -> float:
         return data_parallel_step(wrapped, optimizer, [own])
@@ -179,7 +181,7 @@ def grid_of_a_pipeline(
     *, schedule: str, sizes: dict[str, int], rows: int, tokens: int, micro_batches: int
 ) -> list[Action]:
     """What every rank of a pipeline did when, in one step after one that warms up."""
-    model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
+    model = _small(sizes, tokens)
     stages = apply_pipeline_parallel(model, schedule=schedule, micro_batches=micro_batches)
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
     batch = {name: tensor.to(group_device()) for name, tensor in batch.items()}
@@ -190,11 +192,10 @@ def grid_of_a_pipeline(
 
 def dtypes_in_sixteen_bits(*, sizes: dict[str, int], rows: int, tokens: int) -> dict[str, str]:
     """Under FSDP2 with bf16 parameters: the dtype of everything that a step is made of."""
-    model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
+    model = _small(sizes, tokens)
     apply_fully_sharded(model, parameter_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     optimizer = adamw(model.parameters(), Options())
-    (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
-    own = own_rows(batch)
+    own = _rows_of_this_rank(rows, tokens)
     dtypes = dtypes_of_step(model, optimizer, own)
     return {what: str(dtype).removeprefix("torch.") for what, dtype in dtypes.items()}
 
@@ -203,11 +204,10 @@ def strategies_in_bytes(
     *, sizes: dict[str, int], rows: int, tokens: int
 ) -> dict[str, StrategyBytes]:
     """What a rank keeps and sends under each of FSDP's sharding strategies."""
-    (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
-    own = own_rows(batch)
+    own = _rows_of_this_rank(rows, tokens)
     found = {}
     for strategy in SHARDING:
-        model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
+        model = _small(sizes, tokens)
         found[strategy] = measured_strategy(model, strategy, own)
     return found
 
@@ -220,7 +220,7 @@ def losses_across_a_checkpoint(
     From step 0 on it begins anew; from any other it continues what `folder` holds, whoever saved
     it.
     """
-    model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
+    model = _small(sizes, tokens)
     apply_fully_sharded(model)
     optimizer = adamw(model.parameters(), Options())
     run = {"sizes": sorted(sizes.items()), "rows": rows, "tokens": tokens}
@@ -237,11 +237,10 @@ def losses_across_a_checkpoint(
 
 def stalls_of_a_save(*, folder: str, sizes: dict[str, int], tokens: int) -> dict[str, float]:
     """Seconds for which a save stops the training: in the foreground, and in the background."""
-    model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
+    model = _small(sizes, tokens)
     apply_fully_sharded(model)
     optimizer = adamw(model.parameters(), Options())
-    (batch,) = byte_batches(steps=1, rows=world_size(), tokens=tokens)
-    own = own_rows(batch)
+    own = _rows_of_this_rank(world_size(), tokens)
     rank_step(model, optimizer, [own])
     what = {"model": model, "optimizer": optimizer, "run": {"kind": "stalls"}}
     save_checkpoint(folder, step=1, **what)  # the first one imports what it needs

@@ -11,6 +11,7 @@ The same on one rank that only pretends to be among 64 others: its bytes are rig
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.dry_ranks import pretended_ranks, rank_peak
 from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.core.ranks import group_device, rank, require_group, world_size
+from recipes_lib.core.ranks import group_device, require_group, world_size
 from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
 from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.core.ranks.rank_step import Batch
@@ -140,10 +141,8 @@ def train_on_ranks(
         batch = {name: tensor.to(group_device()) for name, tensor in batch.items()}
         distributed.barrier()
         begin = time.perf_counter()
-        if number == 1:
-            with count_traffic() as traffic:
-                losses.append(training.step(batch))
-        else:
+        counting = count_traffic() if number == 1 else contextlib.nullcontext(traffic)
+        with counting as traffic:
             losses.append(training.step(batch))
         distributed.barrier()  # the slowest rank ends the step
         if number >= WARM_UP_STEPS:
@@ -171,8 +170,8 @@ def _of_the_fullest_rank(
 ) -> RankRun:
     """The bytes of the rank that holds most; losses and times are those of every rank."""
     of_all: list[Any] = [None] * world_size()
-    distributed.all_gather_object(of_all, (_kept(held), -rank(), held, traffic))
-    _, _, fullest, its_traffic = max(of_all, key=_by_bytes)
+    distributed.all_gather_object(of_all, (held, traffic))
+    fullest, its_traffic = max(of_all, key=lambda pair: _kept(pair[0]))
     return RankRun(
         ranks=world_size(),
         losses=losses,
@@ -183,10 +182,6 @@ def _of_the_fullest_rank(
         sent_bytes=its_traffic.sent,
         calls=its_traffic.calls,
     )
-
-
-def _by_bytes(entry: tuple[int, int, Any, Any]) -> tuple[int, int]:
-    return entry[:2]
 
 
 # --- on a rank that is alone ----------------------------------------------------------------------
@@ -202,11 +197,8 @@ def bytes_on_one_of(*, strategy: str, ranks: int, sizes: dict[str, int], tokens:
     Raises ValueError as `train_on_ranks`, and in a process that is a rank already.
     """
     check_choice(STRATEGIES, strategy=strategy)
-    places = [0]
-    if strategy.startswith("pipeline"):
-        places = [0, ranks - 1]
     found = []
-    for place in places:
+    for place in (0, ranks - 1) if strategy.startswith("pipeline") else (0,):
         with pretended_ranks(ranks, rank=place):
             found.append(_bytes_of_a_step(strategy, sizes, tokens))
     return max(found, key=_kept)
