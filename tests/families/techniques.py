@@ -36,6 +36,7 @@ from recipes_lib.compression.student import make_student
 from recipes_lib.compression.student.parts import attention_of, mlp_of
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.decoding import greedy
+from recipes_lib.core.model.output_layer import require_shifted_loss
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import (
@@ -274,6 +275,7 @@ def block_sparse(family: Family) -> None:
 
 def block_sparse_documents(family: Family) -> None:
     """Documents side by side in a row: stride 1 reads every block, so each is as alone."""
+    require_shifted_loss(family.model())  # of other losses the reference counts other targets
     rows = documents()
     batch = collate_packed(pack_sequences(rows, length=LENGTH_OF_PACK), pad_token_id=3)
     model = apply(apply_block_sparse, family.model(), block_size=4, stride=1)

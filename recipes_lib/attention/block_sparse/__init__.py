@@ -47,6 +47,7 @@ from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
 from recipes_lib.core.checks import check_heads, check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm, selects_keys
 from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.probe.documents import restart
 from recipes_lib.core.model.sizes import parts_needed
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -245,7 +246,7 @@ def _attend(
     if documents is not None and documents.ndim != 2:
         raise ValueError("block-sparse attention: give an attention mask of [B, S], not of [S, S]")
     positions = options.get("position_ids")
-    if documents is None and positions is not None and (positions.diff() != 1).any():
+    if documents is None and positions is not None and restart(positions):
         # transformers looks for documents only where there is neither a mask nor a cache.
         raise ValueError(
             "block-sparse attention: positions restart beside a mask or a cache: "

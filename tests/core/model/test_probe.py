@@ -185,7 +185,7 @@ def test_a_kernel_must_have_been_called(shape):
 
 
 def test_a_model_whose_documents_leak_refuses_positions_that_restart(llama):
-    """Before and after are equal when both leak, so a comparison sees nothing."""
+    """Before and after are equal when both leak, so comparing these sees nothing."""
 
     class Leaks:
         def forward(self, hidden):
