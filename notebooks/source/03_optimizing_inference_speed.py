@@ -1051,7 +1051,7 @@ for dtype, rate in rates.items():
 # Without a cache, a token would need all tokens before it to be computed again:
 
 # %%
-from recipes_lib.inference.kv_cache.positions import time_by_position
+from recipes_lib.inference.kv_cache import time_by_position
 
 longest = sizes.length - 1
 positions = sorted({1, longest // 4, longest // 2, longest})

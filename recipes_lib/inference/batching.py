@@ -42,8 +42,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_number, check_several, check_whole
-from recipes_lib.core.data.token_ids import stop_ids, token_row, token_rows
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data.token_ids import stop_ids, token_row
 from recipes_lib.core.measure import in_turns
 from recipes_lib.core.model.decoding import CausalDecoder, require_decoder
 
@@ -76,14 +76,12 @@ def generate_batch(
         prompts: token ids, each as a list or as a tensor [1, S]; of any lengths.
         new_tokens: the most for each row.
         stop: ids that end an answer; the one that came is its last token.
-    Raises ValueError for no prompt, one that is no row of token ids, new_tokens < 1, `stop` that is
-    no collection of ids, and for what is no decoder.
+    Raises ValueError for a prompt without a token, new_tokens < 1, and for what is no decoder.
     """
     require_decoder(decoder)
     check_whole(new_tokens=new_tokens)
     stop = stop_ids(stop)
-    checked = token_rows(prompts=prompts, vocabulary=decoder.vocabulary)  # [1, S] each
-    rows = [row[0].tolist() for row in checked]
+    rows = [token_row(prompt, vocabulary=decoder.vocabulary)[0].tolist() for prompt in prompts]
     tokens, starts = left_padded(rows)  # [B, S], [B]
     cache = decoder.new_cache(batch=len(rows), max_tokens=tokens.shape[1] + new_tokens)
     if starts.any():
@@ -135,18 +133,9 @@ def throughput_table(
 ) -> list[BatchSpeed]:
     """Measure decoding at these batch sizes, in turns; every row is this prompt.
 
-    A round of a size is `steps` steps behind the prompt. The prefill is not on the clock. Raises
-    ValueError for sizes, steps and rounds below 1, no size, a prompt that is no row of token ids,
-    and for what is no decoder.
+    A round of a size is `steps` steps behind the prompt. The prefill is not on the clock.
     """
     require_decoder(decoder)
-    check_several(sizes=sizes)
-    sizes = list(sizes)
-    if not sizes:
-        raise ValueError("sizes is empty: give at least one size of a batch")
-    check_whole(steps=steps, rounds=rounds)
-    for size in sizes:
-        check_whole(size=size)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     runs = {str(size): _steps_behind(decoder, row, size, steps) for size in sizes}
     for run in runs.values():
@@ -173,47 +162,3 @@ def _steps_behind(decoder: CausalDecoder, row: Tensor, size: int, steps: int) ->
             newest = decoder(newest, cache, last_only=True).argmax(-1)  # [B, 1]
 
     return run
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_tokens_per_second(
-    batch: int,
-    *,
-    weight_bytes: float,
-    flops_per_token: float,
-    bandwidth: float,
-    rate: float,
-    cache_bytes_per_row: float = 0,
-) -> float:
-    """The limit of a batch of this size: the slower of reading and arithmetic.
-
-    Args:
-        weight_bytes: that a step reads, once for all rows.
-        flops_per_token: floating-point operations for a token, about twice the number of weights.
-        bandwidth: bytes per second.
-        rate: operations per second.
-        cache_bytes_per_row: keys and values that a step reads for each row.
-    Raises ValueError for numbers outside their bounds.
-    """
-    check_whole(batch=batch)
-    check_number(weight_bytes=weight_bytes, flops_per_token=flops_per_token, above=0)
-    check_number(bandwidth=bandwidth, rate=rate, above=0)
-    check_number(cache_bytes_per_row=cache_bytes_per_row, least=0)
-    reading = (weight_bytes + batch * cache_bytes_per_row) / bandwidth
-    arithmetic = batch * flops_per_token / rate
-    return batch / max(reading, arithmetic)
-
-
-def predicted_padding(lengths: Sequence[int]) -> float:
-    """The share of the prefill that is padding, for prompts of these lengths.
-
-    Raises ValueError for no length, and for lengths below 1.
-    """
-    check_several(lengths=lengths)
-    if len(lengths) == 0:
-        raise ValueError("lengths is empty: give the length of at least one prompt")
-    for length in lengths:
-        check_whole(length=length)
-    return 1 - sum(lengths) / (len(lengths) * max(lengths))

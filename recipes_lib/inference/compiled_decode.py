@@ -12,8 +12,7 @@ Idea       A CUDA graph records all launches of a step once, and replays them wi
            records the graph.
 Saves      Time per token on a GPU: the gaps between kernels, most of a step for a small model.
 Costs      Seconds of compiling, for each batch size and each T, and the attention of each token
-           reads all T places of the cache, filled or not. `predicted_break_even_tokens` says after
-           how many tokens the seconds are earned.
+           reads all T places of the cache, filled or not.
 Use when   A GPU decodes many tokens at few batch sizes.
 Not when   On a CPU: there are no CUDA graphs, a call costs little beside the products of its core,
            and the masked attention over all T places costs more than the calls did.
@@ -28,7 +27,6 @@ Shapes: B batch, K new tokens, T places of the cache, Hkv heads, E head dimensio
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, is_decoder
+from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
+from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, require_decoder
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -67,24 +65,19 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
     uncompiled. `decoder` stays as it is, and its layers must not be replaced afterwards. Precision
     comes first, then this.
 
-    Raises ValueError for something that is no decoder, one that is compiled already or has an int8
-    cache, more tokens than its model has positions, a machine without a compiler, and bf16 on a GPU
-    without it. The first step raises one for layers that are not one graph, such as int8 on a CPU.
+    Raises ValueError for a decoder with another cache (compiled, int8), more tokens than its model
+    has positions, a machine without a compiler, and bf16 on a GPU without it. The first step raises
+    one for layers that are not one graph, such as int8 on a CPU.
     """
-    if not is_decoder(decoder) or isinstance(decoder, CompiledDecoder):
-        raise ValueError(
-            f"{type(decoder).__name__}: give a decoder that is not compiled yet, as "
-            f"apply_decode_loop(model) returns"
-        )
-    check_whole(max_tokens=max_tokens)
+    require_decoder(decoder)
     plain = decoder.new_cache(max_tokens=max_tokens)  # refuses more than the decoder has room for
     if type(plain) is not KeyValueCache:
         raise ValueError(
             f"the decoder makes caches of class {type(plain).__name__}, and the compiled step has "
-            f"a cache of its own: give a decoder with plain caches (remove_int8_cache)"
+            f"one of its own: give a decoder with plain caches"
         )
-    _require_compiler(plain.device)
-    _require_kernels_for(plain.device, _dtypes_in(decoder) | {plain.dtype})
+    require_compiler(plain.device)
+    require_kernels_for(plain.device, _dtypes_in(decoder) | {plain.dtype})
     return CompiledDecoder(decoder, max_tokens)
 
 
@@ -111,7 +104,6 @@ class CompiledDecoder(nn.Module):
                 f"max_tokens={max_tokens}: the compiled step has {self.max_tokens} places, which "
                 f"cannot change; give compile_decoder(decoder, max_tokens={max_tokens}) or more"
             )
-        check_whole(max_tokens=max_tokens, batch=batch)
         free = self._free[batch]
         storage = free.pop() if free else self._new_storage(batch)
         cache = StaticCache(storage, batch=batch, capacity=self.max_tokens)
@@ -132,13 +124,8 @@ class CompiledDecoder(nn.Module):
         """Append `tokens` [B, K]; logits [B, K, V], or [B, 1, V] of the last with `last_only`.
 
         One token runs compiled, and so do several with `row_by_row`, one after the other.
-        Raises ValueError if the cache has no room for them, or is for another number of rows.
+        Raises ValueError if the cache has no room for them.
         """
-        if tokens.dim() != 2 or len(tokens) != cache.batch or tokens.shape[1] == 0:
-            raise ValueError(
-                f"tokens {list(tokens.shape)}: give [{cache.batch}, K] for this cache, with one "
-                f"token or more"
-            )
         count = tokens.shape[1]
         KeyValueCache.reserve(cache, count)
         if count > 1 and not row_by_row:
@@ -260,8 +247,6 @@ class StaticCache(KeyValueCache):
         self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Write K new tokens; all T places of the layer come back, [B, Hkv, T, E] each."""
-        if at is not None:
-            raise ValueError(f"at={at}: a static cache writes at its end only")
         slots = self.position + torch.arange(keys.shape[2], device=keys.device)  # [K]
         self.keys[layer].index_copy_(2, slots, keys)
         self.values[layer].index_copy_(2, slots, values)
@@ -277,64 +262,8 @@ class StaticCache(KeyValueCache):
         self.position.fill_(length)
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _require_compiler(device: torch.device) -> None:
-    """Raise ValueError if torch.compile has nothing to compile kernels with."""
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        if not has_triton():
-            raise ValueError(
-                "torch.compile needs Triton to compile for this GPU: `pip install triton`, on a "
-                "card of compute capability 7.0 or newer; or decode without compiling"
-            )
-    elif device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except (InvalidCxxCompiler, RuntimeError) as error:
-            raise ValueError(
-                "torch.compile needs a C++ compiler on a CPU and finds none: install one (`apt "
-                "install g++`) or name it in the variable CXX; or decode without compiling"
-            ) from error
-
-
-def _require_kernels_for(device: torch.device, dtypes: set[torch.dtype]) -> None:
-    """Raise ValueError for bf16 on a GPU that has none: PyTorch compiles nothing there."""
-    if device.type != "cuda" or torch.bfloat16 not in dtypes:
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        raise ValueError(
-            f"a GPU of compute capability {major}.{minor} has no bf16, and PyTorch compiles no "
-            f"step with it, be it in weights or in the scales of 8 and 4 bits: give a decoder in "
-            f"fp16 or fp32, or decode without compiling"
-        )
-
-
 def _dtypes_in(decoder: Any) -> set[torch.dtype]:
     """Those of all parameters and buffers."""
     if not isinstance(decoder, nn.Module):
         return set()
     return {tensor.dtype for tensor in [*decoder.parameters(), *decoder.buffers()]}
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_break_even_tokens(
-    *, compile_seconds: float, plain: float, compiled: float
-) -> int | None:
-    """After how many tokens compiling has paid for itself; None if a compiled step is no faster.
-
-    All three in seconds: compiling, and one step without and with it. Raises ValueError for
-    negative ones.
-    """
-    check_number(least=0, compile_seconds=compile_seconds, plain=plain, compiled=compiled)
-    if compiled >= plain:
-        return None
-    return math.ceil(compile_seconds / (plain - compiled))

@@ -56,7 +56,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_flag, check_number, check_whole
+from recipes_lib.core.checks import check_share, check_whole
 from recipes_lib.core.data.token_ids import stop_ids, token_row
 from recipes_lib.core.measure import in_turns
 from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, require_decoder
@@ -166,11 +166,9 @@ def prompt_lookup_generate(
         shortest: the fewest. Where a check is dear, 2 leaves out the drafts that are mostly wrong.
         stop: ids that end the answer; the one that came is its last token.
         row_by_row: one attention call per token of a draft: exact with kernels that are exact.
-    Raises ValueError for a prompt that is no row of token ids, `stop` that is no collection of
-    them, numbers below 1, shortest > ngram, what is no decoder, and for a decoder with int8
-    "dynamic" layers on a CPU, whose text would depend on the drafts.
+    Raises ValueError for numbers below 1, shortest > ngram, and for a decoder with int8 "dynamic"
+    layers on a CPU, whose text would depend on the drafts.
     """
-    check_flag(row_by_row=row_by_row)
     return _generate(
         decoder,
         prompt,
@@ -197,11 +195,12 @@ def speculative_generate(
     Raises ValueError for two vocabularies too: a token of one means nothing to the other. The draft
     decoder may have layers of any kind.
     """
-    check_flag(row_by_row=row_by_row)
-    require_decoder(decoder)
-    require_decoder(draft_decoder)
-    _require_one_vocabulary(decoder, draft_decoder)
-    check_whole(new_tokens=new_tokens)
+    if decoder.vocabulary != draft_decoder.vocabulary:
+        raise ValueError(
+            f"the decoder has {decoder.vocabulary} tokens and the draft decoder "
+            f"{draft_decoder.vocabulary}: give a draft decoder with the same tokenizer, or use "
+            f"prompt_lookup_generate, which needs none"
+        )
     room = token_row(prompt, vocabulary=decoder.vocabulary).shape[1] + new_tokens
     return _generate(
         decoder,
@@ -345,15 +344,10 @@ def row_difference(
     Compared are their logits in one call, and those of a call for each. 0.0 means that speculation
     gives the greedy answer, whatever the draft. Anything else means that a near tie can go the
     other way.
-    Raises ValueError for a prompt that is not longer than `tokens`, and for what is no decoder.
     """
-    check_flag(row_by_row=row_by_row)
-    require_decoder(decoder)
-    check_whole(tokens=tokens, least=2)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     begin = row.shape[1] - tokens
-    if begin < 1:
-        raise ValueError(f"tokens={tokens}: give a prompt of {tokens + 1} tokens or more")
+    check_whole(tokens_before=begin)
     cache = decoder.new_cache(max_tokens=row.shape[1])
     decoder(row[:, :begin], cache, last_only=True)
     together = decoder(row[:, begin:], cache, row_by_row=row_by_row)  # [1, K, V]
@@ -370,15 +364,6 @@ def _refuse_one_scale(decoder: CausalDecoder) -> None:
             f'{layers[0]} rounds all tokens of a call by one scale (int8 "dynamic"), so drafts '
             f'would change the text: quantize with kind="weight_only" or "per_token", or use '
             f"greedy, which has no drafts"
-        )
-
-
-def _require_one_vocabulary(decoder: CausalDecoder, draft_decoder: CausalDecoder) -> None:
-    if decoder.vocabulary != draft_decoder.vocabulary:
-        raise ValueError(
-            f"the decoder has {decoder.vocabulary} tokens and the draft decoder "
-            f"{draft_decoder.vocabulary}: give a draft decoder with the same tokenizer, or use "
-            f"prompt_lookup_generate, which needs none"
         )
 
 
@@ -404,22 +389,12 @@ def predicted_speedup(
             (`measured_verify_ratio`). The published formula has 1.
         draft_share: share of the calls that have a draft. A lookup may find none; then the call is
             one of greedy decoding.
-    Raises ValueError for numbers outside their bounds.
     """
-    _check_share(acceptance=acceptance, draft_share=draft_share)
-    check_whole(draft_tokens=draft_tokens)
-    check_number(cost_ratio=cost_ratio, verify_ratio=verify_ratio, least=0)
+    check_share(acceptance=acceptance, draft_share=draft_share)
     accepted = sum(acceptance**place for place in range(1, draft_tokens + 1))  # a + a² + … + a^k
     seconds = verify_ratio + draft_tokens * cost_ratio  # in calls for one token
     tokens_per_call = 1 + draft_share * accepted
     return tokens_per_call / (1 + draft_share * (seconds - 1))
-
-
-def _check_share(**given: float) -> None:
-    check_number(least=0, **given)
-    for name, value in given.items():
-        if value > 1:
-            raise ValueError(f"{name}={value!r}: give a share, from 0 to 1")
 
 
 def measured_verify_ratio(
@@ -432,12 +407,9 @@ def measured_verify_ratio(
 ) -> float:
     """The time of a call for k + 1 tokens over that of a call for one, behind this prompt.
 
-    Median of the ratios of `rounds` rounds, in turns. Raises ValueError for a prompt that is no row
-    of token ids, numbers below 1, and for what is no decoder.
+    Median of the ratios of `rounds` rounds, in turns.
     """
-    check_flag(row_by_row=row_by_row)
     require_decoder(decoder)
-    check_whole(draft_tokens=draft_tokens, rounds=rounds)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     length = row.shape[1]
     cache = decoder.new_cache(max_tokens=length + draft_tokens + 1)

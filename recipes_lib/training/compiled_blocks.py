@@ -48,6 +48,7 @@ from torch.utils import _python_dispatch as dispatch
 from recipes_lib.core.checks import check_choice, check_number
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
 from recipes_lib.core.model.mixing import (
     mix_in,
@@ -89,19 +90,17 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     Args:
         dynamic: None compiles for the first shape of a batch, and for a second one a graph that
             takes all shapes; True makes that graph at once, False one for each shape.
-    Raises ValueError without a compiler for this device, and for a model that is no causal LM, is
-    sharded, compiled or checkpointed by a recipe already, or has blocks with a forward of their
-    own, as a device map sets it. The model's forward raises one for a block that is not one graph,
-    and for bf16 on a GPU without it. Where PyTorch allows no further graph, it warns once, and what
-    is new runs uncompiled.
+    Raises ValueError without a compiler for this device, and for a model that is sharded, compiled
+    or checkpointed by a recipe already. The model's forward raises one for a block that is not one
+    graph, and for bf16 on a GPU without it. Where PyTorch allows no further graph, it warns once,
+    and what is new runs uncompiled.
     """
     require_causal_lm(model)
     check_choice((None, True, False), dynamic=dynamic)
     blocks = decoder_blocks(model)
-    _require_whole(model)
-    _require_first(blocks)
+    _require_first(model)
     require_forward_of_class(blocks)
-    _require_compiler(blocks[0])
+    require_compiler(next(blocks[0].parameters()).device)
     for block in blocks:
         # An attribute of the block, without the block in it: a deep copy runs its own weights.
         graphs_of = functools.partial(_compile_once, type(block), _kind_of(block), dynamic)
@@ -154,7 +153,7 @@ def _compile_once(
     device, dtype, autocast, *_ = situation
     if autocast is not None:
         dtype = autocast
-    _require_kernels_for(device, dtype)
+    require_kernels_for(device, {dtype})
     return _Graphs(block_class, dynamic)
 
 
@@ -259,67 +258,22 @@ def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _require_whole(model: Any) -> None:
-    from recipes_lib.core.ranks.rank_bytes import (
-        is_sharded,  # imports much that nobody else here needs
-    )
+def _require_first(model: Any) -> None:
+    """Sharding and checkpoints have to stay outside of the graphs, so they come later."""
+    from recipes_lib.core.ranks.rank_bytes import is_sharded  # imports much
 
     if is_sharded(model):
         raise ValueError(
             "this model is sharded already: compile the blocks first, and shard them then, as "
             "apply_fully_sharded(model, compile_blocks=True) does"
         )
-
-
-def _require_first(blocks: torch.nn.ModuleList) -> None:
+    blocks = decoder_blocks(model)
     if any_marked(blocks, COMPILED):
-        raise ValueError(
-            "the blocks are compiled already: call remove_compiled_blocks(model) first"
-        )
+        raise ValueError("the blocks are compiled already: call remove_compiled_blocks(model)")
     if any_marked(blocks, CHECKPOINTED_INDEX):
         raise ValueError(
-            "this model is checkpointed, and a checkpoint has to stay outside of the graph: remove "
-            "the checkpointing, compile the blocks, then checkpoint them again"
-        )
-
-
-def _require_compiler(block: torch.nn.Module) -> None:
-    """Raise ValueError if torch.compile has nothing to compile kernels with."""
-    device = next(block.parameters()).device.type
-    if device == "cuda":
-        from torch.utils._triton import has_triton
-
-        if not has_triton():
-            raise ValueError(
-                "torch.compile needs Triton to compile for this GPU: `pip install triton`, on a "
-                "card of compute capability 7.0 or newer; or train without compiled blocks"
-            )
-    elif device == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except (InvalidCxxCompiler, RuntimeError) as error:
-            raise ValueError(
-                "torch.compile needs a C++ compiler on a CPU and finds none: install one (`apt "
-                "install g++`) or name it in the variable CXX; or train without compiled blocks"
-            ) from error
-
-
-def _require_kernels_for(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError for bf16 on a card that has none.
-
-    PyTorch emulates bf16 there and compiles nothing: it warns, and runs the block as it is.
-    """
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        raise ValueError(
-            f"a GPU of compute capability {major}.{minor} has no bf16, and PyTorch compiles none "
-            f"for it: train under torch.autocast('cuda', torch.float16), or in fp32, or call "
-            f"remove_compiled_blocks(model)"
+            "this model is checkpointed: remove the checkpointing, compile the blocks, then "
+            "checkpoint them again"
         )
 
 
@@ -399,7 +353,6 @@ def estimate_compiled_blocks(
         model: with its adapters, if any; its blocks may be compiled or checkpointed already.
         dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
             or if there is none.
-    Raises ValueError for a model without weights, as on the meta device or in a dry run.
     """
     require_adapters(budget, model)
     one_block = compiled_block_bytes(model, shape, dtype=dtype)
@@ -412,11 +365,6 @@ def compiled_block_bytes(model: Any, shape: Shape, *, dtype: torch.dtype | None)
     """Bytes that one compiled block keeps of `shape.rows` rows; under autocast with its copies."""
     block = decoder_blocks(model)[0]
     device = next(block.parameters()).device
-    if device.type == "meta" or torch._guards.active_fake_mode() is not None:
-        raise ValueError(
-            "what a compiled block keeps is counted on a block with weights: give a model that is "
-            "not on the meta device, outside of a dry run"
-        )
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,6 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_whole(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         check_whole(capacity=capacity, batch=batch)
         self.batch = batch
         self.dtype = dtype
@@ -209,9 +208,8 @@ def greedy(
     Args:
         prompt: token ids, as a list or as a tensor [1, S].
         stop: ids that end the answer; the one that came is returned as the last token.
-    Raises ValueError for a prompt that is no row of token ids (a text, a dictionary, several rows,
-    none), ids outside the vocabulary, new_tokens < 1, `stop` that is no collection of ids, more
-    tokens than the decoder has room for, and for what is no decoder.
+    Raises ValueError for no prompt, ids outside the vocabulary, new_tokens < 1, more tokens than
+    the decoder has room for, and for what is no decoder.
     """
     require_decoder(decoder)
     check_whole(new_tokens=new_tokens)

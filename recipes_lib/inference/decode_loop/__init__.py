@@ -31,7 +31,7 @@ are slower there.
 Shapes: B batch, K new tokens, T tokens in the cache, D hidden, F feed-forward, Hq and Hkv heads, G
 query heads per head of keys, E head dimension, V vocabulary.
 
-hf  its Hugging Face glue: reading the weights, and refusing what is not reproduced
+hf  its Hugging Face glue: reading the weights, and comparing logits
 norms  its norms, with few operators
 """
 
@@ -44,18 +44,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.decoding import KeyValueCache, is_decoder
-from recipes_lib.core.model.linears import linear_layers
+from recipes_lib.core.model.decoding import KeyValueCache
 from recipes_lib.core.predict.plain_step import without_grouped_heads
 from recipes_lib.inference.decode_loop.hf import (
     BlockWeights,
     Sizes,
     Weights,
-    read_weights,
-    require_equal_logits,
-    require_reproducible,
+    decoder_with_equal_logits,
+    require_the_same_at_any_length,
 )
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -92,18 +90,13 @@ def apply_decode_loop(model: Any) -> Decoder:
     Changing its dtype or replacing its layers does not change the model; writing into a shared
     weight would.
 
-    Raises ValueError for a decoder, a model that is no causal LM, has adapters or quantized weights
-    or no weights yet, or is of a family whose arithmetic differs: learned positions, scaled
-    embeddings, capped scores, parallel residuals, partial rotation, mixtures of experts. The last
-    check compares a few logits.
+    Raises ValueError for a model that is no causal LM, or whose arithmetic is not that of the loop:
+    learned positions, scaled embeddings, parallel residuals, partial rotation, mixtures of experts,
+    quantized layers. What is read has to give the model's logits on a few tokens.
     """
-    if is_decoder(model):
-        raise ValueError("this is a decoder already: use it as it is, or give the model behind it")
     require_causal_lm(model)
-    require_reproducible(model)
-    decoder = Decoder(read_weights(without_adapters(model)))
-    require_equal_logits(model, decoder)
-    return decoder
+    require_the_same_at_any_length(without_adapters(model))
+    return decoder_with_equal_logits(without_adapters(model), Decoder)
 
 
 class Decoder(nn.Module):
@@ -170,11 +163,11 @@ class Decoder(nn.Module):
         Args:
             row_by_row: attention of the K tokens one after the other, without a mask, as in K calls
                 of one token each.
-        Raises ValueError if the cache has no room for them, is for another number of rows or of
-        another decoder, and for tokens that are no tensor of whole numbers.
+        Raises ValueError if the cache has no room for them, or is for another number of rows.
         """
+        if len(tokens) != cache.batch:
+            raise ValueError(f"tokens {list(tokens.shape)}: give [{cache.batch}, K] for this cache")
         with _without_gradients():
-            self._check(tokens, cache)
             count = tokens.shape[1]
             cache.reserve(count)
             turn = self.turn(cache.positions(count))
@@ -195,23 +188,6 @@ class Decoder(nn.Module):
         if torch.compiler.is_compiling():
             return turn
         return torch.view_as_complex(turn)
-
-    def _check(self, tokens: Tensor, cache: KeyValueCache) -> None:
-        if not isinstance(cache, KeyValueCache) or len(cache.keys) != len(self.blocks):
-            raise ValueError(
-                f"cache is no cache of this decoder but of type {type(cache).__name__}: give what "
-                f"its new_cache(max_tokens=…) returns"
-            )
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens are of type {getattr(tokens, 'dtype', type(tokens).__name__)}: give token "
-                f"ids as a tensor of whole numbers [B, K]; greedy(decoder, prompt) takes lists"
-            )
-        if tokens.dim() != 2 or len(tokens) != cache.batch or tokens.shape[1] == 0:
-            raise ValueError(
-                f"tokens {list(tokens.shape)}: give [{cache.batch}, K] for this cache, with one "
-                f"token or more"
-            )
 
     def _require_positions(self, max_tokens: int) -> None:
         positions = self.sizes.positions
@@ -394,41 +370,3 @@ def _attend_row_by_row(
             )
         )
     return torch.cat(rows, dim=1)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_seconds_per_token(
-    *, read_bytes: float, bandwidth: float, overhead: float = 0.0
-) -> float:
-    """overhead + bytes / bandwidth: what a step of one token takes where memory is the limit.
-
-    Args:
-        read_bytes: of a step, such as `predicted_read_bytes`.
-        bandwidth: bytes per second, such as `core.read_bandwidth.measure_read_bandwidth()`.
-        overhead: seconds of a step that do not depend on the bytes: calls of operators.
-    Raises ValueError for a bandwidth that is not positive and negative bytes or seconds.
-    """
-    check_number(above=0, bandwidth=bandwidth)
-    check_number(least=0, read_bytes=read_bytes, overhead=overhead)
-    return overhead + read_bytes / bandwidth
-
-
-def predicted_read_bytes(decoder: Decoder, *, length: int) -> int:
-    """Bytes that a step of one token reads: every weight of a product once, and the cache so far.
-
-    Of the embedding it reads one row. `length` counts the tokens in the cache, the new one too.
-    Layers that a technique of precision has put in are not counted: it knows their bytes. Raises
-    ValueError for a length below 1, and for a decoder of another kind.
-    """
-    if not isinstance(decoder, Decoder):
-        raise ValueError(
-            f"{type(decoder).__name__} is no Decoder: give what apply_decode_loop(model) returns"
-        )
-    check_whole(length=length)
-    weights = sum(linear.weight.nbytes for linear in linear_layers(decoder).values())
-    sizes = decoder.sizes
-    cache = decoder.new_cache(max_tokens=1)
-    per_token = 2 * len(decoder.blocks) * sizes.kv_heads * sizes.head_dim * cache.dtype.itemsize
-    return weights + length * per_token

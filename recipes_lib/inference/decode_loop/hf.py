@@ -1,18 +1,12 @@
-"""Hugging Face glue of the decode loop: reading the weights of a family, and refusing the others.
+"""Hugging Face glue of the decode loop: reading the weights of a family, and comparing logits.
 
-Three questions decide whether a model is read, and each sees what the others cannot:
-
-    modules     Does a block hold what the loop computes, and nothing else?
-    norms       Is each norm x / rms(x) * weight?              Gemma's is x / rms(x) * (1 + weight)
-    logits      Does the decoder give the model's logits on a few tokens?          scaled embeddings
-
-What shows only on long texts is asked of the configuration: sliding windows, and rotary angles that
-change with the length.
+Whatever has layers of the names of Llama's is read. Whether it computes what the loop computes, the
+logits of a few tokens say. What shows only on long texts is asked of the configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recipes_lib.core.data.evaluation import evaluating
-from recipes_lib.core.model.causal_lm import decoder_blocks, longest_text, trunk, without_adapters
-from recipes_lib.core.model.linears import refuse_quantized
+from recipes_lib.core.model.causal_lm import decoder_blocks, longest_text, trunk
 from recipes_lib.inference.decode_loop.norms import HeadNorm, RootMeanSquareNorm
 
-# What a block of these families holds, by the names of transformers.
-IN_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-NORMS_IN_ATTENTION = {"q_norm", "k_norm"}  # Qwen3: of each head of queries and of keys
-IN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-IN_TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 # Kinds of rotary embeddings whose angles per position are the same for all lengths.
-FIXED_ROPE = {"default", "linear", "yarn", "llama3"}
+FIXED_ROPE = ("default", "linear", "yarn", "llama3")
 
 WAY_OUT = "the decode loop does not compute that; keep model.generate() for this model"
 PROBE_TOKENS = 8
@@ -83,7 +70,7 @@ class Weights:
 
 
 def read_weights(model: Any) -> Weights:
-    """Read a model that `require_reproducible` lets through. Fused weights are copies."""
+    """Read a model that has the layers of Llama. Fused weights are copies."""
     inside = trunk(model)
     sizes = _sizes(model)
     embedding = nn.Embedding.from_pretrained(inside.embed_tokens.weight.detach())
@@ -209,127 +196,55 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-# --- guards ---------------------------------------------------------------------------------------
+# --- does it compute the same? --------------------------------------------------------------------
 
 
-def require_reproducible(model: Any) -> None:
-    """Raise ValueError for a model whose modules or configuration the loop does not reproduce."""
-    causal = without_adapters(model)
-    refuse_quantized(
-        causal,
-        way_out="make the decoder of the model in full precision, and quantize the decoder",
-    )
-    if any(parameter.is_meta for parameter in causal.parameters()):
-        raise ValueError("the model has no weights yet (device meta): load them first")
-    problem = _why_not(causal)
-    if problem:
-        raise ValueError(f"{type(causal).__name__} {problem}: {WAY_OUT}")
+def require_the_same_at_any_length(model: Any) -> None:
+    """Raise ValueError for what a few tokens do not show: angles that change with the length, caps.
+
+    A cap of the scores changes nothing as long as they are small.
+    """
+    config = model.config.get_text_config()
+    kind = getattr(getattr(trunk(model), "rotary_emb", None), "rope_type", "default")
+    if kind not in FIXED_ROPE or getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} caps its scores, or has rotary angles of kind {kind}, which "
+            f"change with the length: {WAY_OUT}"
+        )
 
 
-def _why_not(model: Any) -> str | None:
-    """The first thing that is different; None for a model that can be read."""
-    return next((problem for problem in _problems(model) if problem is not None), None)
-
-
-def _problems(model: Any) -> Iterator[str | None]:
-    """One check after the other: a later one needs what those before have found there."""
-    inside = trunk(model)
-    blocks = decoder_blocks(model)
-    yield _other_children(inside, IN_TRUNK)
-    for block in blocks:
-        yield _other_children(block, IN_BLOCK)
-        in_attention = set(IN_ATTENTION)
-        if hasattr(block.self_attn, "q_norm"):
-            in_attention |= NORMS_IN_ATTENTION
-        yield _other_children(block.self_attn, in_attention)
-        yield _other_children(block.mlp, IN_MLP)
-    yield _other_layers(model)
-    yield _other_positions(inside.rotary_emb, blocks[0].self_attn)
-    yield _other_norms(inside, blocks)
-
-
-def _other_children(module: nn.Module, expected: set[str]) -> str | None:
-    names = {name for name, _ in module.named_children()}
-    different = sorted(names ^ expected)
-    if different:
-        return f"differs from Llama in {', '.join(different[:3])} of its {type(module).__name__}"
-    return None
-
-
-def _other_layers(model: Any) -> str | None:
-    """Adapters and quantized weights stand in the places of plain linear layers."""
-    layers = [("the output layer", model.get_output_embeddings())]
-    for block in decoder_blocks(model):
-        inside = [*block.self_attn.named_children(), *block.mlp.named_children()]
-        layers += [(name, layer) for name, layer in inside if name.endswith("_proj")]
-    for name, layer in layers:
-        if type(layer) is not nn.Linear:
-            return f"has {type(layer).__name__} as {name}, not nn.Linear (merge adapters first)"
-    embedding = trunk(model).embed_tokens
-    if type(embedding) is not nn.Embedding:
-        return f"has {type(embedding).__name__} as its embedding"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        return "has its weights on several devices"
-    return None
-
-
-def _other_positions(rotary: nn.Module, attention: nn.Module) -> str | None:
-    kind = getattr(rotary, "rope_type", None)
-    if kind not in FIXED_ROPE or not hasattr(rotary, "inv_freq"):
-        return f"has rotary angles of kind {kind}, which change with the length or the layer"
-    if 2 * len(rotary.inv_freq) != attention.head_dim:
-        return "rotates a part of each head"
-    return None
-
-
-def _other_norms(inside: nn.Module, blocks: nn.ModuleList) -> str | None:
-    attention = blocks[0].self_attn
-    norms = [inside.norm, blocks[0].input_layernorm, blocks[0].post_attention_layernorm]
-    norms += [getattr(attention, name) for name in NORMS_IN_ATTENTION if hasattr(attention, name)]
-    heads = attention.head_dim
-    for norm in norms:
-        if not hasattr(norm, "variance_epsilon") or not _is_rms_norm(norm):
-            return f"has a {type(norm).__name__}, which is not x / rms(x) * weight"
-    in_attention = norms[3:]
-    if any(len(norm.weight) != heads for norm in in_attention):
-        return "normalizes queries and keys over all heads together"
-    return None
-
-
-def _is_rms_norm(norm: nn.Module) -> bool:
-    weight = norm.weight.detach()
-    x = torch.linspace(-2, 3, len(weight), dtype=weight.dtype, device=weight.device)
-    expected = functional.rms_norm(x, x.shape, weight, norm.variance_epsilon)
-    with torch.no_grad():
-        return _relative_error(norm(x), expected) <= TOLERANCE[weight.dtype]
+def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Weights], Any]) -> Any:
+    """A decoder of the weights of `model`. Raises ValueError unless it gives the same logits."""
+    try:
+        decoder = decoder_class(read_weights(model))
+        error, allowed = error_of_logits(model, decoder)
+    except Exception as error:  # the first thing that is not as in Llama, in the words of Python
+        problem = " ".join(str(error).split())[:100]
+        raise ValueError(
+            f"{type(model).__name__} differs from Llama ({problem}): {WAY_OUT}"
+        ) from error
+    if not error <= allowed:  # NaN is not
+        raise ValueError(
+            f"{type(model).__name__} gives other logits than the decode loop (relative error "
+            f"{error:.2g}, allowed {allowed:g}): {WAY_OUT}"
+        )
+    return decoder
 
 
 @torch.no_grad()
-def require_equal_logits(model: Any, decoder: Any) -> None:
-    """Raise ValueError unless `decoder` gives the logits of `model` on a few tokens.
+def error_of_logits(model: Any, decoder: Any) -> tuple[float, float]:
+    """How far the logits of a few tokens are from those of `model`, and how far they may be.
 
     Most of them come in one call and the last ones one by one, so both ways are compared.
     """
-    causal = without_adapters(model)
     spread = torch.linspace(0, decoder.vocabulary - 1, PROBE_TOKENS)
-    tokens = spread.long()[None].to(causal.device)  # [1, S]
-    with evaluating(causal):
-        expected = causal(tokens, use_cache=False).logits  # [1, S, V]
+    tokens = spread.long()[None].to(model.device)  # [1, S]
+    with evaluating(model):
+        expected = model(tokens, use_cache=False).logits.float()  # [1, S, V]
 
     cache = decoder.new_cache(max_tokens=PROBE_TOKENS)
     together, single = tokens.split([PROBE_TOKENS - 2, 2], dim=1)
     got = [decoder(together, cache)]
     got += [decoder(token, cache) for token in single.split(1, dim=1)]
-    error = _relative_error(torch.cat(got, dim=1), expected)
-    allowed = TOLERANCE[expected.dtype]
-    if not error <= allowed:  # NaN is not
-        raise ValueError(
-            f"{type(causal).__name__} gives other logits than the decode loop (relative error "
-            f"{error:.2g}, allowed {allowed:g}): {WAY_OUT}"
-        )
-
-
-def _relative_error(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected| in the Euclidean norm."""
-    difference = (got.float() - expected.float()).norm()
-    return (difference / expected.float().norm()).item()
+    difference = (torch.cat(got, dim=1).float() - expected).norm()
+    return (difference / expected.norm()).item(), TOLERANCE[model.dtype]

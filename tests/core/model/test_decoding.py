@@ -124,17 +124,6 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it():
     assert greedy(Counting(), [1], new_tokens=6, stop={4}) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("prompt", [[], torch.zeros(2, 3), torch.zeros(1, 0)])
-def test_prompts_that_are_no_row(prompt):
-    with pytest.raises(ValueError, match="token ids of one row"):
-        greedy(Counting(), prompt, new_tokens=1)
-
-
-def test_no_new_token():
-    with pytest.raises(ValueError, match="new_tokens=0"):
-        greedy(Counting(), [1], new_tokens=0)
-
-
 def test_models_and_decoders(llama):
     assert is_decoder(Counting()) and not is_decoder(llama)
     require_causal_lm_or_decoder(Counting())
@@ -148,19 +137,3 @@ def test_a_model_that_is_no_decoder_is_told_the_way():
     model = model_of_shape("tiny-llama", device="cpu")
     with pytest.raises(ValueError, match=r"give what apply_decode_loop\(model\) returns"):
         greedy(model, [1, 2], new_tokens=3)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ("hello", {}, "prompt is a text"),
-        ([1, 10], {}, "holds the id 10, and the model knows 10 tokens"),
-        ([1], {"stop": 5}, "stop=5: give a collection"),
-    ],
-)
-def test_bad_input_is_told_before_a_token_is_read(prompt, options, message):
-    """The mistakes: an IndexError of an embedding, or a TypeError after the first token."""
-    decoder = Counting()
-    with pytest.raises(ValueError, match=message):
-        greedy(decoder, prompt, new_tokens=2, **options)
-    assert decoder.given == []

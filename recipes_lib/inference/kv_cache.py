@@ -21,21 +21,21 @@ In production   vLLM `--kv-cache-dtype fp8`; llama.cpp `--cache-type-k q8_0 --ca
 Source     Liu et al., "KIVI", arXiv 2402.02750; Hooper et al., "KVQuant", arXiv 2401.18079.
 
 Shapes: B batch, Hkv heads of keys and values, T capacity, K new tokens, D head dimension.
-
-positions  what a cache is for: the time of a token against its position
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.model.decoding import KeyValueCache
-
-SCALE_BYTES = 4  # a scale is fp32
+from recipes_lib.core.measure import in_turns
+from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -62,23 +62,19 @@ def apply_int8_cache(decoder: Any) -> Any:
 
     It works on any decoder whose `new_cache` makes what stands in its attribute `cache_class`.
     `remove_int8_cache` takes it back; caches that exist stay as they are. Raises ValueError for a
-    decoder that makes int8 caches already, and for one without that attribute.
+    decoder without that attribute, such as a compiled one.
     """
-    _require_cache_class(decoder)
-    if decoder.cache_class is Int8KeyValueCache:
-        raise ValueError("this decoder makes int8 caches already: call remove_int8_cache first")
+    if not hasattr(decoder, "cache_class"):
+        raise ValueError(
+            f"{type(decoder).__name__} has no cache_class, which makes its caches: give a decoder "
+            f"that apply_decode_loop(model) returned"
+        )
     decoder.cache_class = Int8KeyValueCache
     return decoder
 
 
 def remove_int8_cache(decoder: Any) -> Any:
-    """Let `decoder.new_cache(…)` make plain caches again. Returns `decoder`.
-
-    Raises ValueError if it makes no int8 caches.
-    """
-    _require_cache_class(decoder)
-    if decoder.cache_class is not Int8KeyValueCache:
-        raise ValueError("this decoder makes no int8 caches: there is nothing to remove")
+    """Let `decoder.new_cache(…)` make plain caches again. Returns `decoder`."""
     decoder.cache_class = KeyValueCache
     return decoder
 
@@ -130,50 +126,58 @@ class Int8KeyValueCache(KeyValueCache):
         return read[0], read[1]
 
 
-# --- guards ---------------------------------------------------------------------------------------
+# --- what a cache is for --------------------------------------------------------------------------
 
 
-def _require_cache_class(decoder: Any) -> None:
-    if not hasattr(decoder, "cache_class"):
-        raise ValueError(
-            f"{type(decoder).__name__} does not let others choose its caches of keys and values: "
-            f"give a decoder with a cache_class, such as apply_decode_loop(model) returns"
-        )
+@dataclass(frozen=True)
+class PositionTime:
+    """The seconds of one token that stands behind `position` others, medians."""
+
+    position: int
+    with_cache: float
+    without_cache: float
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+def time_by_position(
+    decoder: CausalDecoder, positions: Iterable[int], *, rounds: int = 3
+) -> list[PositionTime]:
+    """Measure one step at each of these positions, with the cache and without it, in turns.
 
-
-def predicted_cache_bytes(
-    *,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    tokens: int,
-    batch: int = 1,
-    bytes_per_number: float = 4,
-    scale_bytes: int = 0,
-) -> int:
-    """Bytes of a cache: keys and values of every token, head and layer, exactly.
-
-    Args:
-        tokens: for which it has room, in each row.
-        bytes_per_number: 4 in fp32, 2 in bf16, 1 in int8.
-        scale_bytes: `SCALE_BYTES` for int8, whose keys and values have a scale per token and head.
+    Without a cache, a step computes the whole text again. Which tokens these are does not matter
+    for the time, so they are drawn.
     """
-    check_whole(layers=layers, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens, batch=batch)
-    check_number(above=0, bytes_per_number=bytes_per_number)
-    check_number(least=0, scale_bytes=scale_bytes)
-    per_head = head_dim * bytes_per_number + scale_bytes
-    return int(2 * layers * batch * kv_heads * tokens * per_head)
+    positions = list(positions)
+    steps = _steps(decoder, positions)
+    for step in steps.values():
+        step()
+    seconds = in_turns(steps, rounds=rounds)
+    table = []
+    for position in positions:
+        with_cache = statistics.median(seconds[f"with {position}"])
+        without_cache = statistics.median(seconds[f"without {position}"])
+        table.append(PositionTime(position, with_cache, without_cache))
+    return table
 
 
-def relative_error(x: Tensor) -> float:
-    """How far the stored numbers are from x [..., D], relative to x, in the Euclidean norm.
+def _steps(decoder: CausalDecoder, positions: list[int]) -> dict[str, Callable[[], None]]:
+    longest = max(positions)
+    draw = torch.Generator().manual_seed(0)
+    text = torch.randint(decoder.vocabulary, (1, longest + 1), generator=draw)  # [1, S]
+    filled = decoder.new_cache(max_tokens=longest + 1)
+    decoder(text, filled, last_only=True)
+    again = decoder.new_cache(max_tokens=longest + 1)
 
-    Raises ValueError for what is no tensor, and for zeros, from which nothing is far.
-    """
-    if not isinstance(x, Tensor) or not x.any():
-        raise ValueError("x is no tensor, or holds zeros alone: give keys or values [..., D]")
-    stored = dequantized(*quantized(x), torch.float32)
-    return ((stored - x.float()).norm() / x.float().norm()).item()
+    def with_cache(position: int) -> None:
+        # The text before `position` is in the cache, whatever was measured before.
+        filled.length = position
+        decoder(text[:, position : position + 1], filled, last_only=True)
+
+    def without_cache(position: int) -> None:
+        again.truncate(0)
+        decoder(text[:, : position + 1], again, last_only=True)
+
+    steps: dict[str, Callable[[], None]] = {}
+    for position in positions:
+        steps[f"with {position}"] = partial(with_cache, position)
+        steps[f"without {position}"] = partial(without_cache, position)
+    return steps
