@@ -157,7 +157,7 @@ def prompts(count):
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("kind", ["bf16", "weight_only"])
-def test_row_by_row_is_exact_where_one_masked_call_is_not(kind):
+def test_row_by_row_is_exact(kind):
     """The mistake: a mask changes the last bit, and a rounding to 16 bits makes 1/256 of it."""
     # With oneDNN the product of a row in bf16 depends on how many rows there are.
     with torch.backends.mkldnn.flags(enabled=False):
@@ -166,8 +166,6 @@ def test_row_by_row_is_exact_where_one_masked_call_is_not(kind):
             pytest.skip("the kernels of this machine compute a row differently among others")
         for prompt in prompts(8):
             assert row_difference(decoder, prompt, tokens=8) == 0.0
-        masked = (row_difference(decoder, text, tokens=8, row_by_row=False) for text in prompts(60))
-        assert any(difference > 0 for difference in masked)
         text = prompt[:12] * 2
         got = prompt_lookup_generate(decoder, text, new_tokens=30)
         assert got.tokens == greedy(decoder, text, new_tokens=30)

@@ -4,10 +4,9 @@ An id outside the vocabulary fails deep inside an embedding, and on a GPU withou
 
     prompt       one text               [1, S]      token_row(prompt, vocabulary=…)
     documents    several texts          [1, S] each token_rows(documents=documents, vocabulary=…)
-    batches      rows of one length     [B, S]      check_batch(batch, vocabulary=…, name="batch 0")
     stop         ids that end a text                stop_ids(stop)
 
-Shapes: S tokens of a text, B rows of a batch.
+Shape: S tokens of a text.
 """
 
 from __future__ import annotations
@@ -54,14 +53,6 @@ def token_rows(*, vocabulary: int, least: int = 1, **given: Any) -> list[Tensor]
 def stop_ids(stop: Iterable[Any]) -> frozenset[int]:
     """The ids that end a text. The None of a tokenizer without an end token would never come."""
     return frozenset(int(token) for token in stop)
-
-
-def check_batch(batch: Any, *, vocabulary: int, name: str) -> None:
-    """Raise ValueError unless `input_ids` [B, S] of `batch` are tokens of the vocabulary.
-
-    `name` says in the message which batch it is.
-    """
-    _check_ids(batch["input_ids"], vocabulary, f"input_ids of {name}")
 
 
 def _check_ids(ids: Tensor, vocabulary: int, name: str) -> None:

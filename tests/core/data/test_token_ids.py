@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes_lib.core.data.token_ids import check_batch, stop_ids, token_row, token_rows
+from recipes_lib.core.data.token_ids import stop_ids, token_row, token_rows
 
 
 @pytest.mark.parametrize("tokens", [[3, 1], torch.tensor([3, 1]), torch.tensor([[3, 1]]).int()])
@@ -29,7 +29,7 @@ def test_what_is_no_row_of_ids(tokens, message):
         token_row(tokens, vocabulary=4)
 
 
-def test_several_texts_and_batches():
+def test_several_texts():
     """The mistake: the message does not say which of many is wrong."""
     rows = token_rows(documents=[[1, 2], torch.tensor([[3, 1, 0]])], vocabulary=4, least=2)
     assert [row.tolist() for row in rows] == [[[1, 2]], [[3, 1, 0]]]
@@ -37,9 +37,6 @@ def test_several_texts_and_batches():
         token_rows(documents=[], vocabulary=4)
     with pytest.raises(ValueError, match=r"documents\[1\] has the shape \[1, 1\]: .* 2 or more"):
         token_rows(documents=[[1, 2], [3]], vocabulary=4, least=2)
-    check_batch({"input_ids": torch.tensor([[1, 2]])}, vocabulary=4, name="batch 0")
-    with pytest.raises(ValueError, match="input_ids of batch 0 holds numbers from 9 to 9"):
-        check_batch({"input_ids": torch.full((1, 3), 9)}, vocabulary=4, name="batch 0")
 
 
 def test_what_ends_a_text():
