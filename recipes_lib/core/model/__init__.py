@@ -5,6 +5,7 @@ local folder works too. `model_of_shape("llama-3.1-8b")` gives random weights of
 
 causal_lm  what a causal language model is here, and where its parts are
 chunked_loss  losses whose logits exist for a chunk of tokens at a time: plan, gradients
+compiling  whether torch.compile can make kernels here
 decoding  what a decoder is: cache of keys and values, protocol, greedy loop
 default_model  SmolLM2 without a login: from the hub, or from a PyPI wheel
 fingerprint  a short name for the values of many tensors: the same base, or another
