@@ -55,14 +55,6 @@ def stop_ids(stop: Iterable[Any]) -> frozenset[int]:
     return frozenset(int(token) for token in stop)
 
 
-def check_batch(batch: Any, *, vocabulary: int, name: str) -> None:
-    """Raise ValueError unless `input_ids` [B, S] of `batch` are tokens of the vocabulary.
-
-    `name` says in the message which batch it is.
-    """
-    _check_ids(batch["input_ids"], vocabulary, f"input_ids of {name}")
-
-
 def _check_ids(ids: Tensor, vocabulary: int, name: str) -> None:
     smallest, largest = ids.aminmax()
     if smallest < 0 or largest >= vocabulary or ids.is_floating_point():

@@ -197,14 +197,6 @@ def names_of_linears(
     return wanted
 
 
-def require_linear(linear: Any) -> None:
-    """Raise ValueError unless this is a linear layer with weights, as `linear_layers` has them."""
-    if not isinstance(linear, nn.Linear):
-        raise ValueError(
-            f"{type(linear).__name__} is no nn.Linear: give one of linear_layers(model).values()"
-        )
-
-
 def replace_linears(
     model: nn.Module,
     make: Callable[[str, nn.Linear], nn.Module],
