@@ -709,7 +709,7 @@ print(f"packed without positions  {leaking:.4f}")
 # %% [markdown]
 # Without positions the loss looks *better*: a later document reads the earlier ones, which are similar to it. That gain is false. When the model is used, there is no other document in front of the question.
 #
-# Which documents share a row? `best_fit` puts each into the fullest row that still has room. Then the cell measures three arrangements of the same eight rows, in useful tokens per second: padded as the data come, sorted by length, and packed. To be quick, this is LoRA on a model that keeps ten of its thirty blocks. Each speed is the median of three forward and backward passes. In brackets are the lowest and the highest. Where two brackets overlap, this run does not say which is faster.
+# Which documents share a row? `best_fit` puts each into the fullest row that still has room. Then the cell measures three arrangements of the same eight rows, in useful tokens per second: padded as the data come, sorted by length, and packed. To be quick, this is LoRA on a model that keeps ten of its thirty blocks. Each speed is that of the fastest of three forward and backward passes. In brackets are the lowest and the highest. Where two brackets overlap, this run does not say which is faster.
 
 # %%
 

@@ -27,18 +27,14 @@ FEWEST_POINTS = 3  # a line goes through any two points exactly, and says nothin
 
 @dataclass(frozen=True)
 class OverheadFit:
-    """The line `seconds = overhead + bytes / bandwidth`, and how well it describes its points.
+    """The line `seconds = overhead + bytes / bandwidth`.
 
-    `r_squared` is the part of the variance of the times that the line explains: 1 if all points lie
-    on it. `largest_residual` is the largest distance of a point from the line, relative to its
-    time. A negative `overhead` means that the line does not fit: small sizes are read faster, as
-    from a cache.
+    A negative `overhead` means that the line does not fit: small sizes are read faster, as from a
+    cache.
     """
 
     overhead: float
     bandwidth: float
-    r_squared: float
-    largest_residual: float
 
     def seconds(self, size: float) -> float:
         """The time of a token that reads `size` bytes, by the line."""
@@ -69,13 +65,4 @@ def fit_overhead(points: Sequence[tuple[float, float]]) -> OverheadFit:
             f"the time does not grow with the bytes (slope {slope:.2e} s per byte): measure again "
             f"in turns on a quiet machine, with sizes that differ more"
         )
-    # Distances from the line, as parts of the measured time.
-    residuals = []
-    for size, seconds in points:
-        residuals.append(abs(overhead + slope * size - seconds) / seconds)
-    return OverheadFit(
-        overhead=overhead,
-        bandwidth=1 / slope,
-        r_squared=statistics.correlation(sizes, times) ** 2,
-        largest_residual=max(residuals),
-    )
+    return OverheadFit(overhead=overhead, bandwidth=1 / slope)
