@@ -81,44 +81,15 @@ def _is_list_of_turns(value: Any) -> bool:
 
 def _text(row: dict[str, Any], name: str) -> str:
     value = row[name]
-    if isinstance(value, str):
-        if _has_half_a_character(value):
-            raise ValueError(
-                f"`{name}` holds half of a character, one of U+D800 to U+DFFF alone, which no "
-                f"tokenizer takes: mend or remove it"
-            )
-        return value
-    raise ValueError(f"`{name}` is {_shown(value)}: {_advice(value)}")
-
-
-def _has_half_a_character(text: str) -> bool:
-    """Whether a text was cut inside of an emoji: JSON writes one as two halves."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    if not isinstance(value, str):
+        raise ValueError(f"`{name}` is {_shown(value)}: give a text")
+    return value
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON writes it, and what it is: 4, a number."""
-    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
-    kinds |= {dict: "an object", str: "a text"}
-    if value is None:
-        return "null"
+    """The beginning of a value, as JSON writes it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) > 40:
-        text = f"{text[:40]}…"
-    return f"{text}, {kinds.get(type(value), type(value).__name__)}"
-
-
-def _advice(value: Any) -> str:
-    """How to make a text of what is none."""
-    if isinstance(value, bool | int | float):
-        return f'write it as a text, "{json.dumps(value)}"'
-    if isinstance(value, list):
-        return "join its parts into one text; images and sounds are not trained on"
-    return "give a text"
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 # --- a conversation -------------------------------------------------------------------------------
