@@ -20,7 +20,7 @@ unexport JUPYTER_PATH
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check lint lab notebooks texts gpu address clean
+.PHONY: help run test check survey lint lab notebooks texts gpu address clean
 
 help:  ## Show this list
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,21 +29,23 @@ run: $(READY)  ## Execute a notebook and print what it measures: NB=01 (default)
 	@$(PY) notebooks/execute.py run $(or $(NB),01)
 
 # Two tests at a time, each with one thread: more threads than cores wait for each other.
-test check: export RECIPES_FAST := 1
-test check: export OMP_NUM_THREADS := 1
+test check survey: export RECIPES_FAST := 1
+test check survey: export OMP_NUM_THREADS := 1
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # ARGS=tests/test_readme.py runs that file in place of all; ARGS=-x is an option for all of them.
 NAMED := $(wildcard $(foreach word,$(ARGS),$(firstword $(subst ::, ,$(word)))))
 # Notebooks first: they take longest, and no worker should end with one.
-# FAMILIES=all: parity over every family of transformers, which writes docs/families.md.
-test: lint  ## Lint, unit and parity tests, every notebook in small sizes, commands of the pages
-	$(PYTEST) --nbmake --nbmake-timeout=900 $(if $(NAMED),,notebooks tests) $(ARGS)
+test: lint  ## Lint, every recipe against its reference, every notebook in small sizes
+	$(PYTEST) --nbmake --nbmake-timeout=900 $(if $(NAMED),,-m "not survey" notebooks tests) $(ARGS)
 
-# The rules of the house, what everything stands on, and every technique beside its reference.
-CORE_TESTS := tests/test_architecture.py $(patsubst %,tests/%,core report architecture attention \
-	compression fine_tuning inference memory precision training)
-check: lint  ## Lint and the two-minute core of the tests, for while you work
-	$(PYTEST) $(if $(NAMED),,$(CORE_TESTS)) $(ARGS)
+# The rules of the house, the probe, and the rooms that most people change.
+CHECKED := tests/test_architecture.py tests/test_public_names.py $(patsubst %,tests/%,core/model core/predict \
+	fine_tuning memory precision training)
+check: lint  ## Lint and the one-minute core of the tests, for while you work
+	$(PYTEST) -m "not survey" $(if $(NAMED),,$(CHECKED)) $(ARGS)
+
+survey: $(READY)  ## What takes long, weekly: every family of models (docs/families.md), the tools of others
+	FAMILIES=all $(PYTEST) -m survey tests $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

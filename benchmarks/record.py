@@ -145,7 +145,8 @@ def unit_of(metric: str) -> str:
 def _withdrawn_if_disturbed(record: Record) -> Record:
     """A ratio of times whose turns differ too much is measured again, and not quoted."""
     low, high = record.get("low"), record.get("high")
-    if record.get("unit") == "×" and low and high / low > WIDEST:
+    is_ratio = record.get("unit") == "×" or record["metric"].endswith("ratio")
+    if is_ratio and low and high / low > WIDEST:
         return record | {"withdrawn": DISTURBED}
     return record
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
-TESTS += ["--nbmake", "--nbmake-timeout=900", "tests", "notebooks"]
+TESTS += ["-m", "not survey", "--nbmake", "--nbmake-timeout=900", "tests", "notebooks"]
 AGAIN = ["--last-failed", "--last-failed-no-failures", "none"]
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^ ;]+)")
 FAILED = re.compile(r"(\d+) (?:failed|errors?)\b")

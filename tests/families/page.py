@@ -1,9 +1,10 @@
-"""docs/families.md: the table of families and techniques, and what each refusal says."""
+"""docs/families.md: which technique runs on which family, and what the refusals say."""
 
 from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from pathlib import Path
 
 import peft
@@ -14,38 +15,28 @@ from tests.families.parity import Outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 PARTS = "Layer|Block|MLP|MoE|Moe|Mixer|Config|Experts|Router|Attention|Model|Decoder|Encoder"
-SIGNS = {"equal": "=", "untested": "?", "wrong": "**wrong**", "crash": "**crash**"}
+SIGNS = {"equal": "=", "refused": "x", "untested": "?", "wrong": "!", "crash": "!"}
+NO_CAUSAL_LM = "-"
+RARE = 3  # families, below which a refusal is only counted
 
 HEAD = """# Every technique on every family of causal LMs
 
-Made by `make test FAMILIES=all` on {date}, with transformers {transformers}, torch {torch} and peft
-{peft}, on a CPU in fp32. Each family is a tiny random model, in which every parameter is perturbed.
-What is compared is the loss and every gradient, or for inference the logits or the text.
+`make survey` made this page on {date}, with transformers {transformers}, torch {torch} and peft {peft}, on a CPU in fp32. Each family is a tiny random model, in which every parameter is perturbed. What is compared is the loss and every gradient, or for inference the logits or the text. References: the unmodified eager model, under a dense mask for windows and blocks; each document alone for packing; the merged weights for adapters; rounded weights for quantized layers, and with int4 the 16 bits in which its kernel takes and gives numbers.
 
-{families} families and {techniques} techniques: {equal} cells are equal to the reference, {refused}
-are refused in one sentence, {untested} are untested, {wrong} are wrong.
+{families} families and {techniques} techniques: {equal} cells are equal to the reference, {refused} are refused in one sentence, {untested} are untested, {wrong} are wrong.
+"""  # noqa: E501
+LEGEND = """
+## By family
 
-- `=` equal to an independent reference
-- a number: refused, with the sentence of this number below
-- `–` no causal LM as transformers builds it by default
-- `?` transformers itself fails on the reference, or builds no tiny model of the family
-
-References: the unmodified eager model, under a dense mask for windows and blocks; each document
-alone for packing; the merged weights for adapters; rounded weights for quantized layers, and with
-int4 the 16 bits in which its kernel takes and gives numbers.
-"""
+A column is a technique of the table above. `=` equal, `x` refused, `-` no causal LM as transformers builds it by default, `?` transformers itself fails on the reference, `!` wrong.
+"""  # noqa: E501
 
 
 def write_page(outcomes: dict[tuple[str, str], Outcome]) -> None:
     """Write what was found, by family and technique, to docs/families.md."""
     families = list(dict.fromkeys(family for family, _ in outcomes))
     techniques = list(dict.fromkeys(technique for _, technique in outcomes))
-    sentences: dict[str, int] = {}
-    rows = []
-    for family in families:
-        cells = [_cell(outcomes.get((family, name)), sentences) for name in techniques]
-        rows.append(f"| {family} | " + " | ".join(cells) + " |")
-    kinds = [each.kind for each in outcomes.values()]
+    kinds = Counter(each.kind for each in outcomes.values())
     head = HEAD.format(
         date=datetime.date.today().isoformat(),
         transformers=transformers.__version__,
@@ -53,29 +44,71 @@ def write_page(outcomes: dict[tuple[str, str], Outcome]) -> None:
         peft=peft.__version__,
         families=len(families),
         techniques=len(techniques),
-        equal=kinds.count("equal"),
-        refused=kinds.count("refused"),
-        wrong=kinds.count("wrong") + kinds.count("crash"),
-        untested=kinds.count("untested"),
+        equal=kinds["equal"],
+        refused=kinds["refused"],
+        wrong=kinds["wrong"] + kinds["crash"],
+        untested=kinds["untested"],
     )
-    titles = " | ".join(name.replace("_", " ") for name in techniques)
-    lines = [head, f"| family | {titles} |", "|---" * (len(techniques) + 1) + "|", *rows]
-    lines += ["", "## What the refusals say", ""]
-    lines += [f"{number}. {sentence}" for sentence, number in sentences.items()]
+    lines = [head, *_counts(outcomes, techniques), LEGEND, *_grid(outcomes, families, techniques)]
+    lines += ["", "## What the refusals say", "", *_refusals(outcomes, techniques)]
     lines += ["", "## What could not be tested", "", *_untested(outcomes)]
-    PAGE.write_text("\n".join(lines) + "\n")
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _cell(found: Outcome | None, sentences: dict[str, int]) -> str:
+def _counts(outcomes: dict[tuple[str, str], Outcome], techniques: list[str]) -> list[str]:
+    """How many families run each technique."""
+    lines = ["| | technique | equal | refused | untested |", "|--:|---|--:|--:|--:|"]
+    for number, technique in enumerate(techniques, start=1):
+        kinds = Counter(each.kind for (_, name), each in outcomes.items() if name == technique)
+        words = technique.replace("_", " ")
+        cells = f"{kinds['equal']} | {kinds['refused']} | {kinds['untested']}"
+        lines.append(f"| {number} | {words} | {cells} |")
+    return lines
+
+
+def _grid(
+    outcomes: dict[tuple[str, str], Outcome], families: list[str], techniques: list[str]
+) -> list[str]:
+    """A line per family with one sign per technique, in groups of ten."""
+    widest = max(map(len, families))
+    groups = range(0, len(techniques), 10)
+    numbers = " ".join(f"{start + 1:<{min(10, len(techniques) - start)}}" for start in groups)
+    lines = ["```text", " " * widest + " " + numbers.rstrip()]
+    for family in families:
+        signs = "".join(_sign(outcomes.get((family, name))) for name in techniques)
+        lines.append(f"{family:<{widest}} " + " ".join(signs[i : i + 10] for i in groups))
+    return [*lines, "```"]
+
+
+def _sign(found: Outcome | None) -> str:
     if found is None:
-        return ""
-    if found.kind != "refused":
-        return SIGNS[found.kind]
-    if "give a decoder-only model" in found.text:
-        return "–"
-    sentence = _of_any_family(found.text)
-    sentences.setdefault(sentence, len(sentences) + 1)
-    return str(sentences[sentence])
+        return " "
+    if found.kind == "refused" and "give a decoder-only model" in found.text:
+        return NO_CAUSAL_LM
+    return SIGNS[found.kind]
+
+
+def _refusals(outcomes: dict[tuple[str, str], Outcome], techniques: list[str]) -> list[str]:
+    """Of each technique the sentences, with the number of families that get them."""
+    found: dict[str, dict[str, int]] = {}
+    for technique in techniques:
+        sentences = Counter(
+            _of_any_family(each.text)
+            for (_, name), each in outcomes.items()
+            if name == technique and _sign(each) == SIGNS["refused"]
+        )
+        for sentence, families in sentences.items():
+            found.setdefault(sentence, {})[technique.replace("_", " ")] = families
+    lines = []
+    rare = Counter()
+    for sentence, of_techniques in found.items():
+        if max(of_techniques.values()) < RARE:
+            rare.update(of_techniques)
+            continue
+        where = ", ".join(f"{name} ({count})" for name, count in of_techniques.items())
+        lines.append(f"- **{where}**: {sentence}")
+    others = ", ".join(f"{name} ({count})" for name, count in rare.items())
+    return [*lines, f"- Others, of one or two families each: {others}."]
 
 
 def _of_any_family(sentence: str) -> str:
@@ -85,6 +118,7 @@ def _of_any_family(sentence: str) -> str:
     sentence = re.sub(rf"\b[A-Z]\w+({PARTS})\w*", "…", sentence)
     sentence = re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "N", sentence)
     sentence = re.sub(r"\(([^()]*…[^()]*|[^()]*N[^()]*)\)", "(…)", sentence)
+    sentence = re.sub(r"(differs from Llama in) .* of its", r"\1 … of its", sentence)
     return sentence.replace("|", "\\|")
 
 
@@ -93,7 +127,7 @@ def _untested(outcomes: dict[tuple[str, str], Outcome]) -> list[str]:
     places: dict[str, list[tuple[str, str]]] = {}
     for place, found in outcomes.items():
         if found.kind == "untested":
-            places.setdefault(found.text, []).append(place)
+            places.setdefault(found.text[:120], []).append(place)
     lines = []
     for reason, cells in places.items():
         families = ", ".join(dict.fromkeys(family for family, _ in cells))

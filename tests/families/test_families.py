@@ -1,7 +1,7 @@
 """Every technique on every family: equal to an independent reference, or refused in one sentence.
 
-By default a good dozen of families; `make test FAMILIES=all` takes every family of the installed
-transformers, and writes docs/families.md. `FAMILIES=lfm2,mamba` takes these.
+Three families in every run. `make survey` takes every family of the installed transformers, and
+writes docs/families.md. `FAMILIES=lfm2,mamba` takes these.
 """
 
 import functools
@@ -14,32 +14,17 @@ from tests.families.page import write_page
 from tests.families.parity import Family, Outcome, outcome
 from tests.families.techniques import TECHNIQUES
 
-DOZEN = (
-    "llama",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gpt2",
-    "phi3",
-    "falcon",
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-    "lfm2",
-    "mamba",
-    "cohere",
-    "gpt_neox",
-    "bloom",
-)
+# A decoder of today, one with experts, and one without attention.
+CORE = ("llama", "qwen3_moe", "mamba")
+ASKED = os.environ.get("FAMILIES", "")
 
 
 def chosen_families():
-    asked = os.environ.get("FAMILIES", "")
-    if asked == "all":
-        return FAMILIES
-    if asked:
-        return asked.split(",")
-    return DOZEN
+    if ASKED == "all":
+        return [pytest.param(name, marks=pytest.mark.survey) for name in FAMILIES]
+    if ASKED:
+        return ASKED.split(",")
+    return CORE
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +32,7 @@ def outcomes():
     """What the tests find, by family and technique; all of it becomes the page in the end."""
     found = {}
     yield found
-    if os.environ.get("FAMILIES") == "all":
+    if ASKED == "all":
         write_page(found)
 
 
@@ -69,16 +54,16 @@ def test_equal_or_refused(name, technique, outcomes):
     family = family_of(name)
     if isinstance(family, str):
         outcomes[name, technique] = Outcome("untested", family)
-        assert name not in DOZEN, family
+        assert name not in CORE, family
         return
     outcomes[name, technique] = outcome(family, TECHNIQUES[technique])
     kind, text = outcomes[name, technique]
     assert kind in ("equal", "refused", "untested"), f"{kind}: {text}"
-    assert (kind, name in DOZEN) != ("untested", True), text
+    assert (kind, name in CORE) != ("untested", True), text
 
 
 def test_the_families_are_found():
     """An empty list would pass every test above."""
-    assert set(DOZEN) <= set(FAMILIES)
+    assert set(CORE) <= set(FAMILIES)
     assert len(FAMILIES) >= 100
     assert len(TECHNIQUES) >= 30

@@ -208,6 +208,7 @@ def read_by_axolotl(axolotl, tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.survey
 @for_each_case
 def test_axolotl_takes_the_configuration_and_knows_every_key(case, read_by_axolotl):
     answer = read_by_axolotl[case]
@@ -222,6 +223,7 @@ def test_axolotl_takes_the_configuration_and_knows_every_key(case, read_by_axolo
     assert answer["arguments"]["tf32"] is False
 
 
+@pytest.mark.survey
 def test_the_axolotl_check_can_fail(read_by_axolotl):
     assert "load_in_4bit" in read_by_axolotl["bad-qlora"]["error"]
     assert read_by_axolotl["bad-key"]["unknown"] == ["lora_rank"]  # the schema itself takes it
@@ -236,6 +238,7 @@ def renamed(arguments):
     }
 
 
+@pytest.mark.survey
 @for_each_case
 def test_axolotl_hands_the_trainer_what_we_hand_it(case, read_by_axolotl):
     theirs = renamed(read_by_axolotl[case]["arguments"])
@@ -244,6 +247,7 @@ def test_axolotl_hands_the_trainer_what_we_hand_it(case, read_by_axolotl):
     assert {key: theirs.get(key) for key in ours} == ours
 
 
+@pytest.mark.survey
 def test_axolotl_makes_one_warmup_step_two(read_by_axolotl):
     """The reason for our refusal."""
     assert read_by_axolotl["bad-warmup"]["arguments"]["warmup_steps"] == 2
@@ -252,6 +256,7 @@ def test_axolotl_makes_one_warmup_step_two(read_by_axolotl):
     assert trainer_arguments(change(warmup_steps=1))["warmup_steps"] == 1
 
 
+@pytest.mark.survey
 def test_axolotl_trains_on_the_same_tokens(read_by_axolotl, tokenizer):
     for pair, row in zip(PAIRS, read_by_axolotl["rows"], strict=True):
         ours = tokenize_pair(tokenizer, **pair)
