@@ -161,6 +161,16 @@ def test_the_example_of_the_readme_trains(monkeypatch, small_default_model):
     assert [name for name in trained if "lora_" not in name] == []
 
 
+def test_the_lines_against_running_out_of_memory_run(monkeypatch, small_default_model, capsys):
+    """As they are written: the doctor names what fits, and a step with its recipes is taken."""
+    monkeypatch.setenv("RECIPES_CACHE", str(small_default_model))
+    names: dict = {}
+    for block in python_blocks(ROOT / "docs" / "out-of-memory.md"):
+        exec(block, names)
+    assert "fits" in capsys.readouterr().out
+    assert names["loss"] > 0
+
+
 def repository_files() -> list[Path]:
     top = [path for path in ROOT.iterdir() if path.name not in (".git", ".venv", "runs", "lab")]
     return top + [below for path in top if path.is_dir() for below in path.rglob("*")]
