@@ -10,7 +10,7 @@ from tests.test_architecture import EVERY_FILE, parse
 
 
 def known_names() -> set[str]:
-    """Functions, classes and arguments of the package."""
+    """Functions, classes and arguments of the package, and what it imports by name."""
     names = set()
     for path in EVERY_FILE:
         for node in ast.walk(parse(path)):
@@ -18,6 +18,8 @@ def known_names() -> set[str]:
                 names.add(node.name)
             elif isinstance(node, ast.arg):
                 names.add(node.arg)
+            elif isinstance(node, ast.ImportFrom):
+                names |= {alias.name for alias in node.names}
     return names
 
 
