@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
+from recipes_lib.core.ranks.collectives import all_gather, exchange, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.ranks.traffic import ring_bytes
 
@@ -69,28 +69,12 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
         given = chunks[(me - turn) % ranks]
         own = chunks[(me - turn - 1) % ranks]
         arrived = torch.empty_like(own)
-        _exchange(given, arrived, target=(me + 1) % ranks, source=(me - 1) % ranks)
+        for work in exchange(given, arrived, target=(me + 1) % ranks, source=(me - 1) % ranks):
+            work.wait()
         if turn < ranks - 1:
             own += arrived
         else:
             own.copy_(arrived)
-
-
-def _exchange(
-    given: torch.Tensor,
-    arrived: torch.Tensor,
-    *,
-    target: int,
-    source: int,
-    group: distributed.ProcessGroup | None = None,
-) -> None:
-    """Send and receive at the same time. One after the other, all would wait for each other."""
-    both = [
-        distributed.P2POp(distributed.isend, given, group=group, group_peer=target),
-        distributed.P2POp(distributed.irecv, arrived, group=group, group_peer=source),
-    ]
-    for work in distributed.batch_isend_irecv(both):
-        work.wait()
 
 
 # --- the technique --------------------------------------------------------------------------------
@@ -170,7 +154,9 @@ def _collective(
     first = distributed.get_global_rank(group, 0)
 
     def send() -> None:
-        _exchange(whole, other, target=(me + 1) % ranks, source=(me - 1) % ranks, group=group)
+        to, source = (me + 1) % ranks, (me - 1) % ranks
+        for work in exchange(whole, other, target=to, source=source, group=group):
+            work.wait()
 
     calls = {
         "all_reduce": lambda: distributed.all_reduce(whole, group=group),

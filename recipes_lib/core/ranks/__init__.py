@@ -4,7 +4,7 @@ A rank is one of the processes that train one model together; `rank_pool` and `t
 A process that is alone is rank 0 of 1. What ranks do together:
 
 agreement      ranks that differ, or of which one fails: an error on all of them
-collectives    gather and scatter one tensor, sum a few numbers over ranks
+collectives    gather, scatter and exchange one tensor, sum a few numbers over ranks
 gradient_norm  clip by the norm of all gradients, of which each rank holds a part
 meshes         places of the ranks along named axes
 pipeline_grid  which rank computed what from when to when, and what of it is idle

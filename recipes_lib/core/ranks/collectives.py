@@ -1,4 +1,4 @@
-"""Collectives under the names of this PyTorch, and sums of a few numbers over ranks."""
+"""Collectives under the names of this PyTorch, an exchange, and sums of a few numbers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Group = No
     """Fill `part` [rows, ...] with this rank's rows of the sum of every rank's `whole`."""
     call = distributed.reduce_scatter_single if _NEW_NAMES else distributed.reduce_scatter_tensor
     call(part, whole, group=group)
+
+
+def exchange(
+    given: torch.Tensor, arrived: torch.Tensor, *, target: int, source: int, group: Group = None
+) -> list[distributed.Work]:
+    """Send and receive at the same time. One after the other, all would wait for each other.
+
+    `target` and `source` count inside of the group. `arrived` is there, and `given` may change,
+    when all works that this returns have been waited for.
+    """
+    both = [
+        distributed.P2POp(distributed.isend, given, group=group, group_peer=target),
+        distributed.P2POp(distributed.irecv, arrived, group=group, group_peer=source),
+    ]
+    return distributed.batch_isend_irecv(both)
 
 
 def sums_over_ranks(*numbers: float, mesh: DeviceMesh | None = None) -> list[float]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
+from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.parallel.context_parallel.kernels import attend, attend_backward
 
 
@@ -151,11 +152,7 @@ class Message:
         self._sent = tensor.contiguous()  # it has to stay as it is until it has left
         self._arriving = torch.empty_like(self._sent)
         to, source = (rank + 1) % ranks, (rank - 1) % ranks
-        both = [
-            distributed.P2POp(distributed.isend, self._sent, group=group, group_peer=to),
-            distributed.P2POp(distributed.irecv, self._arriving, group=group, group_peer=source),
-        ]
-        self._works = distributed.batch_isend_irecv(both)
+        self._works = exchange(self._sent, self._arriving, target=to, source=source, group=group)
 
     def arrived(self) -> Tensor:
         """Wait, and give what the rank before has sent."""

@@ -17,8 +17,8 @@ Costs      The bubble, the idle part of the time: (P-1) / (V M + P-1) for P rank
            P at most.
 Use when   The model needs several hosts, or GPUs without a fast link, and M is several times P.
 Not when   Sharding (FSDP) fits and its traffic hides behind compute; few micro-batches; P does not
-           divide the blocks; nothing trains in the first stage. Padding on the left: stages see no
-           mask, and rows are padded on the right with labels of -100.
+           divide the blocks. Padding on the left: stages see no mask, and rows are padded on the
+           right with labels of -100.
 In production   `torch.distributed.pipelining`, which runs here; torchtitan
            `parallelism.pipeline_parallel_degree`; Megatron-LM `--pipeline-model-parallel-size`.
 Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream-Flush (2006.09503)
@@ -48,6 +48,7 @@ from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.ranks.agreement import agree
+from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
@@ -351,10 +352,8 @@ class Pipeline:
             return
         weight = self._tied_weight()
         theirs = torch.empty_like(weight.grad)
-        peer = {"group": self._group, "group_peer": self.ranks - 1 - self.rank}
-        send = distributed.P2POp(distributed.isend, weight.grad, **peer)
-        receive = distributed.P2POp(distributed.irecv, theirs, **peer)
-        for work in distributed.batch_isend_irecv([send, receive]):
+        other = self.ranks - 1 - self.rank
+        for work in exchange(weight.grad, theirs, target=other, source=other, group=self._group):
             work.wait()
         weight.grad.add_(theirs)
         if earlier is not None:
