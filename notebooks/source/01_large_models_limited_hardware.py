@@ -42,7 +42,7 @@
 # | 5 | compiled blocks | time, activations | [compiled_blocks.py](../recipes_lib/training/compiled_blocks.py) |
 # | 6 | optimizer step in backward | gradients | [optimizer_in_backward.py](../recipes_lib/memory/optimizer_in_backward.py) |
 # | 7 | optimizer states in 16 or 8 bits | states | [sixteen_bit_adam.py](../recipes_lib/precision/sixteen_bit_adam.py), [eight_bit_adam.py](../recipes_lib/precision/eight_bit_adam.py) |
-# | 8 | optimizer states in host memory | states, gradients | [optimizer_offload.py](../recipes_lib/memory/optimizer_offload/__init__.py) |
+# | 8 | optimizer states in host memory | states, gradients | [optimizer_offload.py](../recipes_lib/memory/optimizer_offload.py) |
 # | 9 | LoRA | gradients, states | [lora.py](../recipes_lib/fine_tuning/lora.py) |
 # | 10 | QLoRA | weights too | [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
 # | 11 | dynamic batch size | the guesswork | [dynamic_batch.py](../recipes_lib/training/dynamic_batch.py) |

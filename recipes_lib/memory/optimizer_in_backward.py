@@ -41,7 +41,7 @@ from recipes_lib.core.model.marks import (
     mark,
     unmark,
 )
-from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.model.trainable import parameters_to_train
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import free_gradients
 
@@ -93,27 +93,12 @@ def apply_optimizer_in_backward(
             f"max_grad_norm={max_grad_norm}: the global norm is unknown while the first parameters "
             f"step, so it cannot clip them; pass None, or use optimizer_offload, which can wait"
         )
-    _check_numbers(optimizer_class, kwargs)
     parameters = list(parameters_to_train(model))
     if any_marked(parameters, GRADIENT_TAKER):
         raise ValueError(
             "an optimizer takes these gradients in backward already: remove() it first"
         )
     return StepInBackward(optimizer_class(parameters, **kwargs), parameters)
-
-
-def _check_numbers(optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise ValueError for numbers that no optimizer can use."""
-    names = ("lr", "eps", "weight_decay", "betas")
-    given = {name: options[name] for name in names if name in options}
-    kinds = (torch.optim.AdamW, torch.optim.Adam)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, kinds)):
-        # It may be a function that makes one. And others mean something by None, as Adafactor
-        # does, or by two numbers in one option.
-        numbers = (int, float, str, torch.Tensor)
-        given = {name: value for name, value in given.items() if isinstance(value, numbers)}
-        given.pop("betas", None)
-    check_adamw(**given)
 
 
 class StepInBackward(torch.optim.Optimizer):

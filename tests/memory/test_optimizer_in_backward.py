@@ -1,5 +1,4 @@
 import copy
-import functools
 import gc
 import weakref
 
@@ -60,35 +59,18 @@ def test_by_hand_equals_the_real_one(llama):
 # --- the same training ----------------------------------------------------------------------------
 
 
-def test_steps_equal_the_plain_optimizer_exactly(tiny):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("tiny-llama", torch.float32), ("tiny-mistral", torch.bfloat16)]
+)
+def test_steps_equal_the_plain_optimizer_exactly(shape, dtype):
     """Also for a tied embedding, whose gradient comes in two halves and must not step after one."""
+    tiny = model_of_shape(shape, dtype=dtype, device="cpu")
     batches = [make_batch() for _ in range(6)]
     plain = copy.deepcopy(tiny)
     train(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), batches)
     train(tiny, apply_optimizer_in_backward(tiny, **ADAMW), batches)
     assert_same_parameters(tiny, plain)
     assert all(parameter.grad is None for parameter in tiny.parameters())
-
-
-def test_steps_in_bf16_equal_the_plain_optimizer_exactly(llama):
-    batches = [make_batch() for _ in range(3)]
-    plain = copy.deepcopy(llama.bfloat16())
-    train(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), batches)
-    train(llama, apply_optimizer_in_backward(llama, **ADAMW), batches)
-    assert_same_parameters(llama, plain)
-
-
-def test_a_module_that_is_no_language_model():
-    """What counts are the parameters; the plain optimizer takes any module, too."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    plain = copy.deepcopy(model)
-    inputs = torch.randn(4, 8)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    handle = apply_optimizer_in_backward(model, optimizer_class=torch.optim.SGD, lr=0.1)
-    for module, each in ((plain, optimizer), (model, handle)):
-        module(inputs).sum().backward()
-        each.step()
-    assert_same_parameters(model, plain)
 
 
 def test_frozen_and_unused_parameters(llama, batch):
@@ -130,7 +112,6 @@ def peak_of_a_step(model, optimizer, shape):
     ("family", "seq"),
     [
         ("tiny-llama", 1),  # tied embeddings, and hardly any activations
-        ("tiny-llama", 64),
         ("tiny-mistral", 1),  # separate embeddings
     ],
 )
@@ -148,14 +129,6 @@ def test_gradients_vanish_as_estimated(family, seq):
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def test_an_optimizer_may_be_a_function_and_betas_tensors(llama):
-    """As PyTorch takes both."""
-    betas = (torch.tensor(0.9), torch.tensor(0.99))
-    made = functools.partial(torch.optim.AdamW, foreach=False)
-    handle = apply_optimizer_in_backward(llama, optimizer_class=made, lr=1e-3, betas=betas)
-    assert handle.param_groups[0]["betas"] == betas
 
 
 def test_a_second_backward_before_step(llama, batch):
@@ -215,8 +188,6 @@ def test_bad_input(llama):
         handle.step(lambda: None)
     handle.remove()
     apply_optimizer_in_backward(llama).remove()
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        apply_optimizer_in_backward(llama.requires_grad_(False))
 
 
 def test_remove_gives_plain_training_back(llama, batch):

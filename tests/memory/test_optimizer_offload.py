@@ -18,7 +18,6 @@ from recipes_lib.memory.optimizer_offload import (
     offload_optimizer,
     step_on_the_host,
 )
-from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 from tests.conftest import make_batch
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -72,8 +71,10 @@ def test_by_hand_equals_the_real_one(llama, dtype):
 # --- the same training ----------------------------------------------------------------------------
 
 
-def test_steps_equal_plain_adamw_exactly(tiny):
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mistral"])
+def test_steps_equal_plain_adamw_exactly(shape):
     """Also for a tied embedding, whose gradient comes in two halves and must not step after one."""
+    tiny = model_of_shape(shape, device="cpu")
     batches = [make_batch() for _ in range(8)]
     plain, adamw = plain_copy(tiny)
     train(plain, adamw, batches)
@@ -112,15 +113,6 @@ def test_bf16_weights_keep_fp32_masters(llama, batch):
     assert torch.equal(plain.model.norm.weight, before.model.norm.weight)
     moved = (optimizer.state_dict()["masters"][norm] - 1).abs()
     assert 2e-6 < moved.max() < 4e-6  # the warm-up's 0.2 + 0.4 + 0.6 + 0.8 + 1 times 1e-6
-
-
-def test_frozen_and_unused_parameters(llama, batch):
-    llama.unused = torch.nn.Parameter(torch.ones(3))
-    llama.model.norm.weight.requires_grad_(False)
-    plain, adamw = plain_copy(llama)
-    train(plain, adamw, [batch] * 3)
-    train(llama, offload_optimizer(llama, allow_cpu=True, **ADAMW), [batch] * 3)
-    assert_same_parameters(llama, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,31 +215,17 @@ def test_bad_input(llama):
         offload_optimizer(llama, lr=1e-3)
     with pytest.raises(ValueError, match="micro_batches=0: give a whole number of 1"):
         offload_optimizer(llama, lr=1e-3, allow_cpu=True, micro_batches=0)
-    for norm in (0.0, -1.0):
-        with pytest.raises(ValueError, match="finite number above 0"):
-            offload_optimizer(llama, lr=1e-3, allow_cpu=True, max_grad_norm=norm)
     # The mark STEPS_IN_BACKWARD would miss this one, whose first backward updates nothing.
     offload_optimizer(llama, lr=1e-3, allow_cpu=True, micro_batches=2)
     with pytest.raises(ValueError, match="remove"):
         offload_optimizer(llama, lr=1e-3, allow_cpu=True)
     with pytest.raises(ValueError, match="fp16"):
         offload_optimizer(copy.deepcopy(llama).half(), lr=1e-3, allow_cpu=True)
-    with pytest.raises(ValueError, match="0 devices"):
-        offload_optimizer(copy.deepcopy(llama).requires_grad_(False), lr=1e-3, allow_cpu=True)
 
 
 def test_too_little_host_memory(monkeypatch, llama):
     memory = type("Memory", (), {"available": host_bytes(llama)})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    with pytest.raises(ValueError, match="bytes of host memory are needed"):
-        offload_optimizer(llama, lr=1e-3, allow_cpu=True)
-
-
-def test_a_container_has_less_than_its_host(monkeypatch, llama):
-    """The mistake: the host's free memory. The container is killed while the states are made."""
-    monkeypatch.setattr(
-        "recipes_lib.core.measure.machine._free_in_container", lambda: host_bytes(llama)
-    )
     with pytest.raises(ValueError, match="bytes of host memory are needed"):
         offload_optimizer(llama, lr=1e-3, allow_cpu=True)
 
@@ -276,7 +254,6 @@ def measured_on_the_device(model, shape):
     ("family", "seq"),
     [
         ("tiny-llama", 1),  # tied embeddings, and hardly any activations
-        ("tiny-llama", 64),
         ("tiny-mistral", 1),  # separate embeddings
     ],
 )
@@ -287,15 +264,6 @@ def test_device_memory_as_estimated(family, seq):
     plan = estimate_optimizer_offload(budget, model, shape)
     assert plan.peak == pytest.approx(measured_on_the_device(model, shape), rel=0.05)
     assert plan.peak <= budget.peak - budget.states
-
-
-def test_device_memory_with_accumulation_as_estimated():
-    """No gradient is carried from one micro-batch to the next on the device."""
-    shape = Shape(batch=8, seq=64, micro_batches=4)
-    model = model_of_shape("tiny-llama", layers=4, device="cpu")
-    plan = estimate_gradient_accumulation(budget_of(model, shape), model, shape)
-    plan = estimate_optimizer_offload(plan, model, shape)
-    assert plan.peak == pytest.approx(measured_on_the_device(model, shape), rel=0.05)
 
 
 @pytest.mark.gpu

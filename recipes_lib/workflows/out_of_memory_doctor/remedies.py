@@ -74,7 +74,7 @@ RECIPES = {
     "optimizer offload": Recipe(
         saves="states and gradients",
         costs="traffic to the host",
-        where="memory/optimizer_offload",
+        where="memory/optimizer_offload.py",
     ),
     "LoRA, 16-bit base": Recipe(
         saves="gradients, states, half of the rest",

@@ -19,23 +19,20 @@ In production   DeepSpeed `offload_optimizer`; torchao `CPUOffloadOptimizer`; FS
 Source     "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840.
 
 The words: the master is the fp32 copy of a parameter on the host. "Down" is from the GPU to the
-host, "up" is back. The worker is the one thread of the host that adds up gradients and steps. What
-the host keeps of a parameter, and the copies, are in link.py.
-
-link  ... what stays on the host, and the link to the device
+host, "up" is back. The worker is the one thread of the host that adds up gradients and steps.
 """
 
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from recipes_lib.core.checks import check_flag, check_number, check_whole
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure.machine import free_host_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.marks import (
@@ -48,10 +45,8 @@ from recipes_lib.core.model.marks import (
     unmark,
 )
 from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.model.trainable import check_adamw
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import free_gradients
-from recipes_lib.memory.optimizer_offload.link import Link, Slot
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -99,14 +94,12 @@ def offload_optimizer(
     or in fp16, for numbers that are not positive, and if the host has too little free memory:
     taking it all would end the process without an error.
     """
-    check_flag(allow_cpu=allow_cpu)
     require_causal_lm(model)
     if micro_batches is not None:
         check_whole(micro_batches=micro_batches)
     if max_grad_norm is not None:
         check_number(max_grad_norm=max_grad_norm, above=0)
     adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    check_adamw(**adamw)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _require_one_device(parameters, allow_cpu=allow_cpu)
     _require_host_memory(host_bytes(model))
@@ -267,6 +260,63 @@ class OffloadedAdamW(torch.optim.AdamW):
         for parameter in self._slots:
             unmark(parameter, STEPS_IN_BACKWARD)
             unmark(parameter, GRADIENT_TAKER)
+
+
+class Slot:
+    """What the host keeps of one parameter, beside AdamW's states."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.version = parameter._version  # another one means that somebody wrote new weights
+        self.master = parameter.detach().to("cpu", torch.float32, copy=True)
+        self.gradient = torch.empty_like(self.master)  # the sum over micro-batches
+        # Gradients come down and weights go up in their own dtype, through memory that the GPU
+        # can reach by itself.
+        self.staging = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+        self.arrived = 0  # gradients since the last step()
+        self.work: Future | None = None  # the worker's last task here
+
+    def wait(self) -> None:
+        """Wait until the worker has done its task here; an error in it is raised again."""
+        if self.work is not None:
+            self.work.result()
+
+
+class Link:
+    """Copies between the device and host memory, each way in a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down = None
+        self._up = None
+        if device.type == "cuda":  # without a GPU all copies are plain ones
+            self._down = torch.cuda.Stream(device)
+            self._up = torch.cuda.Stream(device)
+
+    def down(self, gradient: torch.Tensor, staging: torch.Tensor) -> torch.cuda.Event | None:
+        """Start copying a gradient into host memory; the event that says that it is there."""
+        if self._down is None:
+            staging.copy_(gradient)
+            return None
+        self._down.wait_stream(torch.cuda.current_stream(self._device))  # backward has written it
+        gradient.record_stream(self._down)  # its memory is reused only after the copy
+        with torch.cuda.stream(self._down):
+            staging.copy_(gradient, non_blocking=True)
+        # The worker waits for it. "Blocking" lets that thread sleep instead of spin.
+        return self._down.record_event(torch.cuda.Event(blocking=True))
+
+    def up(self, staging: torch.Tensor, parameter: nn.Parameter) -> None:
+        """Start copying a new weight to the device."""
+        if self._up is None:
+            parameter.copy_(staging)
+            return
+        with torch.cuda.stream(self._up):
+            parameter.copy_(staging, non_blocking=True)
+
+    def wait(self) -> None:
+        """Let the device's computation wait for all weights on their way up."""
+        if self._up is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._up)
 
 
 # --- guards ---------------------------------------------------------------------------------------
