@@ -20,7 +20,6 @@ from recipes_lib.attention.block_sparse import (
     plain_block_sparse_attention,
     predicted_share_of_pairs,
 )
-from recipes_lib.attention.block_sparse.cpu import kernel_calls
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
@@ -110,14 +109,6 @@ def test_equal_to_dense_attention_in_other_dtypes(dtype, tolerance, documents):
     assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 6])
-def test_one_group_and_no_groups(kv_heads):
-    """Heads of queries that meet the keys of another group."""
-    qkv = make_qkv(29, kv_heads=kv_heads)
-    expected = run(dense, qkv, **PATTERN)
-    assert_close(run(block_sparse_attention, qkv, **PATTERN), expected, 2e-6)
-
-
 def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
     """In bf16 the sum over 64 blocks would lose what the later ones add."""
     qkv = make_qkv(512, batch=1, dtype=torch.bfloat16)
@@ -169,16 +160,6 @@ def test_the_pattern_is_the_one_in_the_picture():
     ]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_prediction_counts_the_mask(pattern):
-    """A last block that is shorter than the others."""
-    for seq_len in (1, 8, 50, 129):
-        causal = torch.ones(seq_len, seq_len).tril().sum()
-        share = block_sparse_mask(seq_len=seq_len, **pattern).sum() / causal
-        predicted = predicted_share_of_pairs(seq_len=seq_len, **pattern)
-        assert predicted == pytest.approx(share.item(), rel=1e-6)
-
-
 # --- the work --------------------------------------------------------------------------------
 
 
@@ -216,17 +197,6 @@ def test_arithmetic_is_what_was_predicted(pattern):
     predicted = predicted_share_of_pairs(seq_len=S, **pattern)
     assert predicted < share <= predicted + (block - 1) / (S + 1) + 1e-9
     assert predicted < 0.4
-
-
-def test_one_call_serves_many_blocks():
-    """Each call costs some 0.1 ms, and the kernel's backward has one thread per block and head."""
-    q, k, _ = make_qkv(2048, batch=1)
-    reads = block_pattern(seq_len=2048, block_size=16)
-    calls = list(kernel_calls(q, k, None, 16, reads))
-    assert len(calls) < 2048 / 16 / 6
-    computed = torch.cat([call.queries.flatten() for call in calls])
-    assert sorted(computed.tolist()) == list(range(2048))
-    assert max(call.keys.numel() for call in calls) <= 2048  # what is gathered at a time
 
 
 def test_other_documents_are_not_multiplied():

@@ -196,20 +196,6 @@ def test_fp16_keeps_small_gradients():
     assert max(map(error, got, expected)) < 2e-3
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=["bf16", "fp16"]
-)
-def test_under_autocast(dtype, tolerance):
-    """Gradients in 16 bits, as the products are."""
-    hidden, weight, bias, labels = make_tensors((512,), 64, 256)
-    expected = with_gradients(reference(hidden, weight, labels, bias=bias), [hidden, weight, bias])
-    with torch.autocast("cpu", dtype):
-        loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, chunk_size=100)
-    got = with_gradients(loss, [hidden, weight, bias])
-    assert {tensor.dtype for tensor in got} == {torch.float32}
-    assert max(map(error, got, expected)) < tolerance
-
-
 def test_sum_of_micro_batches_is_the_whole_batch():
     """Dividing each micro-batch by its own targets is the bug."""
     hidden, weight, bias, labels = make_tensors((4, 50))
@@ -278,20 +264,6 @@ def test_memory_is_a_chunk_and_the_gradients_of_what_trains():
         assert (hidden.grad is None, weight.grad is None) == (hidden is frozen, weight is frozen)
 
 
-def test_rows_of_a_chunk():
-    """So few that a kernel starts for nothing, or more than it can count."""
-
-    def rows(vocab, chunk_size=None):
-        weight = torch.zeros(1, 1).expand(vocab, 1)
-        plan = arithmetic.plan_chunks(weight, weight, targets=1, chunk_size=chunk_size)
-        return plan.rows
-
-    assert rows(49152) == 320 and rows(128_256) == 128
-    assert rows(2**22) == 64  # however large the vocabulary is
-    assert rows(49152, 5) == 5
-    assert rows(2**20, 10**6) * 2**20 < 2**31  # kernels count in 32 bits
-
-
 def test_wrong_options_are_refused(llama):
     for options in ({"chunk_size": 0}, {"label_smoothing": 1.0}, {"z_loss": -1.0}):
         with pytest.raises(ValueError, match="give a"):
@@ -351,21 +323,6 @@ def test_model_has_the_same_loss_and_gradients_without_logits(shape, batch):
     output, got = run(tiny, batch, num_items_in_batch=items)
     assert_same_gradients(got, expected, atol=0, rtol=0)
     assert output.logits.shape == (4, 23, 128)
-
-
-def test_options_of_the_ordinary_forward_are_kept(llama, batch):
-    """What the new forward does not know falls away."""
-    ids = batch["input_ids"]
-    rows = {"input_ids": ids, "labels": ids, "ignore_index": int(ids[0, 5])}
-    expected = llama(**rows).loss
-    apply_chunked_cross_entropy(llama, chunk_size=5)
-    torch.testing.assert_close(llama(**rows).loss, expected)
-    output = llama(**rows, return_dict=False)
-    assert isinstance(output, tuple)
-    torch.testing.assert_close(output[0], expected)
-    with torch.no_grad():
-        llama.model.layers[0].self_attn.q_proj.weight[0, 0] = torch.nan
-    assert llama(**rows).loss.isnan(), "not an error that blames the model"
 
 
 def test_other_forwards_are_ordinary(llama, batch):
@@ -596,15 +553,6 @@ def test_peak_in_bf16_as_estimated(monkeypatch, chunk_size):
 
 
 # --- against other implementations ---------------------------------------------------------------
-
-
-def test_against_other_implementations():
-    """In less time than torch's own chunked loss, whose chunks are small, and not slower than all
-    logits."""
-    found = compare_losses(tokens=256, vocab=4096, hidden=128, chunk_size=32, rounds=2)
-    ours = found["ours"]
-    assert ours.seconds < 2 * found["plain"].seconds
-    assert "torch" not in found or ours.seconds < found["torch"].seconds
 
 
 @pytest.mark.gpu

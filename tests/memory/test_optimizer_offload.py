@@ -210,11 +210,10 @@ def test_model_and_masters_are_collected(batch):
     assert master() is None, "the model keeps its optimizer alive for ever"
 
 
-def test_bad_input(llama):
+def test_what_would_be_wrong_is_refused(llama):
+    """A second optimizer would find no gradient, and fp16 has to see all of them first."""
     with pytest.raises(ValueError, match="eight_bit_adam"):
         offload_optimizer(llama, lr=1e-3)
-    with pytest.raises(ValueError, match="micro_batches=0: give a whole number of 1"):
-        offload_optimizer(llama, lr=1e-3, allow_cpu=True, micro_batches=0)
     # The mark STEPS_IN_BACKWARD would miss this one, whose first backward updates nothing.
     offload_optimizer(llama, lr=1e-3, allow_cpu=True, micro_batches=2)
     with pytest.raises(ValueError, match="remove"):

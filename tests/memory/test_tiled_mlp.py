@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of, loss_bytes
 from recipes_lib.memory.activation_checkpointing import (
@@ -313,26 +311,6 @@ def test_arithmetic_that_it_costs(llama):
     assert of(both) == checkpointed
 
 
-def test_plain_checkpoints_cost_more_in_a_checkpointed_block():
-    """What the hooks in `run_recomputed_parts` are for: without them all tiles but the last run a
-    third time."""
-    mlp = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
-    hidden = torch.randn(1, 40, 8, requires_grad=True)
-
-    def checkpointed(forward):
-        def block(hidden):
-            return hidden + forward(2 * hidden)
-
-        return operations(lambda: checkpoint(block, hidden, use_reentrant=False))
-
-    whole = checkpointed(mlp)
-    by_hand = checkpointed(lambda hidden: tiled_by_hand(mlp, hidden, tile_size=10))
-    mix_in(mlp, Tiled, tile_size=10)
-    product = 2 * 40 * 8 * 16
-    assert by_hand == whole + 2 * product * 3 // 4
-    assert checkpointed(mlp) == whole
-
-
 def measured_and_planned(
     name, shape, *, tile_size=None, norms=False, checkpointed=False, **model_options
 ):
@@ -406,23 +384,6 @@ def test_peak_of_one_tile_as_estimated():
     shape = Shape(batch=1, seq=48)
     measured, planned = measured_and_planned("tiny-llama", shape, tile_size=2000)
     assert planned == pytest.approx(measured, rel=0.03)
-
-
-@pytest.mark.parametrize(("seq", "checkpointed"), [(384, True), (768, False)])
-def test_peak_of_a_public_shape_as_estimated(seq, checkpointed):
-    """Weights that are large beside a tile: the sums of their gradients count."""
-    with dry_run():
-        shape = Shape(batch=1, seq=seq)
-        options = {"layers": 2, "tile_size": 128, "checkpointed": checkpointed}
-        measured, planned = measured_and_planned("smollm2-135m", shape, **options)
-    assert planned == pytest.approx(measured, rel=0.015)
-
-
-def test_peak_in_bf16_as_estimated():
-    """Norms save fp32 in bf16."""
-    options = {"tile_size": 200, "norms": True, "checkpointed": True, "dtype": torch.bfloat16}
-    measured, planned = measured_and_planned("tiny-llama", LONG, **options)
-    assert planned == pytest.approx(measured, rel=0.04)
 
 
 @pytest.mark.gpu

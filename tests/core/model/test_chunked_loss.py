@@ -12,13 +12,10 @@ from recipes_lib.core.model.chunked_loss import (
     LayerProducts,
     LossWithGradients,
     check_labels,
-    device_type,
     divisor_of_mean,
     dtype_of_products,
     hidden_bytes,
     last_block_bytes,
-    planned_autocast,
-    planned_targets,
     rows_of_a_chunk,
     rows_with_a_target,
     zero_gradients,
@@ -114,16 +111,6 @@ def test_what_does_not_train_has_no_gradient():
     assert [*in_no_grad] == [None, None, None]
 
 
-def test_backward_runs_once():
-    """A second one would multiply the gradients by its factor once more."""
-    tensors = make_tensors(torch.float32)
-    plan = plan_of(torch.float32, torch.float32, torch.float32)
-    loss = HalfOfSquares.apply(*tensors, ROWS, torch.tensor(5), plan, True)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute the loss again"):
-        loss.backward()
-
-
 # --- which tokens count ---------------------------------------------------------------------------
 
 
@@ -183,30 +170,7 @@ def test_rows_of_a_chunk():
     assert rows(2**20, chunk_size=10**6) * 2**20 < 2**31  # kernels count in 32 bits
 
 
-def test_a_meta_tensor_is_planned_for_this_machine(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "machine", lambda: SimpleNamespace(device="cuda"))
-    assert device_type(torch.empty(1, device="meta")) == "cuda"
-    assert device_type(torch.empty(1)) == "cpu"
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-def test_planned_targets():
-    shape = Shape(batch=3, seq=10)
-    assert planned_targets(shape, None) == 27, "nothing predicts the first token of a row"
-    assert planned_targets(shape, 4) == 4
-    with pytest.raises(ValueError, match="targets=0"):
-        planned_targets(shape, 0)
-    with pytest.raises(ValueError, match="seq=1"):
-        planned_targets(Shape(batch=3, seq=1), None)
-
-
-def test_planned_autocast():
-    head = torch.zeros(1)
-    for dtype, enabled in ((None, True), (torch.bfloat16, True), (torch.float32, False)):
-        with torch.autocast("cpu", torch.bfloat16), planned_autocast(head, dtype):
-            assert torch.is_autocast_enabled("cpu") is enabled
 
 
 def test_hidden_states_are_counted_once(llama):

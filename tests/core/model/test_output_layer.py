@@ -11,15 +11,12 @@ from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model import output_layer as module
 from recipes_lib.core.model.output_layer import (
-    OutputLayer,
-    beside_weight_and_bias,
     makes_plain_logits,
     output_layer_of,
     require_plain_loss,
     require_shifted_loss,
     run_to_the_output_layer,
     targets_of,
-    two_tokens,
     with_loss,
 )
 from tests.small_models import small_model
@@ -130,12 +127,6 @@ def test_two_tokens_copy_no_weight_under_autocast():
     assert copies["all"] - copies["two"] == pytest.approx(2 * weight.numel(), rel=0.05)
 
 
-def test_two_tokens():
-    tokens = two_tokens(torch.arange(12.0).view(1, 3, 4), torch.zeros(1, dtype=torch.bfloat16))
-    assert tokens.dtype is torch.bfloat16
-    assert tokens.tolist() == [[[0, 1, 2, 3], [0, 64, 128, 192]]]
-
-
 # --- labels and the result ------------------------------------------------------------------------
 
 
@@ -158,14 +149,6 @@ def test_the_output_has_the_loss_and_no_logits(llama, batch):
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def test_parameters_that_are_not_of_the_layer():
-    head = torch.nn.Linear(4, 8)
-    assert beside_weight_and_bias(head) == []
-    head.adapter = torch.nn.Linear(4, 2, bias=False)
-    assert beside_weight_and_bias(head) == [head.adapter.weight]
-    assert OutputLayer(head.weight).bias is None
 
 
 def test_a_loss_of_its_own(llama):
