@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.study import save
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.machine import provenance, runs_dir
+from recipes_lib.core.measure.runs import provenance, runs_dir
 from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of

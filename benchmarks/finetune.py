@@ -27,7 +27,8 @@ import torch
 from recipes_lib.core.data import Batch, load_instructions
 from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.measure import PeakMemory, measure
-from recipes_lib.core.measure.machine import machine, release_memory, require, seed_everything
+from recipes_lib.core.measure.machine import machine, require, seed_everything
+from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.core.model import SHAPES, load_tokenizer, model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.sizes import state_bytes

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.parts import PARTS, out_dir
-from recipes_lib.core.measure.machine import TIERS, machine, provenance
+from recipes_lib.core.measure.machine import TIERS, machine
+from recipes_lib.core.measure.runs import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 

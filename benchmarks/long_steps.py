@@ -22,7 +22,8 @@ from benchmarks.long_sequences import training_dtype
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.machine import GIB, machine, release_memory, seed_everything
+from recipes_lib.core.measure.machine import GIB, machine, seed_everything
+from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.predict.plain_step import budget_of

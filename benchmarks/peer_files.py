@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from benchmarks.peer_programs import Loaded, Peer, Stopwatch
-from recipes_lib.core.measure.machine import require, runs_dir
+from recipes_lib.core.measure.machine import require
+from recipes_lib.core.measure.runs import runs_dir
 from recipes_lib.core.model import load_model
 from recipes_lib.core.model.default_model import (
     GGUF_FILE,

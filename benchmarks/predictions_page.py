@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import published_peaks
 from benchmarks.family_predictions import FILE, SHAPE, error
 from benchmarks.render import page as from_template
-from recipes_lib.core.measure.machine import runs_dir
+from recipes_lib.core.measure.runs import runs_dir
 
 PAGE = Path(__file__).parents[1] / "docs" / "predictions.md"
 

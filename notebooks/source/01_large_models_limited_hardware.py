@@ -73,9 +73,9 @@ if importlib.util.find_spec("recipes_lib") is None:
 # %%
 import torch
 
-from recipes_lib.core.measure.freed_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import choose_sizes, machine
-from recipes_lib.core.measure.matrix_rate import measure_matrix_rates
+from recipes_lib.core.measure.memory import keep_freed_memory
+from recipes_lib.core.measure.rates import measure_matrix_rates
 
 # On Linux, a step on a CPU is slowed by the system, which takes freed memory away
 # and fills it with zeros before it gives it back. This asks to keep it.

@@ -75,7 +75,7 @@ import torch
 from recipes_lib.core.data import load_text
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.measure.machine import GIB, choose_sizes, machine, seed_everything
-from recipes_lib.core.measure.matrix_rate import measure_matrix_rates
+from recipes_lib.core.measure.rates import measure_matrix_rates
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 here = machine()

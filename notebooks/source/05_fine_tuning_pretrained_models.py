@@ -76,7 +76,8 @@ if importlib.util.find_spec("recipes_lib") is None:
 import torch
 
 from recipes_lib.core.model.default_model import model_source, source_note
-from recipes_lib.core.measure.machine import choose_sizes, machine, runs_dir, seed_everything
+from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
+from recipes_lib.core.measure.runs import runs_dir
 
 here = machine()
 print(here)

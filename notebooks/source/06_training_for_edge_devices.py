@@ -74,12 +74,8 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from recipes_lib.core.measure.machine import (
-    choose_sizes,
-    machine,
-    runs_dir,
-    seed_everything,
-)
+from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
+from recipes_lib.core.measure.runs import runs_dir
 
 print(machine())
 # A device has few cores, and exports take the second one: everything here has one thread.

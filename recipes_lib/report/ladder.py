@@ -37,12 +37,8 @@ from rich.text import Text
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure import there_and_back
-from recipes_lib.core.measure.machine import (
-    free_memory_bytes,
-    provenance,
-    release_memory,
-    runs_dir,
-)
+from recipes_lib.core.measure.memory import free_memory_bytes, release_memory
+from recipes_lib.core.measure.runs import provenance, runs_dir
 from recipes_lib.report.bars import Bars, bars, of_rows
 from recipes_lib.report.style import FACTOR, three_digits
 

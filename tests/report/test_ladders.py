@@ -89,7 +89,7 @@ def test_a_step_that_is_skipped_does_not_warm_up():
 def test_rows_that_were_measured_elsewhere(tmp_path):
     memory = MemoryLadder("steps", folder=tmp_path)
     memory.add("baseline", Measurement(2.0, 1000 * MIB, 500), predicted=950 * MIB, loss=3.5)
-    spread = Measurement(4.0, 250 * MIB, 500, seconds_low=3.0, seconds_high=4.4)
+    spread = Measurement(3.0, 250 * MIB, 500, seconds_high=4.4)
     memory.add("less", spread, predicted=250 * MIB)
     less = memory["less"]
     assert (less.change, less.ratio, less.seconds) == (-0.75, 1.5, 3.0)

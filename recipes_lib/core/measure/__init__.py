@@ -1,16 +1,16 @@
-"""Measure a step: median seconds, tokens per second, the peak bytes of tensors, and their timeline.
+"""Measure a step: seconds, tokens per second, the peak bytes of tensors, and their timeline.
 
 "Peak bytes" means the same on both devices. On CUDA it is the allocator's own peak. On a CPU it is
 that of an exact account of live storages (`live_bytes.py`).
 
 allocated_limit  on a GPU, out of memory at so many bytes of tensors, as on a smaller one
 allocator_peak  peak bytes of tensors where compiled code makes them
-freed_memory  freed memory stays in the process: steps on a CPU fetch no new pages
 live_bytes  an exact account of the bytes of live tensors
 machine  what am I running on: device, memory, native bf16, versions, tier
-matrix_rate  how fast this device multiplies matrices: the limit of a step
+memory  what is free on the device, the host and in the container, and what the process keeps
 operator_profile  seconds of a step by kind of operator
-read_bandwidth  how many bytes per second this device reads: the limit of decoding
+rates  how fast this device multiplies matrices and reads memory: the limits of a step
+runs  where results are written, and what stands beside each: machine, versions, commit
 timeline  memory over time: live bytes by kind and phase
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -44,9 +43,9 @@ from recipes_lib.core.model.marks import COMPILED, any_marked
 class Measurement:
     """What one recipe costs.
 
-    `seconds` per step (median), `peak_bytes` of tensors, the `result` of the last step, and the
-    `timeline` of the step under the memory account, if the model was named. `seconds_low` and
-    `seconds_high` are the fastest and the slowest step, if more than one was timed.
+    `seconds` of the fastest step, `peak_bytes` of tensors, the `result` of the last step, and the
+    `timeline` of the step under the memory account, if the model was named. `seconds_high` are of
+    the slowest step, if more than one was timed.
     """
 
     seconds: float
@@ -54,7 +53,6 @@ class Measurement:
     tokens: int | None
     result: Any = None
     timeline: Timeline | None = None
-    seconds_low: float | None = None
     seconds_high: float | None = None
 
     @property
@@ -87,7 +85,8 @@ def measure(
 ) -> Measurement:
     """Run `step` to warm up, then once under the memory account, then `repeats` times on the clock.
 
-    The warm-up matters for memory too: AdamW allocates its states in the first step.
+    The fastest of them counts: whatever else runs can only slow a step. The warm-up matters for
+    memory too: AdamW allocates its states in the first step.
 
     Args:
         tokens: that one step trains on, for tokens per second.
@@ -109,14 +108,10 @@ def measure(
     for _ in range(repeats):
         took, result = timed(step)
         seconds.append(took)
-    median = statistics.median(seconds or [under_account])
-    low = None
-    high = None
-    if len(seconds) > 1:
-        low = min(seconds)
-        high = max(seconds)
+    fastest = min(seconds, default=under_account)
+    slowest = max(seconds) if len(seconds) > 1 else None
     timeline = getattr(memory, "timeline", None)  # an allocator's account has none
-    return Measurement(median, memory.peak, tokens, result, timeline, low, high)
+    return Measurement(fastest, memory.peak, tokens, result, timeline, slowest)
 
 
 def _account_of(
@@ -136,8 +131,8 @@ def _account_of(
 def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
     """Seconds of every step in `rounds` rounds, each round in the other direction.
 
-    What slows the machine for a while then slows all of them. Warm up before, and compare by the
-    median. Raises ValueError for less than one round.
+    What slows the machine for a while then slows all of them. Warm up before, and compare the
+    fastest of each. Raises ValueError for less than one round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for names in there_and_back(list(steps), rounds=rounds):

@@ -27,16 +27,9 @@ from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes_lib.core.measure.live_bytes import LiveBytes
-from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.marks import COMPILED, any_marked
 
 # Below this level the profiler's library prints two lines each time that it starts and stops.
 QUIET = "6"
-
-
-def has_compiled_blocks(model: Any) -> bool:
-    """Whether `model` has blocks that run as compiled code when it trains."""
-    return any_marked(decoder_blocks(model), COMPILED)
 
 
 class AllocatorPeak:

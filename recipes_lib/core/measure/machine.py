@@ -15,9 +15,7 @@ CI uses.
 
 from __future__ import annotations
 
-import datetime
 import functools
-import gc
 import importlib
 import logging
 import os
@@ -25,12 +23,13 @@ import platform
 import random
 import subprocess
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # a dependency of accelerate and peft, so present wherever recipes run
 import torch
 
 from recipes_lib.core.checks import check_whole
@@ -49,7 +48,6 @@ ALLOCATOR_VARIABLES = {
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
 }
-CGROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def _gpu(tier: str) -> Machine:
         memory_bytes=properties.total_memory,
         # Asking torch.cuda.is_bf16_supported() says yes on a T4, where bf16 is emulated and slow.
         native_bf16=properties.major >= 8,
-        cores=len(_cpu_affinity()),
+        cores=_cpu_cores(),
         tier=tier or _tier_of(properties.total_memory),
         versions=_versions() | _gpu_versions(),
     )
@@ -163,9 +161,9 @@ def _cpu() -> Machine:
     return Machine(
         device="cpu",
         name=_cpu_name(),
-        memory_bytes=_host_memory(),
+        memory_bytes=psutil.virtual_memory().total,
         native_bf16=avx512_bf16 or amx,
-        cores=len(_cpu_affinity()),
+        cores=_cpu_cores(),
         tier="cpu",
         versions=_versions(),
     )
@@ -255,75 +253,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def release_memory() -> None:
-    """Free what hangs in reference cycles, and give back what freed tensors had.
-
-    For the time between two models. A GPU's allocator keeps the memory of the first one, and the
-    second one would find gaps in it. Pinned memory of the host it never gives back by itself.
-    """
-    gc.collect()
-    if machine().device == "cuda":
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()  # torch.accelerator.empty_host_cache, in newer versions
-
-
-def free_memory_bytes() -> int:
-    """Bytes of the device that nobody uses now. On a CPU those of `free_host_bytes`."""
-    if machine().device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        # PyTorch keeps what freed tensors had, and gives it to the next ones.
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return free_host_bytes()
-
-
-def free_host_bytes() -> int:
-    """Bytes of the host that the system can give at once; a container's limit counts."""
-    import psutil  # a dependency of accelerate and peft, so present wherever recipes run
-
-    free = psutil.virtual_memory().available
-    in_container = _free_in_container()
-    if in_container is None:
-        return free
-    return min(free, in_container)
-
-
-def _free_in_container() -> int | None:
-    """Bytes up to the limit of the container (of its cgroup), or None if there is no limit."""
-    # The files of version 2, then those of version 1. The third name is an entry in memory.stat.
-    versions = [
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ]
-    for limit_file, used_file, cached_name in versions:
-        try:
-            limit = (CGROUP / limit_file).read_text().strip()
-            used = int((CGROUP / used_file).read_text())
-            stat = (CGROUP / used_file).with_name("memory.stat").read_text()
-            # Of the used bytes, those of files that were read: the system drops them when needed.
-            cached = int(dict(line.split() for line in stat.splitlines())[cached_name])
-        except (OSError, ValueError, KeyError):
-            continue
-        if limit != "max":  # as version 2 calls no limit; in version 1 it is a huge number
-            return max(0, int(limit) - used + cached)
-    return None
-
-
-def provenance() -> dict:
-    """Machine, versions, date and commit: what every recorded number is stored with."""
-    facts = asdict(machine())
-    return facts | {"fast": fast(), "date": datetime.date.today().isoformat(), "commit": _commit()}
-
-
-def runs_dir() -> Path:
-    """Where results are written: `$RECIPES_RUNS`, else `runs/` of the checkout, else `./runs`."""
-    checkout = Path(__file__).resolve().parents[3]
-    installed_elsewhere = not (checkout / "pyproject.toml").exists()
-    root = Path.cwd() if installed_elsewhere else checkout
-    folder = Path(os.environ.get("RECIPES_RUNS") or root / "runs")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "peft", "bitsandbytes"):
@@ -353,30 +282,11 @@ def _gpu_versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str | None:
-    root = Path(__file__).resolve().parents[3]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cpu_affinity() -> set[int]:
+def _cpu_cores() -> int:
     # A container often owns fewer cores than the host shows; macOS and Windows cannot tell.
-    return (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
-
-
-def _host_memory() -> int:
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    import psutil  # Windows; a dependency of accelerate and peft, so present wherever recipes run
-
-    return psutil.virtual_memory().total
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

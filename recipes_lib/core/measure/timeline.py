@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,13 +33,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.sizes import plain_tensors, quantization_tensors, state_tensors
 
 KINDS = ("weights", "states", "gradients", "activations", "other")
-PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,6 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         *,
         limit_bytes: int | None = None,
     ) -> None:
-        if limit_bytes is not None:
-            check_whole(limit_bytes=limit_bytes)
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)
@@ -146,7 +142,7 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self._phase = "forward"
         self._stepping = False
         self._recording = False
-        self._open = contextlib.ExitStack()  # what is switched on while it records
+        self._handles: list[Any] = []  # of the hooks that are there while it records
 
     # --- what the account tells ---
 
@@ -183,12 +179,14 @@ class TimelineRecorder(contextlib.AbstractContextManager):
     # --- recording ---
 
     def __enter__(self) -> TimelineRecorder:
-        with contextlib.ExitStack() as undo:  # an error in here leaves nothing switched on
-            undo.enter_context(self.account)
-            self._label_what_is_there()
-            undo.enter_context(self._watch_gradients())
-            undo.enter_context(self._watch_steps())
-            self._open = undo.pop_all()
+        self.account.__enter__()
+        self._label_what_is_there()
+        # No attribute may hold a parameter: the block is free to drop the model.
+        for parameter in self._model().parameters():
+            if parameter.requires_grad:
+                self._handles.append(_hook_before_others(parameter, self._label_gradient))
+        self._handles.append(register_optimizer_step_pre_hook(self._step_begins))
+        self._handles.append(register_optimizer_step_post_hook(self._step_ends))
         self._recording = True
         self._sample()
         return self
@@ -197,7 +195,9 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self._recording = False
         self._label_what_is_there()  # states that the step has made
         self._sample()
-        self._open.close()
+        for handle in self._handles:
+            handle.remove()
+        self.account.__exit__(*error)
 
     def _label_what_is_there(self) -> None:
         # The block may have dropped them: then their tensors have the kinds that they had before.
@@ -224,40 +224,15 @@ class TimelineRecorder(contextlib.AbstractContextManager):
                 if number is not None:
                     self._kinds[number] = kind
 
-    @contextlib.contextmanager
-    def _watch_gradients(self) -> Iterator[None]:
-        """Label each gradient when it is complete, before anybody else uses and frees it."""
+    def _label_gradient(self, parameter: torch.Tensor) -> None:
+        """Label it when it is complete, before anybody else uses and frees it."""
+        self._label([parameter.grad], "gradients")
 
-        def label(parameter: torch.Tensor) -> None:
-            self._label([parameter.grad], "gradients")
+    def _step_begins(self, *_: Any) -> None:
+        self._stepping = True
 
-        # No name in here may hold a parameter: the block is free to drop the model.
-        trained = (p for p in self._model().parameters() if p.requires_grad)
-        handles = [_hook_before_others(parameter, label) for parameter in trained]
-        del trained
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextlib.contextmanager
-    def _watch_steps(self) -> Iterator[None]:
-        """Know when an optimizer is in its step, whichever it is."""
-
-        def begin(*_: Any) -> None:
-            self._stepping = True
-
-        def end(*_: Any) -> None:
-            self._stepping = False
-
-        before = register_optimizer_step_pre_hook(begin)
-        after = register_optimizer_step_post_hook(end)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+    def _step_ends(self, *_: Any) -> None:
+        self._stepping = False
 
     # --- the result ---
 

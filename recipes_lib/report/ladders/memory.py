@@ -189,9 +189,8 @@ class MemoryLadder(Ladder):
         row = Row(name=name, group=group, predicted_bytes=int(predicted), loss=loss)
         row.peak_bytes = measured.peak_bytes
         row.seconds = measured.seconds
-        if measured.seconds_low is not None:
-            low = measured.seconds_low
-            row.set_range("seconds", low, low, measured.seconds_high)
+        if measured.seconds_high is not None:
+            row.set_range("seconds", row.seconds, row.seconds, measured.seconds_high)
         if measured.tokens is not None:
             row.tokens_per_second = measured.tokens / row.seconds
         return self.append(row)

@@ -25,8 +25,8 @@ from torch.nn import functional
 from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
 from recipes_lib.core.checks import check_flag, check_whole
 from recipes_lib.core.measure import there_and_back
-from recipes_lib.core.measure.freed_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.measure.memory import keep_freed_memory
 from recipes_lib.workflows.bench.clock import now
 
 EPS = 1e-6

@@ -20,7 +20,8 @@ import torch
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.measure import Measurement, measure
-from recipes_lib.core.measure.machine import release_memory, seed_everything
+from recipes_lib.core.measure.machine import seed_everything
+from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.predict.budget import Budget, Shape
@@ -134,7 +135,7 @@ class Bench:
         Raises ValueError for an unknown name.
 
         Args:
-            repeats: steps on the clock, of which the median counts.
+            repeats: steps on the clock, of which the fastest counts.
             timeline: a file for the picture of the memory over one step of each row.
             announce: is called with the name of a row before it is measured.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from recipes_lib.core.measure.machine import provenance
+from recipes_lib.core.measure.runs import provenance
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses
 from recipes_lib.workflows.finetune.settings import Settings

@@ -16,7 +16,8 @@ from typing import Any
 from recipes_lib.core.data import collate
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.machine import machine, release_memory, require, synchronize
+from recipes_lib.core.measure.machine import machine, require, synchronize
+from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.fine_tuning.adapter_files import without_hub_warnings
 from recipes_lib.training.sequence_packing import collate_packed
 from recipes_lib.workflows.finetune.export import sft_arguments, trainer_arguments

@@ -1,7 +1,6 @@
 """The timeline adds up to the account, and calls each tensor what it is."""
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -72,16 +71,10 @@ def test_kinds_are_exact_on_a_known_step():
     assert most(timeline, "gradients", "forward") == 0
     assert most(timeline, "gradients", "backward") == weights
     assert timeline.points[-1].bytes["gradients"] == 0, "zero_grad freed them"
+    assert [name for name, _, _ in timeline.phases()] == ["forward", "backward", "step"]
     # Each tanh saves its output; while the last one runs, its input is there as well.
     assert most(timeline, "activations", "forward") == 4 * FULL
     assert timeline.points[-1].bytes["activations"] == 0
-
-
-def test_phases_of_a_plain_step_follow_each_other():
-    """Catches a phase that begins too late, or ends never."""
-    model, optimizer, step = known_step()
-    timeline = record_timeline(step, model=model, optimizer=optimizer)
-    assert [name for name, _, _ in timeline.phases()] == ["forward", "backward", "step"]
 
 
 def test_states_that_the_step_makes_are_states():
@@ -189,32 +182,6 @@ def test_an_error_in_the_step_leaves_no_hook_behind():
         record_timeline(fails, model=model, optimizer=optimizer)
     for parameter in model.parameters():
         assert not parameter._post_accumulate_grad_hooks
-
-
-def test_it_costs_less_than_half_of_the_account_more():
-    """Catches work in every operator that belongs to the end: lists that grow are all it may do."""
-    model = model_of_shape("tiny-llama", device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.randint(0, 128, (1, 8))
-
-    def step():
-        for _ in range(5):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def seconds(**watched):
-        with PeakMemory(**watched):
-            start = time.process_time()
-            step()
-            return time.process_time() - start
-
-    step()
-    alone, kept = [], []
-    for _ in range(5):  # in turns; the least disturbed of each counts
-        alone.append(seconds())
-        kept.append(seconds(model=model, optimizer=optimizer))
-    assert min(kept) < 1.5 * min(alone)
 
 
 def test_a_model_that_the_block_drops_leaves_no_account_behind():
