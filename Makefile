@@ -38,9 +38,9 @@ NAMED := $(wildcard $(foreach word,$(ARGS),$(firstword $(subst ::, ,$(word)))))
 test: lint  ## Lint, every recipe against its reference, every notebook in small sizes
 	$(PYTEST) --nbmake --nbmake-timeout=900 $(if $(NAMED),,-m "not survey" notebooks tests) $(ARGS)
 
-# The rules of the house, the probe, and the rooms that most people change.
-CHECKED := tests/test_architecture.py tests/test_public_names.py $(patsubst %,tests/%,core/model core/predict \
-	fine_tuning memory precision training)
+# The rules of the house, the probe, and two rooms of techniques beside their references.
+CHECKED := tests/test_architecture.py tests/test_public_names.py tests/core/model tests/fine_tuning \
+	tests/memory
 check: lint  ## Lint and the one-minute core of the tests, for while you work
 	$(PYTEST) -m "not survey" $(if $(NAMED),,$(CHECKED)) $(ARGS)
 
