@@ -77,21 +77,13 @@ def held_out_losses(
     return RowLosses(losses, targets)
 
 
-def compare(
-    before: RowLosses,
-    after: RowLosses,
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Comparison:
-    """Compare two models on the same rows.
+def compare(before: RowLosses, after: RowLosses) -> Comparison:
+    """Compare two models on the same rows. Raises ValueError for other rows, and for fewer than 2.
 
-    Raises ValueError for other rows, and for what `RowLosses.interval` refuses.
+    The interval of the difference has 95 %.
     """
     paired = after - before
-    low, high = paired.interval(level=level, resamples=resamples, seed=seed)
-    return Comparison(paired.mean, low, high, level)
+    return Comparison(paired.mean, *paired.interval())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,16 +98,13 @@ class RowLosses:
         """Nats per target token, as `core.data.evaluation.evaluate` gives them."""
         return (self.losses.sum() / self.targets.sum()).item()
 
-    def interval(
-        self, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
-    ) -> tuple[float, float]:
-        """The bootstrap interval of `mean`, by percentiles.
+    def interval(self, *, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
+        """The bootstrap interval of `mean`, 95 %, by percentiles.
 
-        Raises ValueError for fewer than 2 rows, and for level outside (0, 1).
+        Raises ValueError for fewer than 2 rows.
         """
         rows = len(self.losses)
         _check_rows(rows)
-        check_number(above=0, below=1, level=level)
         generator = torch.Generator().manual_seed(seed)
         at_once = max(1, 2**20 // rows)  # so that a part takes some megabytes
         means = []
@@ -123,7 +112,7 @@ class RowLosses:
             count = min(at_once, resamples - start)
             drawn = torch.randint(rows, (count, rows), generator=generator)  # [count, N]
             means.append(self.losses[drawn].sum(1) / self.targets[drawn].sum(1))
-        ends = torch.tensor([1 - level, 1 + level], dtype=torch.float64) / 2
+        ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
         low, high = torch.cat(means).quantile(ends).tolist()
         return low, high
 
@@ -154,7 +143,6 @@ class Comparison:
     difference: float
     low: float
     high: float
-    level: float
 
     @property
     def verdict(self) -> str:
@@ -166,7 +154,7 @@ class Comparison:
         return "no difference that this many rows can show"
 
     def __str__(self) -> str:
-        interval = f"({100 * self.level:g} % interval {self.low:+#.3g} to {self.high:+#.3g})"
+        interval = f"(95 % interval {self.low:+#.3g} to {self.high:+#.3g})"
         return f"{self.difference:+#.3g} nats per token {interval}: {self.verdict}"
 
 

@@ -104,18 +104,10 @@ def _has_ended(answer: list[int], new_tokens: int, stop: Collection[int]) -> boo
 
 @dataclass(frozen=True)
 class BatchSpeed:
-    """How fast batches of one size are.
-
-    Args:
-        batch: rows.
-        seconds_per_step: median time of one step, which is the time between two tokens of a row.
-        seconds_low, seconds_high: of the fastest and the slowest round.
-    """
+    """How fast batches of one size are: a step is the time between two tokens of a row."""
 
     batch: int
-    seconds_per_step: float
-    seconds_low: float
-    seconds_high: float
+    seconds_per_step: float  # median of the rounds
 
     @property
     def tokens_per_second(self) -> float:
@@ -142,9 +134,7 @@ def throughput_table(
         run()
     table = []
     for name, seconds in in_turns(runs, rounds=rounds).items():
-        per_step = [second / steps for second in seconds]
-        median = statistics.median(per_step)
-        table.append(BatchSpeed(int(name), median, min(per_step), max(per_step)))
+        table.append(BatchSpeed(int(name), statistics.median(seconds) / steps))
     return table
 
 

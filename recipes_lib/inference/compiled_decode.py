@@ -77,7 +77,8 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
             f"one of its own: give a decoder with plain caches"
         )
     require_compiler(plain.device)
-    require_kernels_for(plain.device, _dtypes_in(decoder) | {plain.dtype})
+    tensors = [*decoder.parameters(), *decoder.buffers()]
+    require_kernels_for(plain.device, {plain.dtype, *(tensor.dtype for tensor in tensors)})
     return CompiledDecoder(decoder, max_tokens)
 
 
@@ -161,10 +162,15 @@ def _compiled_step() -> Callable[[Any, StaticCache], Tensor]:
     def step(decoder: Any, cache: StaticCache) -> Tensor:
         return decoder(cache.token, cache, last_only=True)
 
-    # PyTorch allows eight graphs of one code object: each decoder has a code object of its own.
-    step.__code__ = step.__code__.replace()
     mode = MODE if BACKEND == "inductor" else None  # an option of inductor alone
-    return torch.compile(step, mode=mode, backend=BACKEND, fullgraph=True, dynamic=False)
+    return torch.compile(
+        step,
+        mode=mode,
+        backend=BACKEND,
+        fullgraph=True,
+        dynamic=False,
+        isolate_recompiles=True,  # eight graphs for each decoder, not for all of them
+    )
 
 
 class _Storage:
@@ -260,10 +266,3 @@ class StaticCache(KeyValueCache):
         """Keep the first `length` tokens and forget the rest."""
         super().truncate(length)
         self.position.fill_(length)
-
-
-def _dtypes_in(decoder: Any) -> set[torch.dtype]:
-    """Those of all parameters and buffers."""
-    if not isinstance(decoder, nn.Module):
-        return set()
-    return {tensor.dtype for tensor in [*decoder.parameters(), *decoder.buffers()]}

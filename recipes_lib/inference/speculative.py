@@ -109,26 +109,35 @@ def checked(
 Drafter = Callable[[list[int], int], list[int]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Speculation:
     """An answer, and what became of the drafts.
 
-    Args:
-        tokens: the answer, without the prompt.
-        accepted: drafted tokens that the answer kept.
-        drafted: drafted tokens in all.
-        calls: of the decoder, without the prefill. The prefill gives the first token.
-        drafted_calls: those that checked a draft.
-        compared: drafted tokens that were accepted, or were the first wrong one of their call. What
-            follows a wrong token says nothing about the draft.
+    The prefill, which gives the first token, is no call here. Compared are drafted tokens that were
+    accepted, or were the first wrong one of their call: what follows that says nothing about the
+    draft.
     """
 
-    tokens: list[int]
-    accepted: int
-    drafted: int
-    calls: int
-    drafted_calls: int
-    compared: int
+    tokens: list[int]  # of the answer, without the prompt
+    accepted: int = 0  # drafted tokens that the answer kept
+    compared: int = 0
+    drafted: int = 0
+    calls: int = 0
+    drafted_calls: int = 0  # those that checked a draft
+
+    def add(self, draft: list[int], chosen: list[int], kept: list[int]) -> None:
+        """One call: the model has chosen these tokens, and the answer keeps those of them."""
+        # The last one chosen is the model's own. A stop token may end the answer before it.
+        accepted = min(len(chosen) - 1, len(kept))
+        self.tokens += kept
+        self.calls += 1
+        self.drafted += len(draft)
+        self.accepted += accepted
+        self.compared += accepted
+        if draft:
+            self.drafted_calls += 1
+        if len(kept) == len(chosen) <= len(draft):
+            self.compared += 1  # the model's own took the place of a wrong one
 
     @property
     def acceptance(self) -> float:
@@ -228,12 +237,11 @@ def _generate(
     check_whole(new_tokens=new_tokens, draft_tokens=draft_tokens)
     stop = stop_ids(stop)
     tokens = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
-    begin = tokens.shape[1]
-    end = begin + new_tokens
+    end = tokens.shape[1] + new_tokens
     cache = decoder.new_cache(max_tokens=end)
     first = decoder(tokens, cache, last_only=True).argmax(-1)  # [1, 1]
     text = [*tokens[0].tolist(), int(first)]
-    tally = _Tally()
+    answer = Speculation([int(first)])
     while len(text) < end and text[-1] not in stop:
         # A call gives one token more than the draft has: never more than are wanted.
         most = min(draft_tokens, end - len(text) - 1)
@@ -241,32 +249,8 @@ def _generate(
         chosen = checked(decoder, cache, text[-1], draft, row_by_row)
         kept = _up_to_stop(chosen, stop)
         text += kept
-        tally.add(draft, chosen, kept)
-    return Speculation(tokens=text[begin:], **vars(tally))
-
-
-@dataclass
-class _Tally:
-    """The numbers of a `Speculation`, call by call."""
-
-    accepted: int = 0
-    drafted: int = 0
-    calls: int = 0
-    drafted_calls: int = 0
-    compared: int = 0
-
-    def add(self, draft: list[int], chosen: list[int], kept: list[int]) -> None:
-        """One call: the model has chosen these tokens, and the answer kept those of them."""
-        # The last one chosen is the model's own. A stop token may end the answer before it.
-        accepted = min(len(chosen) - 1, len(kept))
-        self.calls += 1
-        self.drafted += len(draft)
-        self.accepted += accepted
-        self.compared += accepted
-        if draft:
-            self.drafted_calls += 1
-        if len(kept) == len(chosen) <= len(draft):
-            self.compared += 1  # the model's own took the place of a wrong one
+        answer.add(draft, chosen, kept)
+    return answer
 
 
 def _up_to_stop(tokens: list[int], stop: Collection[int]) -> list[int]:

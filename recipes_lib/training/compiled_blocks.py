@@ -1,8 +1,7 @@
 """Compiled blocks: torch.compile turns each decoder block into one graph, for training.
 
 Problem    Between its matrix products a block runs some fifty small operators: norms, RoPE, casts,
-           the activation of the MLP. Each one reads its input from memory and writes its output
-           back, and costs a call.
+           the activation of the MLP. Each reads and writes memory, and costs a call.
 Idea       Write the small operators between two products as one kernel, forward and backward:
 
                eager      x -> pow -> mean -> add -> rsqrt -> mul -> mul -> [product] -> …
@@ -12,10 +11,10 @@ Idea       Write the small operators between two products as one kernel, forward
            run its code. A whole model as one graph would take as many times longer to compile as it
            has blocks.
 Saves      Time, most where the products are fast: in 16 bits, on a GPU. And activations: backward
-           computes in its own kernels again what is cheap, and forward does not keep it.
-Costs      Seconds of compiling, in the first step and again for the first batch of another shape;
+           computes again what is cheap, and forward does not keep it.
+Costs      Seconds of compiling, in the first step and for the first batch of another shape;
            `break_even_steps` says after how many steps they are earned. The order of sums changes,
-           so losses and gradients are equal up to rounding. Errors in a block are harder to read.
+           so losses and gradients are equal up to rounding, and dropout draws other numbers.
 Use when   The run has more steps than it takes to break even.
 Not when   Each run is a few steps, shapes change all the time, or a block looks at values, as a
            mixture of experts does that routes in Python: the forward then says so.
@@ -24,12 +23,11 @@ In production   `model.model.layers[i].compile()` for each block, before `fully_
 Source     Ansel et al., "PyTorch 2", ASPLOS 2024; "Reducing torch.compile cold start compilation
            time with regional compilation", PyTorch tutorials.
 
-The order of recipes: adapters and 4-bit weights, then this, then checkpointing. The checkpoint
-stays outside and runs the compiled block a second time. Inside of a graph it would be compiled away
-or refused. Hugging Face's own checkpointing lies outside by itself: it may be switched on before
-compiling or after it.
+The order of recipes: adapters and 4-bit weights, then this, then checkpointing, which stays outside
+and runs the compiled block a second time. Hugging Face's own checkpointing lies outside by itself,
+whenever it is switched on.
 
-Shapes: B batch, S sequence, T = B*S tokens, D hidden.
+Shapes: B batch, S sequence, D hidden.
 """
 
 from __future__ import annotations
@@ -63,6 +61,9 @@ from recipes_lib.core.predict.plain_step import require_adapters, saved_outside_
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
 
+# Each shape, dtype and kind of mask has a graph of its own. PyTorch's limit is eight of them.
+MOST_GRAPHS = 64
+
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
@@ -84,16 +85,14 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
 
     The first step compiles. Without gradients, in eval mode and with a KV cache the block runs as
     it did before. Parameter names, hooks on a block, `isinstance` and `copy.deepcopy` work as ever.
-    Hooks on modules inside of a block have to be there before the first step, and dropout in there
-    draws other numbers than it did.
+    Hooks on modules inside of a block have to be there before the first step.
 
     Args:
         dynamic: None compiles for the first shape of a batch, and for a second one a graph that
             takes all shapes; True makes that graph at once, False one for each shape.
     Raises ValueError without a compiler for this device, and for a model that is sharded, compiled
     or checkpointed by a recipe already. The model's forward raises one for a block that is not one
-    graph, and for bf16 on a GPU without it. Where PyTorch allows no further graph, it warns once,
-    and what is new runs uncompiled.
+    graph, for bf16 on a GPU without it, and for more than 64 graphs.
     """
     require_causal_lm(model)
     check_choice((None, True, False), dynamic=dynamic)
@@ -102,9 +101,7 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     require_forward_of_class(blocks)
     require_compiler(next(blocks[0].parameters()).device)
     for block in blocks:
-        # An attribute of the block, without the block in it: a deep copy runs its own weights.
-        graphs_of = functools.partial(_compile_once, type(block), _kind_of(block), dynamic)
-        mix_in(block, _Compiled, graphs_of=graphs_of)
+        mix_in(block, _Compiled, compiled_forward=_compile_once(type(block), dynamic))
         mark(block, COMPILED)
     return model
 
@@ -115,7 +112,7 @@ def remove_compiled_blocks(model: Any) -> Any:
     if not blocks:
         raise ValueError("this model has no block that apply_compiled_blocks() has changed")
     for block in blocks:
-        unmix(block, _Compiled, attributes=["graphs_of"])
+        unmix(block, _Compiled, attributes=["compiled_forward"])
         unmark(block, COMPILED)
     return model
 
@@ -146,44 +143,30 @@ def break_even_steps(
 
 
 @functools.cache
-def _compile_once(
-    block_class: type, kind: tuple, dynamic: bool | None, situation: tuple
-) -> _Graphs:
-    """The graphs that all blocks of one class and kind share, in later models too."""
-    device, dtype, autocast, *_ = situation
-    if autocast is not None:
-        dtype = autocast
-    require_kernels_for(device, {dtype})
-    return _Graphs(block_class, dynamic)
+def _compile_once(block_class: type, dynamic: bool | None) -> Callable[..., Any]:
+    """The forward of all blocks of one class, in later models too.
 
-
-def _kind_of(block: torch.nn.Module) -> tuple:
-    """What makes the graph of one block another one than that of the next: not its values."""
-    kind = []
-    for name, parameter in block.named_parameters():
-        kind.append((name, parameter.shape, parameter.dtype, parameter.requires_grad))
-    for module in block.modules():  # such as layer_type="sliding_attention"
-        kind += [value for value in vars(module).values() if isinstance(value, str)]
-    return tuple(kind)
-
-
-def _situation(hidden: torch.Tensor, others: tuple, options: dict[str, Any]) -> tuple:
-    """What makes the graph of one call another one than that of the next, beside the shapes.
-
-    The device, dtypes, and which arguments are there: a batch without padding has no mask.
+    A function, without a block in it: a deep copy of a block runs its own weights.
     """
-    autocast = None
-    if torch.is_autocast_enabled(hidden.device.type):
-        autocast = torch.get_autocast_dtype(hidden.device.type)
-    by_position = tuple(value is not None for value in others)
-    by_name = tuple(name for name, value in options.items() if value is not None)
-    return hidden.device, hidden.dtype, autocast, by_position, by_name
+
+    def forward(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return block_class.forward(block, *args, **kwargs)
+
+    return torch.compile(
+        forward,
+        # Else PyTorch runs a block in pieces, or beyond the limit as it is, and says nothing.
+        fullgraph=True,
+        dynamic=dynamic,
+        backend=BACKEND,
+        recompile_limit=MOST_GRAPHS,
+        isolate_recompiles=True,  # other classes have graphs of their own
+    )
 
 
 class _Compiled:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
-    graphs_of: Callable[[tuple], _Graphs]  # of a situation
+    compiled_forward: Callable[..., Any]
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
         """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
@@ -193,50 +176,11 @@ class _Compiled:
             _warn_of_cache()
             return super().forward(hidden_states, *others, **options)
         _refuse_selective_checkpoint()
-        hidden = hidden_states
-        if not hidden.requires_grad and _trains(self):
-            hidden = _with_gradient(hidden)
-        graphs = self.graphs_of(_situation(hidden, others, options))
-        return graphs.run(self, hidden, *others, **options)
-
-
-class _Graphs:
-    """A forward, and the graphs that PyTorch has compiled of it, one or a few by shape.
-
-    PyTorch stops at eight graphs of one code object. So each of these has a code object of its own,
-    and when it is full, the shapes that have a graph keep it and all others run uncompiled.
-    """
-
-    def __init__(self, block_class: type, dynamic: bool | None) -> None:
-        # A plain function: a bound method would tie a copy of the block to the original.
-        def forward(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return block_class.forward(block, *args, **kwargs)
-
-        forward.__code__ = forward.__code__.replace()
-        self._code = forward.__code__
-        self._compiled = torch.compile(forward, fullgraph=True, dynamic=dynamic, backend=BACKEND)
-        self._full = False
-
-    def run(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What `block` does with these arguments, compiled where that is possible."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit
-
-        if self._full and not self._count():  # torch.compiler.reset() has forgotten them
-            self._full = False
-        if not self._full:
-            with _clear_errors(block):
-                try:
-                    return self._compiled(block, *args, **kwargs)
-                except FailOnRecompileLimitHit:
-                    self._full = True
-                    _warn_of_limit(type(block).__name__)
-        with torch.compiler.set_stance("eager_on_recompile"):
-            return self._compiled(block, *args, **kwargs)
-
-    def _count(self) -> int:
-        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-        return len(_debug_get_cache_entry_list(self._code))
+        _refuse_bf16_without_kernels(hidden_states)
+        if _trains(self):
+            hidden_states = _with_gradient(hidden_states)
+        with _clear_errors(self):
+            return self.compiled_forward(self, hidden_states, *others, **options)
 
 
 def _trains(block: torch.nn.Module) -> bool:
@@ -290,6 +234,19 @@ def _clear_errors(block: torch.nn.Module) -> Iterator[None]:
             f"{name} cannot be compiled as one graph: call remove_compiled_blocks(model) and train "
             f"without; PyTorch says: {error}"
         ) from error
+    except exc.FailOnRecompileLimitHit as error:
+        raise ValueError(
+            f"{name} has {MOST_GRAPHS} compiled graphs and needs another: pad the batches to few "
+            f"shapes, or pass apply_compiled_blocks(model, dynamic=True)"
+        ) from error
+
+
+def _refuse_bf16_without_kernels(hidden: torch.Tensor) -> None:
+    device = hidden.device
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    require_kernels_for(device, {dtype})
 
 
 def _operators_are_counted() -> bool:
@@ -322,17 +279,6 @@ def _warn_of_cache() -> None:
     warnings.warn(
         "with a KV cache blocks are not compiled: pass use_cache=False to the model's forward",
         stacklevel=3,
-    )
-
-
-@functools.cache  # once for each class of blocks
-def _warn_of_limit(name: str) -> None:
-    warnings.warn(
-        f"{name} has as many compiled graphs as PyTorch allows, and what needs another one runs "
-        f"uncompiled from here on: pad the batches to few shapes, or pass "
-        f"apply_compiled_blocks(model, dynamic=True). An attribute that differs by layer makes one "
-        f"graph per layer, as GPT-2's scale_attn_by_inverse_layer_idx does.",
-        stacklevel=2,
     )
 
 

@@ -33,7 +33,6 @@ Shapes: B rows of a step, over all ranks; S sequence.
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import time
 from collections import deque
@@ -243,13 +242,3 @@ def predicted_stall_share(*, make_seconds: float, step_seconds: float, workers: 
         return make_seconds / (make_seconds + step_seconds)
     between = max(step_seconds, make_seconds / workers)
     return (between - step_seconds) / between
-
-
-def predicted_workers(*, make_seconds: float, step_seconds: float) -> int:
-    """The fewest workers with which no step waits: L / S, rounded up."""
-    return math.ceil(make_seconds / step_seconds)
-
-
-def predicted_waiting_bytes(batch: Batch, *, workers: int, prefetch: int = 2) -> int:
-    """Bytes of the batches that wait in host memory on one rank."""
-    return workers * prefetch * sum(tensor.nbytes for tensor in batch.values())

@@ -48,7 +48,6 @@ from recipes_lib.core.model.run_state import (
     save_loadable,
     set_random_states,
 )
-from recipes_lib.core.model.sizes import tensor_bytes
 
 NO_PARTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -143,14 +142,3 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """What trains, and the buffers. They share their memory with the model: nothing is copied."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return trained | kept_buffers(model)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_checkpoint_bytes(model: nn.Module) -> int:
-    """Bytes of the file with AdamW in the dtype of the weights.
-
-    Three copies of what is trainable: the weights and two averages.
-    """
-    return 3 * sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_number
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.trainable import check_adamw, parameters_to_train, require_whole_fp32
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
@@ -97,8 +97,6 @@ def muon_adamw(
         rest_lr = lr
     check_adamw(lr=lr, rest_lr=rest_lr, weight_decay=weight_decay, betas=betas, eps=eps)
     check_number(least=0, below=1, momentum=momentum)
-    check_whole(steps=steps, most=99)
-    check_choice(["match_rms_adamw", "original"], adjust_lr_fn=adjust_lr_fn)
     split = split_for_muon(model)
     require_whole_fp32([*split.matrices, *split.rest])
     _check_orientation(model, split.matrices, adjust_lr_fn)

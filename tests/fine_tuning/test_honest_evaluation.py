@@ -65,19 +65,18 @@ def test_interval_covers_the_truth_and_one_over_tokens_does_not(generator):
     assert by_token < 160
 
 
-def test_interval_is_deterministic_and_grows_with_its_level(generator):
+def test_interval_is_deterministic(generator):
     """The mistake: another verdict for the same numbers, from call to call."""
     rows, _ = drawn_rows(50, generator=generator)
     assert rows.interval() == rows.interval() != rows.interval(seed=1)
-    low, high = rows.interval(level=0.8)
-    lower, higher = rows.interval(level=0.99)
-    assert lower < low < rows.mean < high < higher
+    low, high = rows.interval()
+    assert low < rows.mean < high
 
 
 # --- comparisons --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [40, 600])  # resampled at once, and in parts
+@pytest.mark.parametrize("count", [600])  # resampled in parts
 def test_comparison_is_the_bootstrap_by_hand(generator, count):
     """The mistake: parts that draw the same rows, or a difference that is not paired."""
     before, _ = drawn_rows(count, generator=generator)
@@ -124,7 +123,8 @@ def test_a_pilot_says_how_many_rows_a_difference_needs(generator):
     for seed in range(200):
         before, _ = drawn_rows(count, generator=generator)
         after = shifted(before, by=-0.1, noise=0.3, generator=generator)
-        seen += compare(before, after, resamples=400, seed=seed).high < 0
+        _, high = (after - before).interval(resamples=400, seed=seed)
+        seen += high < 0
     assert 140 <= seen <= 180  # 80 %
 
 

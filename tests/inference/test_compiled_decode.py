@@ -74,7 +74,7 @@ def test_one_graph_for_all_tokens_and_all_answers(decoder, graphs_only):
 # `monkeypatch` would delete the setting: it does not find it in the module's dictionary.
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_many_compiled_decoders(decoder, graphs_only):
-    """PyTorch limits the graphs of one code object: each decoder brings its own."""
+    """PyTorch limits the graphs of one function: each decoder has a limit of its own."""
     for max_tokens in (12, 13, 14):
         compiled = compile_decoder(decoder, max_tokens=max_tokens)
         assert greedy(compiled, PROMPT, new_tokens=2) == greedy(decoder, PROMPT, new_tokens=2)
@@ -166,13 +166,12 @@ def test_layers_that_are_not_one_graph(decoder, graphs_only):
         greedy(compiled, PROMPT, new_tokens=2)
 
 
-def test_bf16_on_a_card_without_it_is_refused(decoder, monkeypatch):
+def test_bf16_on_a_card_without_it_is_refused(monkeypatch):
     """PyTorch would compile nothing, and run the step as it is."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     device = torch.device("cuda")
-    in_scales = compiled_decode._dtypes_in(apply_int8(decoder))
     with pytest.raises(ValueError, match=r"7\.5 has no bf16.*float16"):
-        require_kernels_for(device, in_scales)
+        require_kernels_for(device, {torch.float32, torch.bfloat16})
     require_kernels_for(device, {torch.float16, torch.float32})
 
 

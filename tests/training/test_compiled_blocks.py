@@ -1,5 +1,5 @@
 import copy
-import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +13,10 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
-    estimate_activation_checkpointing,
     remove_activation_checkpointing,
 )
 from recipes_lib.precision.mixed_precision import estimate_mixed_precision
@@ -52,29 +51,30 @@ def graphs():
 def graphs_only(monkeypatch):
     """Graphs are made and run as they are: enough to count them."""
     compiled_blocks._compile_once.cache_clear()
-    compiled_blocks._warn_of_limit.cache_clear()
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     yield
     compiled_blocks._compile_once.cache_clear()
 
 
-@pytest.fixture
-def without_kernels(monkeypatch):
-    """Graphs are made, divided and run operator by operator: as many of them, in less time."""
-    compiled_blocks._compile_once.cache_clear()
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
-    yield
-    compiled_blocks._compile_once.cache_clear()
+def let_adapters_count(model):
+    """B is zero at first, and the gradient of A with it."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
 
 
-def forbid(monkeypatch, model):
-    """Any block of `model` that would run compiled code fails."""
-
-    def compiled(*args, **kwargs):
-        raise AssertionError("compiled code runs")
-
+def record_compiled(model):
+    """A list of the blocks that run compiled code, from here on."""
+    runs = []
     for block in decoder_blocks(model):
-        monkeypatch.setattr(block, "graphs_of", compiled)
+        compiled = block.compiled_forward
+
+        def recorded(block, *args, compiled=compiled, **kwargs):
+            runs.append(block)
+            return compiled(block, *args, **kwargs)
+
+        block.compiled_forward = recorded
+    return runs
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -84,6 +84,7 @@ def forbid(monkeypatch, model):
 def test_near_the_plain_model_in_one_graph(dtype, tolerance):
     """The mistake: a block that is skipped or runs another one's weights, or a graph per block."""
     model = model_of_shape("tiny-llama", layers=3, device="cpu")
+    by_hand = copy.deepcopy(model)
     batch = batch_of()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         expected = run(model, batch)
@@ -92,36 +93,22 @@ def test_near_the_plain_model_in_one_graph(dtype, tolerance):
         apply_compiled_blocks(model)
         got = run(model, batch)
         assert graphs() == before + 1, "all blocks share one graph"
-        seconds_of_this = compile_seconds() - seconds
-        assert seconds_of_this > 0
+        after = compile_seconds()
+        assert after > seconds
         assert_near(got, expected, tolerance)
         assert any(not torch.equal(got[name], expected[name]) for name in got), "it did compile"
+        assert_equal(run(model, batch), got)
+        assert compile_seconds() == after, "the seconds of compiling alone"
+        assert_equal(run(apply_activation_checkpointing(model), batch), got)  # repeats its code
+        remove_activation_checkpointing(model)
         assert_equal(run(remove_compiled_blocks(model), batch), expected)
-
-
-def test_by_hand_is_the_same_code():
-    model = model_of_shape("tiny-llama", layers=3, device="cpu")
-    by_hand = compiled_by_hand(copy.deepcopy(model))
-    batch = batch_of()
-    assert_equal(run(apply_compiled_blocks(model), batch), run(by_hand, batch))
-
-
-def test_a_checkpoint_around_it_repeats_compiled_code():
-    """The mistake: a recomputation that is not compiled, whose values differ a little."""
-    model = apply_compiled_blocks(model_of_shape("tiny-llama", layers=3, device="cpu"))
-    batch = batch_of()
-    expected = run(model, batch)
-    assert_equal(run(apply_activation_checkpointing(model), batch), expected)
-    remove_activation_checkpointing(model)
-    remove_compiled_blocks(model)
+        assert_equal(run(compiled_by_hand(by_hand), batch), got)
 
 
 def test_adapters_in_one_graph(graphs_only):
     """The mistake: the first block's input needs no gradient, and costs a second graph."""
     model = apply_lora(model_of_shape("tiny-llama", layers=3, device="cpu"), rank=4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first, and the gradient of A with it
-            torch.nn.init.normal_(parameter, std=0.1)
+    let_adapters_count(model)
     batch = batch_of()
     expected = run(model, batch)
     before = graphs()
@@ -130,8 +117,7 @@ def test_adapters_in_one_graph(graphs_only):
     assert_near(got, expected, IN_FP32)
 
 
-@pytest.mark.parametrize("family", ["tiny-gemma2", "tiny-gpt2"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("family", "padded"), [("tiny-gemma2", False), ("tiny-gpt2", True)])
 def test_masks_and_positions_of_each_family(graphs_only, family, padded):
     """The mistake: one graph for layers of two kinds, or a mask by position that is dropped."""
     tiny = model_of_shape(family, device="cpu")
@@ -148,9 +134,7 @@ def test_each_block_unpacks_its_own_four_bits(graphs_only):
         for number, parameter in enumerate(decoder_blocks(model).parameters(), 1):
             parameter.mul_(1 + number / 10)
     model = apply_qlora(model, rank=4, compute_dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    let_adapters_count(model)
     batch = batch_of()
     expected = run(model, batch)
     # Sums of unpacked weights differ by more; scales of another block by a tenth and more.
@@ -172,7 +156,7 @@ def test_frozen_blocks_below_all_others_have_no_backward(graphs_only):
     assert needed == [False, False, True]
 
 
-def test_other_shapes_take_one_more_graph(without_kernels):
+def test_other_shapes_take_one_more_graph(graphs_only):
     """The mistake: a graph for each length, so that a run compiles all the time."""
     model = apply_compiled_blocks(model_of_shape("tiny-gpt2", device="cpu"))
     plain = remove_compiled_blocks(copy.deepcopy(model))
@@ -183,45 +167,28 @@ def test_other_shapes_take_one_more_graph(without_kernels):
     assert graphs() <= before + 2
 
 
-@torch._dynamo.config.patch(recompile_limit=1)
-def test_ordinary_batches_stay_below_the_limit(graphs_only, llama):
-    """The mistake: padding and autocast share the few graphs of one code object."""
-    apply_compiled_blocks(llama)
-    before = graphs()
-    batches = [batch_of(), make_batch()]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".* compiled graphs")
-        for autocast in (False, True):
-            for batch in batches:
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    run(llama, batch)
-    assert graphs() == before + 2 * len(batches)
-
-
-@torch._dynamo.config.patch(recompile_limit=1)
-def test_beyond_the_limit_blocks_run_as_they_are(graphs_only):
-    """The mistake: a run of hours stops. GPT-2 can scale each layer in its own way."""
+def test_layers_that_differ_in_a_number_have_graphs_of_their_own(graphs_only):
+    """The mistake: the number of block 0 for all. GPT-2 can scale each layer in its own way."""
     model = model_of_shape("tiny-gpt2", layers=3, device="cpu")
     for number, block in enumerate(decoder_blocks(model), 1):
         block.attn.scaling /= number
     batch = batch_of()
     expected = run(model, batch)
-    apply_compiled_blocks(model)
-    before = graphs()
-    with pytest.warns(UserWarning, match="scale_attn_by_inverse_layer_idx") as warned:
-        first = run(model, batch)
-        second = run(model, batch)
-    assert len(warned) == 1 and graphs() == before + 1
-    for got in (first, second):
-        assert_near(got, expected, IN_FP32)
-    torch.compiler.reset()  # forgets the graph, so there is room for one again
-    run(model, batch)
-    assert graphs() > before + 1
+    assert_near(run(apply_compiled_blocks(model), batch), expected, IN_FP32)
+
+
+def test_beyond_the_limit_of_graphs_is_an_error(monkeypatch, graphs_only, llama):
+    """The mistake: PyTorch runs what needs another graph as it is, and logs a line."""
+    monkeypatch.setattr(compiled_blocks, "MOST_GRAPHS", 1)
+    apply_compiled_blocks(llama, dynamic=False)
+    run(llama, batch_of())
+    with pytest.raises(ValueError, match="pad the batches to few shapes"):
+        run(llama, batch_of(seq=5))
 
 
 @pytest.mark.parametrize("checkpointed_first", [True, False])
 def test_the_checkpoints_of_hugging_face_come_before_or_after(
-    checkpointed_first, monkeypatch, graphs_only, llama
+    checkpointed_first, graphs_only, llama
 ):
     """The mistake: a checkpoint inside of the graph, which is compiled away."""
     batch = batch_of()
@@ -232,14 +199,7 @@ def test_the_checkpoints_of_hugging_face_come_before_or_after(
     else:
         apply_compiled_blocks(llama)
         llama.gradient_checkpointing_enable({"use_reentrant": False})
-    runs = []
-    compiled = compiled_blocks._Graphs.run
-
-    def counted(graphs, block, *args, **kwargs):
-        runs.append(block)
-        return compiled(graphs, block, *args, **kwargs)
-
-    monkeypatch.setattr(compiled_blocks._Graphs, "run", counted)
+    runs = record_compiled(llama)
     assert_near(run(llama, batch), expected, IN_FP32)
     first, second = decoder_blocks(llama)
     assert runs == [first, second, second, first]
@@ -248,36 +208,38 @@ def test_the_checkpoints_of_hugging_face_come_before_or_after(
 # --- where it stays out of the way ----------------------------------------------------------------
 
 
-def test_what_does_not_train_is_not_compiled(monkeypatch, llama):
+def test_what_does_not_train_is_not_compiled(llama):
     """The mistake: a graph for each length of a text that is generated."""
     batch = batch_of()
     plain = copy.deepcopy(llama)
     apply_compiled_blocks(llama)
-    forbid(monkeypatch, llama)
+    runs = record_compiled(llama)
     with torch.no_grad():
         assert llama(**batch).loss == plain(**batch).loss
     assert_equal(run(llama.eval(), batch), run(plain.eval(), batch))
     ids = batch["input_ids"][:1, :5]
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(llama.generate(ids, **options), plain.generate(ids, **options))
+    assert runs == []
 
 
-def test_a_timeline_on_a_gpu_sees_plain_blocks(monkeypatch, llama):
+def test_a_timeline_on_a_gpu_sees_plain_blocks(llama):
     """The mistake: the account of operators sees nothing of compiled code."""
     apply_compiled_blocks(llama)
-    forbid(monkeypatch, llama)
+    runs = record_compiled(llama)
     with LiveBytes("cuda"):
         run(llama, batch_of())
+    assert runs == []
 
 
-def test_a_cache_in_training_is_filled_and_said_so(monkeypatch, llama):
+def test_a_cache_in_training_is_filled_and_said_so(llama):
     """The mistake: dropped in silence, and the next forward does not know the tokens before."""
     apply_compiled_blocks(llama)
-    forbid(monkeypatch, llama)
+    runs = record_compiled(llama)
     compiled_blocks._warn_of_cache.cache_clear()
     with pytest.warns(UserWarning, match="use_cache=False"):
         cache = llama(**batch_of(), use_cache=True).past_key_values
-    assert cache.get_seq_length() == SEQ
+    assert cache.get_seq_length() == SEQ and runs == []
 
 
 def test_a_copy_runs_its_own_weights(graphs_only):
@@ -319,7 +281,7 @@ def test_without_a_compiler_nothing_changes(monkeypatch, llama):
     assert type(decoder_blocks(llama)[0]) is block_class
 
 
-def test_a_block_that_is_not_one_graph_is_an_error(monkeypatch, without_kernels, llama):
+def test_a_block_that_is_not_one_graph_is_an_error(monkeypatch, graphs_only, llama):
     """The mistake: PyTorch runs it in pieces, or as it is, and says nothing."""
     mlp = type(decoder_blocks(llama)[0].mlp)
     plain = mlp.forward
@@ -406,41 +368,17 @@ def test_the_estimate_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_estimate_composes_and_refuses():
-    shape = Shape(batch=BATCH, seq=SEQ)
-    model = model_of_shape("tiny-llama", device="cpu")
-    plan = estimate_compiled_blocks(budget_of(model, shape), model, shape)
-    checkpointed = estimate_activation_checkpointing(plan, model, shape)
-    assert checkpointed.activations < plan.activations
-    with pytest.raises(ValueError, match="has none"):
-        lora = estimate_lora(budget_of(model, shape), model, shape, rank=4)
-        estimate_compiled_blocks(lora, model, shape)
-
-
 def test_break_even():
     assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=1.5) == 16
     assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=2.0) is None
 
 
-def test_seconds_are_those_of_compiling_alone(graphs_only, llama):
-    """The mistake: those of the step. Then compiling would seem to last for ever."""
-    apply_compiled_blocks(llama)
-    batch = batch_of()
-    before = compile_seconds()
-    run(llama, batch)
-    compiled = compile_seconds()
-    run(llama, batch)
-    assert before < compiled == compile_seconds()
-
-
 def test_bf16_on_a_card_without_it_is_refused(monkeypatch):
     """The mistake: PyTorch compiles nothing, and runs the block as it is."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    device = torch.device("cuda")
-    for dtype, autocast in [(torch.float32, torch.bfloat16), (torch.bfloat16, None)]:
-        with pytest.raises(ValueError, match=r"7\.5 has no bf16, .* torch\.float16"):
-            compiled_blocks._compile_once(torch.nn.Module, (), None, (device, dtype, autocast))
-    compiled_blocks._compile_once(torch.nn.Module, (), None, (device, torch.float16, None))
+    hidden = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"7\.5 has no bf16, .* torch\.float16"):
+        compiled_blocks._refuse_bf16_without_kernels(hidden)
 
 
 @pytest.mark.gpu

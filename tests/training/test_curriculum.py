@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -156,12 +154,3 @@ def test_what_does_not_fit_is_refused_at_once(options, message):
     """The mistake: found hours later, at the first step of the next stage."""
     with pytest.raises(ValueError, match=message):
         curriculum_batches(**{"tokens": STREAM} | SIZES | options)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cuda")
-    batches = curriculum_batches(STREAM % 128, **SIZES, device="cuda")
-    batch = next(itertools.islice(batches, 9, None))
-    assert batch["input_ids"].device.type == "cuda"
-    assert model(**batch, use_cache=False).loss.isfinite()

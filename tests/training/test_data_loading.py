@@ -10,8 +10,6 @@ from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.training.data_loading import (
     measure_stalls,
     predicted_stall_share,
-    predicted_waiting_bytes,
-    predicted_workers,
     prefetched_by_hand,
     step_loader,
     to_device,
@@ -82,8 +80,7 @@ def test_by_hand_an_error_in_the_thread_arrives():
 # --- the technique --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("rows", [ROWS, Dataset.from_list(ROWS)], ids=["list", "datasets"])
+@pytest.mark.parametrize(("rows", "workers"), [(ROWS, 2), (Dataset.from_list(ROWS), 0)])
 def test_a_run_that_starts_at_any_step_gets_the_batches_of_a_whole_run(rows, workers):
     """The mistake: an order that depends on the steps before, or on the workers."""
     whole = numbers(steps_of())
@@ -119,7 +116,7 @@ def test_random_numbers_belong_to_the_step_and_not_to_the_worker():
 # --- the effect -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_the_stall_share_is_measured_and_predicted(workers):
     """The mistake: the wait for the device counts as a wait for the batch.
 
@@ -140,9 +137,6 @@ def test_predictions():
     assert predicted_stall_share(**seconds, workers=0) == pytest.approx(0.6)
     assert predicted_stall_share(**seconds, workers=1) == pytest.approx(1 / 3)
     assert predicted_stall_share(**seconds, workers=2) == 0
-    assert predicted_workers(**seconds) == 2
-    batch = collate(ROWS[:4])  # two tensors of four numbers of eight bytes
-    assert predicted_waiting_bytes(batch, workers=3, prefetch=2) == 3 * 2 * 64
 
 
 def test_batches_move_to_the_device():

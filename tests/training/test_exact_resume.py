@@ -13,7 +13,6 @@ from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.training.exact_resume import (
     load_by_hand,
     load_checkpoint,
-    predicted_checkpoint_bytes,
     save_by_hand,
     save_checkpoint,
 )
@@ -118,7 +117,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(tmp_path, monkeypatch)
     assert (tmp_path / "c.pt.part").stat().st_size == 1000  # it was writing
 
 
-def test_only_what_is_trainable_is_saved_and_predicted(tmp_path):
+def test_only_what_is_trainable_is_saved(tmp_path):
     """The mistake: adapters of megabytes are saved with their base of gigabytes."""
     model, _, _ = setup()
     model.requires_grad_(False)
@@ -128,7 +127,8 @@ def test_only_what_is_trainable_is_saved_and_predicted(tmp_path):
     optimizer.step()
     save_checkpoint(tmp_path / "c.pt", step=1, model=model, optimizer=optimizer, run={})
     size = (tmp_path / "c.pt").stat().st_size
-    assert predicted_checkpoint_bytes(model) == pytest.approx(size, rel=0.1)
+    trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert size == pytest.approx(3 * trainable, rel=0.1)  # weights and two averages
 
 
 # --- what is refused ------------------------------------------------------------------------------

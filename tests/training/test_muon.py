@@ -20,7 +20,7 @@ from recipes_lib.training.muon import (
 )
 from tests.small_models import small_model
 
-SHAPES = [(48, 16), (16, 48), (32, 32), (1, 8)]
+SHAPES = [(48, 16), (16, 48), (1, 8)]
 
 
 def train(model, optimizer, batch, steps):
@@ -41,7 +41,7 @@ def names_of(model, parameters):
 # --- the idea -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(256, 64), (64, 256), (128, 128)])
+@pytest.mark.parametrize("shape", [(256, 64), (64, 256)])
 def test_singular_values_come_near_to_one(shape):
     """The singular vectors stay. Of five steps no value ends outside of the known band."""
     u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
@@ -177,17 +177,16 @@ def test_frozen_parameters_are_left_out(llama):
 def test_without_matrices(llama):
     """The mistake: an AdamW that is called Muon."""
     with pytest.raises(ValueError, match=r"no trainable matrix.*LoRA's are left to AdamW"):
-        muon_adamw(apply_lora(copy.deepcopy(llama), rank=4), lr=1e-3)
-    llama.model.layers.requires_grad_(False)
-    with pytest.raises(ValueError, match="no trainable matrix"):
-        split_for_muon(llama)
+        muon_adamw(apply_lora(llama, rank=4), lr=1e-3)
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 64), Shape(1, 2)])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+CASES = [("tiny-llama", Shape(4, 64)), ("tiny-gpt2", Shape(1, 2))]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_memory_as_estimated(name, shape):
     """Of many tokens the activations are the peak, of two the step of the largest matrix."""
     model = model_of_shape(name, layers=4, device="cpu")
@@ -208,21 +207,9 @@ def test_memory_as_estimated(name, shape):
 # --- guards ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum=1\.0"),
-        ({"adjust_lr_fn": "none"}, "adjust_lr_fn='none': choose one of match_rms_adamw"),
-        ({"rest_lr": float("nan")}, "lr=nan"),
-    ],
-)
-def test_bad_options(llama, options, message):
-    """The mistake: numbers with which the loss is NaN after some steps."""
-    with pytest.raises(ValueError, match=message):
-        muon_adamw(llama, **{"lr": 1e-3} | options)
-
-
-def test_weights_in_16_bits_are_refused(llama):
-    """The mistake: steps that bf16 rounds away."""
+def test_options_and_weights_that_spoil_the_training(llama):
+    """The mistake: a loss of NaN after some steps, or steps that bf16 rounds away."""
+    with pytest.raises(ValueError, match=r"momentum=1\.0"):
+        muon_adamw(llama, lr=1e-3, momentum=1.0)
     with pytest.raises(ValueError, match=r"model\.float\(\)"):
         muon_adamw(llama.bfloat16(), lr=1e-3)

@@ -92,9 +92,3 @@ def test_a_killed_process_leaves_what_was_flushed(tmp_path):
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
     subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment)
     assert read_back(tmp_path / "folder") == {"loss": [(step, step / 4) for step in range(5)]}
-
-
-def test_unknown_backend(tmp_path):
-    """The mistake: nothing is written, and nobody notices before the end."""
-    with pytest.raises(ValueError, match="choose one of tensorboard, mlflow, wandb"):
-        track(tmp_path, backend="comet")

@@ -135,8 +135,7 @@ class Decoder(nn.Module):
         inside of it a window changes nothing, and beyond it this loop does not forget.
         """
         check_whole(max_tokens=max_tokens, batch=batch)
-        self._require_positions(max_tokens)
-        self._require_inside_window(max_tokens)
+        self._require_room(max_tokens)
         weight = self.embedding.weight
         self._grow_table(max_tokens, weight.device)
         on_cpu = weight.device.type == "cpu"
@@ -189,7 +188,7 @@ class Decoder(nn.Module):
             return turn
         return torch.view_as_complex(turn)
 
-    def _require_positions(self, max_tokens: int) -> None:
+    def _require_room(self, max_tokens: int) -> None:
         positions = self.sizes.positions
         if positions is not None and max_tokens > positions:
             raise ValueError(
@@ -197,8 +196,6 @@ class Decoder(nn.Module):
                 f"{positions} positions (max_position_embeddings), and what it writes beyond them "
                 f"is noise; give a shorter prompt or fewer new tokens"
             )
-
-    def _require_inside_window(self, max_tokens: int) -> None:
         window = self.sizes.window
         if window is not None and max_tokens > window:
             raise ValueError(
@@ -280,15 +277,11 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     if turn.is_complex() and x.dtype == torch.float32:
         return (x.view(torch.complex64) * turn).view(torch.float32)  # views: nothing is copied
     a, b = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)  # [..., E/2] each
-    cos, sin = _parts(turn)
-    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)  # [..., E/2, 2]
-    return turned.flatten(-2).to(x.dtype)
-
-
-def _parts(turn: Tensor) -> tuple[Tensor, Tensor]:
     if turn.is_complex():
         turn = torch.view_as_real(turn)
-    return turn.unbind(-1)
+    cos, sin = turn.unbind(-1)
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)  # [..., E/2, 2]
+    return turned.flatten(-2).to(x.dtype)
 
 
 def attend(
