@@ -22,9 +22,8 @@ Shapes: r rank, B batch, S sequence.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -113,7 +112,8 @@ def apply_lora(
         task_type="CAUSAL_LM",
         **peft_options,
     )
-    with without_peft_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about peft's own calls
         return get_peft_model(model, config)
 
 
@@ -220,14 +220,6 @@ def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
     check_whole(rank=rank)
     check_number(above=0, alpha=alpha)
     check_number(least=0, below=1, dropout=dropout)
-
-
-@contextlib.contextmanager
-def without_peft_warnings() -> Iterator[None]:
-    """Without warnings about peft's own calls, which no user can change."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

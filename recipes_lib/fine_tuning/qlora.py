@@ -188,9 +188,10 @@ def merge_qlora(model: Any) -> Any:
     """
     if not quantized_layers(model) or not hasattr(model, "merge_and_unload"):
         raise ValueError("nothing to merge: give the model that apply_qlora returned")
+    dequantize = require("bitsandbytes").functional.dequantize_4bit
     base = model.get_base_model()
     for name, layer in quantized_layers(base).items():
-        weight = _dequantize(layer)
+        weight = dequantize(layer.weight.data, layer.weight.quant_state)
         if name.endswith(".base_layer"):
             # The 4-bit layer stands inside an adapter, whose place the plain layer takes.
             name = name.removesuffix(".base_layer")
@@ -204,11 +205,6 @@ def merge_qlora(model: Any) -> Any:
         base.hf_quantizer.remove_quantization_config(base)
     base.is_loaded_in_4bit = False
     return base.requires_grad_(True)
-
-
-def _dequantize(layer: torch.nn.Module) -> torch.Tensor:
-    functional = require("bitsandbytes").functional
-    return functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
 def _plain_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linear:

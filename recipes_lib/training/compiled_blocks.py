@@ -323,7 +323,10 @@ def compiled_block_bytes(model: Any, shape: Shape, *, dtype: torch.dtype | None)
         block.gradient_checkpointing = False  # Hugging Face's own, which is counted elsewhere
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             _partitioned(block)(_with_gradient(hidden), *others, **options)
-    for tensor in _stored(block):  # the weights are counted elsewhere
+    stored = [*block.parameters(), *block.buffers()]
+    for parameter in block.parameters():
+        stored += quantization_tensors(parameter)
+    for tensor in stored:  # the weights are counted elsewhere
         kept.pop(tensor.untyped_storage()._cdata, None)
     return storage_bytes(kept.values())
 
@@ -365,14 +368,6 @@ def _inputs_of(
 
 class _Enough(Exception):
     """Ends the forward of a model in front of its first block."""
-
-
-def _stored(block: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers of a block, and what quantized parameters have beside them."""
-    tensors = [*block.parameters(), *block.buffers()]
-    for parameter in block.parameters():
-        tensors += quantization_tensors(parameter)
-    return tensors
 
 
 def _partitioned(block: torch.nn.Module) -> Callable[..., Any]:

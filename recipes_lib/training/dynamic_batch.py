@@ -39,6 +39,7 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
+from recipes_lib.core.model.run_state import random_states, set_random_states
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.ranks import world_size
 
@@ -143,7 +144,7 @@ def fit_micro_batches(
     passes through.
     """
     _check(model, batch_size, micro_batches)
-    random_states = _random_states()
+    before = random_states()
     versions = _versions(model)  # to see whether `step` updates the weights
     attempts: list[Attempt] = []
     while True:
@@ -162,7 +163,7 @@ def fit_micro_batches(
         if smaller is None:
             raise torch.OutOfMemoryError(_nothing_fits(attempts)) from outcome
         micro_batches = smaller
-        _set_random_states(random_states)  # dropout draws what the first attempt drew
+        set_random_states(before)  # dropout draws what the first attempt drew
 
 
 def _try(step: Callable[[int], Any], k: int, *, measure_peaks: bool) -> tuple[Attempt, Any]:
@@ -176,18 +177,12 @@ def _try(step: Callable[[int], Any], k: int, *, measure_peaks: bool) -> tuple[At
         with memory:
             outcome = step(k)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        reported = any(text in str(error) for text in OUT_OF_MEMORY)
+        if not reported and not isinstance(error, torch.OutOfMemoryError):
             raise
         fits = False
         outcome = error
     return Attempt(k, fits, getattr(memory, "peak", None)), outcome
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for torch.OutOfMemoryError and for a RuntimeError with a text of OUT_OF_MEMORY."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _release(model: Any, error: BaseException | None) -> None:
@@ -205,19 +200,6 @@ def _release(model: Any, error: BaseException | None) -> None:
 def _versions(model: Any) -> list[int]:
     """How often each weight was written to: an optimizer's step counts up."""
     return [parameter._version for parameter in model.parameters()]
-
-
-def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    on_cuda = []
-    if torch.cuda.is_available():
-        on_cuda = torch.cuda.get_rng_state_all()
-    return torch.get_rng_state(), on_cuda
-
-
-def _set_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    on_cpu, on_cuda = states
-    torch.set_rng_state(on_cpu)
-    torch.cuda.set_rng_state_all(on_cuda)
 
 
 def _next_divisor(k: int, batch_size: int) -> int | None:

@@ -30,7 +30,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import require
@@ -80,44 +80,38 @@ def track(
     path.mkdir(parents=True, exist_ok=resume_step is not None)
     if settings is None:
         settings = {}
-    return Tracker(LIBRARIES[backend](path, settings, resume_step))
+    return LIBRARIES[backend](path, settings, resume_step)
 
 
 class Tracker(contextlib.AbstractContextManager):
-    """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run."""
+    """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run.
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    Each library has a subclass. `path` is the run's folder, and its name the run's name.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
+        raise NotImplementedError
 
     def log(self, step: int, **values: Any) -> None:
         """Log numbers, or tensors of one element. NaN is kept: it is what one looks for."""
-        self._library.write(step, {name: float(value) for name, value in values.items()})
+        self.write(step, {name: float(value) for name, value in values.items()})
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Hand the numbers of one step to the library."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Write what is held back, where a library does: before a checkpoint, for instance."""
-        self._library.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """End the run."""
-        self._library.close(failed=failed)
+        raise NotImplementedError
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close(failed=error is not None)
 
 
-class Library(Protocol):
-    """What a tracker asks of a library. `path` is the run's folder, its name the run's name."""
-
-    def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None: ...
-
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in the run's folder, one per start."""
 
     def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
@@ -134,11 +128,11 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()  # an event file has no place for a failure
 
 
-class MLflow:
+class MLflow(Tracker):
     """A store of files, `mlruns` beside the run's folder, for all runs."""
 
     def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
@@ -156,14 +150,11 @@ class MLflow:
     def write(self, step: int, values: dict[str, float]) -> None:
         self._mlflow.log_metrics(values, step=step)
 
-    def flush(self) -> None:
-        """Nothing to wait for: every call of `write` returns when the file is written."""
-
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-class WandB:
+class WandB(Tracker):
     """Offline runs in the run's folder, one per start: W&B continues a run only online."""
 
     def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
@@ -185,14 +176,11 @@ class WandB:
         # the next step.
         self._run.log({"step": step} | values)
 
-    def flush(self) -> None:
-        """No call flushes: its own interval of one second does."""
-
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-LIBRARIES: dict[str, type[Library]] = {
+LIBRARIES: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
     "wandb": WandB,

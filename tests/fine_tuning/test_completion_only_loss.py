@@ -27,11 +27,14 @@ def tokenizer():
 # --- the loss -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])  # which caps its logits
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((4, 23), torch.float32), ((3, 2), torch.float32), ((4, 23), torch.bfloat16)],
-)
+CASES = [
+    ("tiny-gemma2", (4, 23), torch.float32),  # which caps its logits
+    ("tiny-llama", (3, 2), torch.float32),
+    ("tiny-llama", (4, 23), torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("family", "shape", "dtype"), CASES)
 def test_equals_the_loss_over_all_logits(family, shape, dtype):
     """The mistake: a position that another row learns from is left out, or counted."""
     tiny = model_of_shape(family, dtype=dtype, device="cpu")
@@ -56,21 +59,6 @@ def test_with_adapters(llama, batch):
     expected = completion_only_loss(llama, batch).item()
     model = apply_lora(llama, rank=2)
     assert completion_only_loss(model, batch).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_labels_shifted_twice_learn_another_task(llama, batch):
-    """The mistake that check_labels refuses: it trains, but on the token after the next."""
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    shifted = batch | {"labels": labels}
-    optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-3)
-    for _ in range(30):
-        completion_only_loss(llama, shifted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        right = completion_only_loss(llama, batch).item()
-        wrong = completion_only_loss(llama, shifted).item()
-    assert wrong < 0.5 * right
 
 
 # --- the arithmetic -----------------------------------------------------------------------------
@@ -218,12 +206,3 @@ def test_batches_and_models_without_what_is_needed(llama, batch):
     llama.forward = lambda input_ids, use_cache: None
     with pytest.raises(ValueError, match="no logits_to_keep"):
         completion_only_loss(llama, batch)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cuda")
-    batch = {name: tensor.to("cuda") for name, tensor in make_batch().items()}
-    assert completion_only_loss(model, batch).item() == pytest.approx(
-        plain_answer_loss(model, batch).item(), rel=1e-2
-    )

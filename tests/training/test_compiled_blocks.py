@@ -83,7 +83,7 @@ def record_compiled(model):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, IN_FP32), (torch.bfloat16, IN_BF16)])
 def test_near_the_plain_model_in_one_graph(dtype, tolerance):
     """The mistake: a block that is skipped or runs another one's weights, or a graph per block."""
-    model = model_of_shape("tiny-llama", layers=3, device="cpu")
+    model = model_of_shape("tiny-llama", device="cpu")
     by_hand = copy.deepcopy(model)
     batch = batch_of()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -307,9 +307,9 @@ def test_a_selective_checkpoint_is_an_error(llama):
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_blocks_keep_is_as_estimated(dtype):
+def test_what_blocks_keep_is_as_estimated():
     """The mistake: the partitioner keeps other tensors than the estimate counts."""
+    dtype = torch.bfloat16
     shape = Shape(batch=BATCH, seq=SEQ)
     model = model_of_shape("tiny-llama", layers=3, device="cpu")
     plain = estimate_mixed_precision(budget_of(model, shape), model, shape, dtype=dtype)
@@ -320,7 +320,7 @@ def test_what_blocks_keep_is_as_estimated(dtype):
     batch = batch_of()
 
     def kept():
-        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        with torch.autocast("cpu", dtype):
             return model.model(input_ids=batch["input_ids"], use_cache=False)
 
     kept()
@@ -337,15 +337,20 @@ def test_what_blocks_keep_is_as_estimated(dtype):
 
 
 def test_the_estimate_is_that_of_training_wherever_it_is_asked():
-    """The mistake: an estimate that depends on the modes in which it is asked."""
+    """The mistake: it depends on modes, or draws numbers, so that training has other dropout."""
     shape = Shape(batch=2, seq=16)
-    model = model_of_shape("tiny-llama", device="cpu")
-    plan = budget_of(model, shape)
+    model = model_of_shape("tiny-gpt2", device="cpu")
+    plan = budget_of(model, shape)  # the formula of a step knows no dropout
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    numbers = torch.get_rng_state()
 
     def one_block(**options):
         return estimate_compiled_blocks(plan, model, shape, **options).one_block
 
     expected = one_block()
+    assert torch.equal(torch.get_rng_state(), numbers)
     in_bf16 = one_block(dtype=torch.bfloat16)
     apply_activation_checkpointing(model)
     with torch.no_grad():
@@ -353,19 +358,6 @@ def test_the_estimate_is_that_of_training_wherever_it_is_asked():
     remove_activation_checkpointing(model).gradient_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
         assert one_block() == in_bf16 != expected
-
-
-def test_the_estimate_draws_no_random_numbers():
-    """The mistake: the training after it has other dropout than without."""
-    shape = Shape(batch=2, seq=16)
-    model = model_of_shape("tiny-gpt2", device="cpu")
-    plain = budget_of(model, shape)  # the formula of a step knows no dropout
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
-    before = torch.get_rng_state()
-    estimate_compiled_blocks(plain, model, shape)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_break_even():

@@ -20,7 +20,7 @@ from recipes_lib.training.muon import (
 )
 from tests.small_models import small_model
 
-SHAPES = [(48, 16), (16, 48), (1, 8)]
+STEPS = [((48, 16), True), ((16, 48), True), ((1, 8), False)]
 
 
 def train(model, optimizer, batch, steps):
@@ -61,8 +61,7 @@ def test_a_matrix_of_zeros_stays():
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "nesterov"), STEPS)
 def test_torchs_step_is_the_idea(shape, nesterov):
     """The scale, the strong decay before the step, and the average, of tall and wide matrices."""
     weight = torch.nn.Parameter(torch.randn(shape))
