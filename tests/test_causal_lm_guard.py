@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import recipes_lib
-from recipes_lib.core.model.causal_lm import require_causal_lm
-from tests.not_causal import NAMES, not_causal
+from tests.not_causal import not_causal
 from tests.snapshots import assert_unchanged, snapshot
 
 TECHNIQUES = ["precision", "architecture", "attention", "memory", "training", "fine_tuning"]
@@ -84,13 +83,6 @@ def test_another_model_is_refused_and_unchanged(function_name):
     with pytest.raises(ValueError, match="give a decoder-only model"):
         FUNCTIONS[function_name](model, **OPTIONS.get(function_name, {}))
     assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize("model_name", NAMES)
-def test_what_is_no_causal_lm(model_name):
-    """The mistake: one that reads in both directions passes for a decoder."""
-    with pytest.raises(ValueError, match="give a decoder-only model"):
-        require_causal_lm(not_causal(model_name))
 
 
 def test_the_functions_are_found():

@@ -19,7 +19,7 @@ token_ids  token ids as users give them, checked before a model reads them
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,21 +212,15 @@ def collate(
 
     There is no attention mask: a causal model never looks to the right, where the padding is, and
     without a mask attention takes its fast path and does not repeat the KV heads.
-    Raises ValueError for no rows, for a length that does not hold the longest, and for a row that
-    `check_rows` refuses: without one label for each token, packed or padded already.
+    Raises ValueError for a length that does not hold the longest, and for a row that `check_rows`
+    refuses: without one label for each token, packed or padded already.
     """
-    check_whole(least=0, pad_token_id=pad_token_id)
-    if length is not None:
-        check_whole(least=0, length=length)
     rows = list(rows)
     check_rows(rows)
-    longest = max((len(row["input_ids"]) for row in rows), default=0)
+    longest = max(len(row["input_ids"]) for row in rows)
     if length is None:
         length = longest
-    if longest == 0 or length < longest:
-        raise ValueError(
-            f"cannot pad {len(rows)} rows with at most {longest} tokens to length={length}"
-        )
+    check_whole(least=longest, length=length)
 
     def padded(column: str, fill: int) -> torch.Tensor:  # [B, S]
         values = [row[column] for row in rows]
@@ -247,15 +241,6 @@ def check_rows(rows: Sequence[Row]) -> None:
     of its own documents and padding would be dropped without a word.
     """
     for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise ValueError(
-                f"row {number} is of type {type(row).__name__}: give rows with input_ids and labels"
-            )
-        for column in ("input_ids", "labels"):
-            if column not in row:
-                raise ValueError(
-                    f"row {number} has no {column}, only {sorted(row)}: give input_ids and labels"
-                )
         if len(row["labels"]) != len(row["input_ids"]):
             raise ValueError(
                 f"row {number} has {len(row['input_ids'])} tokens and {len(row['labels'])} labels: "
@@ -291,9 +276,7 @@ def batches(
     data: Any, *, batch_size: int, pad_token_id: int, length: int | None = None, device: str = "cpu"
 ) -> Iterator[Batch]:
     """Consecutive collated batches, over the data again and again: take as many as you need."""
-    check_whole(batch_size=batch_size)
-    if batch_size > len(data):
-        raise ValueError(f"batch_size={batch_size}: give 1 to {len(data)}, the number of rows")
+    check_whole(batch_size=batch_size, most=len(data))
     while True:
         for start in range(0, len(data) - batch_size + 1, batch_size):
             rows = [data[i] for i in range(start, start + batch_size)]

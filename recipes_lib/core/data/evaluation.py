@@ -49,12 +49,9 @@ GREEDY = {
 def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -> float:
     """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode.
 
-    Raises ValueError for no rows, for rows without any target, and for batch_size < 1.
+    Raises ValueError for rows without any target.
     """
-    check_whole(batch_size=batch_size)
-    check_whole(least=0, pad_token_id=pad_token_id)
-    if len(data) == 0:
-        raise ValueError("the data set is empty: give rows with input_ids and labels")
+    check_whole(batch_size=batch_size, rows=len(data))
     total = 0.0
     targets = 0
     for start in range(0, len(data), batch_size):
@@ -85,14 +82,10 @@ def row_losses(
 
     Args:
         data: rows with `input_ids` and unshifted `labels`, IGNORED where there is no loss.
-    Raises ValueError for no rows, batch_size < 1, a row without a target, and a loss that is not
-    finite.
+    Raises ValueError for no rows, a row without a target, and a loss that is not finite.
     """
-    check_whole(batch_size=batch_size)
-    check_whole(least=0, pad_token_id=pad_token_id)
     rows = list(data)
-    if not rows:
-        raise ValueError("the data set is empty: give rows with input_ids and labels")
+    check_whole(batch_size=batch_size, rows=len(rows))
     check_rows(rows)
     # Nothing predicts the first token: its label does not count.
     counts = [_count_targets(row["labels"][1:]) for row in rows]
@@ -192,8 +185,7 @@ def generate_answers(
     Args:
         prompts: questions, which get the chat template if there is one, or rows, whose answers
             are cut off.
-    Raises ValueError for no prompt, a row without a question, sizes below 1, and a tokenizer
-    without padding.
+    Raises ValueError for a row without a question, and a tokenizer without padding.
     """
     check_whole(max_new_tokens=max_new_tokens, batch_size=batch_size)
     pad = tokenizer.pad_token_id
@@ -203,8 +195,8 @@ def generate_answers(
         prompts = [prompts]
     questions = [_question_of(tokenizer, prompt) for prompt in prompts]
     empty = [i for i, question in enumerate(questions) if not question]
-    if empty or not questions:
-        raise ValueError(f"{len(questions)} prompts, and {empty} are empty: give questions")
+    if empty:
+        raise ValueError(f"prompts {empty[:5]} are empty: give questions")
 
     answers = [""] * len(questions)
     for indices in _by_length(questions, batch_size):

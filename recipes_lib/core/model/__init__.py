@@ -201,27 +201,6 @@ def _widths(sizes: ModelShape, layers: int) -> dict[str, Any]:
     }
 
 
-def answer(model: Any, tokenizer: Any, question: str, *, max_new_tokens: int = 32) -> str:
-    """Answer greedily through the chat template; the model's mode stays as it was."""
-    check_whole(max_new_tokens=max_new_tokens)
-    chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    inputs = inputs.to(model.device)
-    was_training = model.training
-    model.eval()
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    out = model.generate(**inputs, **options)  # without gradients
-    model.train(was_training)
-    question_length = inputs["input_ids"].shape[1]
-    return tokenizer.decode(out[0, question_length:], skip_special_tokens=True).strip()
-
-
 def _how_to_fetch(where: str) -> dict[str, Any]:
     # Code from a stranger's folder is refused: by default the libraries would ask whether to run
     # it, and a program that runs alone would wait for the answer.

@@ -29,9 +29,6 @@ OTHER_SENSES = ("vision", "visual", "image", "audio", "speech")
 # Settings of indexers, which choose the keys of each query.
 INDEXER_SETTINGS = ("index_topk", "index_topk_blocks", "indexer_budget")
 
-# Parts of the kinds of layers that read earlier tokens without attention, as in `layer_types`.
-RECURRENT_KINDS = ("linear", "conv", "mamba", "recurrent", "hybrid")
-
 # Parts of the names of kernels in which each token reads all tokens before it.
 FULL_ATTENTIONS = ("eager", "sdpa", "flash", "flex", "fused")
 
@@ -174,19 +171,6 @@ def require_full_attention(model: Any, *, way_out: str) -> None:
             f"the model computes its attention by {kernel!r}, and the file would hold full "
             f"attention: {way_out}"
         )
-
-
-def reads_beside_attention(model: Any) -> bool:
-    """Whether tokens reach each other by a convolution or a recurrence, past any attention mask.
-
-    Such are the hybrids (LFM2, Qwen3-Next, Jamba) and state space models.
-    """
-    config = without_adapters(model).config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or []
-    if any(part in str(kind) for kind in kinds for part in RECURRENT_KINDS):
-        return True
-    modules = decoder_blocks(model).modules()
-    return any(isinstance(module, nn.Conv1d) for module in modules)
 
 
 def selects_keys(model: Any) -> bool:

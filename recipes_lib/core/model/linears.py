@@ -15,12 +15,11 @@ scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from recipes_lib.core.checks import check_several
 from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.decoding import require_causal_lm_or_decoder
 from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, QUANTIZED_BY, marked
@@ -36,10 +35,8 @@ SCALED_IN_PLACE = ("attention.output", "feed_forward.value")  # by RWKV
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every `nn.Linear` of `model` by its qualified name, the output layer among them.
 
-    An embedding is no linear layer, even where the output layer shares its weight. Raises
-    ValueError for what is no model.
+    An embedding is no linear layer, even where the output layer shares its weight.
     """
-    require_module(model)
     modules = model.named_modules()
     return {name: module for name, module in modules if _is_plain(module)}
 
@@ -75,8 +72,6 @@ def read_by_the_model(model: nn.Module) -> set[str]:
 
 def require_module(model: Any) -> None:
     """Raise ValueError for what is no module of PyTorch at all."""
-    if isinstance(model, type):
-        raise ValueError(f"{model.__name__} is a class: give a model, which {model.__name__}(…) is")
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{type(model).__name__} is no model: give a module of PyTorch with its weights loaded"
@@ -137,13 +132,6 @@ def refuse_quantized(model: Any, names: Iterable[str] | None = None, *, way_out:
         raise ValueError(f"{name} is quantized already, with {by}: {way_out}")
 
 
-def require_quantizable(model: Any) -> None:
-    """Raise ValueError unless `model` is a causal LM or a decoder, and has no adapters."""
-    if hasattr(model, "peft_config"):
-        raise ValueError("the model has adapters: call model.merge_and_unload() first")
-    require_causal_lm_or_decoder(model)
-
-
 def layers_to_quantize(
     model: Any,
     names: Iterable[str] | None,
@@ -153,48 +141,27 @@ def layers_to_quantize(
     """The names of the layers to quantize, each once.
 
     None means all but the output layer, and those whose weight the model reads by itself.
-    Raises ValueError for a text instead of a list, names that are no linear layers, no name, layers
-    that are quantized already (`way_out` says what to do then), and families that store their
-    weights in other modules.
+    Raises ValueError for adapters, names that are no linear layers, layers that are quantized
+    already (`way_out` says what to do then), and families that store their weights in other
+    modules.
     """
-    require_quantizable(model)
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters: call model.merge_and_unload() first")
+    require_causal_lm_or_decoder(model)
     if names is not None:
-        names = names_of_linears(model, names, way_out=way_out)
-        if not names:
-            raise ValueError("names is empty: give names from linear_layers(model), or None")
-        return names
-    refuse_quantized(model, way_out=way_out)
-    output = output_layer_name(model)
-    left_out = {output} | read_by_the_model(model)
-    chosen = [name for name in linear_layers(model) if name not in left_out]
-    if not chosen:
-        raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to quantize beside its output layer: give "
-            f"another family (GPT-2 stores its weights transposed, as Conv1D)"
-        )
-    return chosen
-
-
-def names_of_linears(
-    model: nn.Module, names: Iterable[str], *, way_out: str = "give names of other layers"
-) -> list[str]:
-    """`names` as a list, each once; the keys of a dictionary such as `linear_layers(model)`, too.
-
-    Raises ValueError unless all are plain linear layers.
-    """
-    if isinstance(names, Mapping):
-        names = list(names)
-    check_several(names=names)
-    wanted = list(dict.fromkeys(map(str, names)))
-    refuse_quantized(model, wanted, way_out=way_out)
+        names = list(dict.fromkeys(names))
+    refuse_quantized(model, names, way_out=way_out)
     layers = linear_layers(model)
-    unknown = [name for name in wanted if name not in layers]
-    if unknown:
+    if names is None:
+        left_out = {output_layer_name(model)} | read_by_the_model(model)
+        names = [name for name in layers if name not in left_out]
+    unknown = [name for name in names if name not in layers]
+    if unknown or not names:
         raise ValueError(
-            f"{type(model).__name__} has no linear layer {', '.join(unknown[:3])}: "
-            f"give names from linear_layers(model)"
+            f"{type(model).__name__} has no linear layer {', '.join(unknown[:3])}: give names from "
+            f"linear_layers(model), or another family (GPT-2 stores its weights as Conv1D)"
         )
-    return wanted
+    return names
 
 
 def replace_linears(
@@ -205,12 +172,10 @@ def replace_linears(
 ) -> nn.Module:
     """Put `make(name, linear)` in the place of each linear layer in `names`. Returns `model`.
 
-    All new modules are made one by one, so that at most one layer exists twice. Raises ValueError,
-    before anything changes, for a name that is no linear layer of `model`.
+    All new modules are made one by one, so that at most one layer exists twice.
     """
-    wanted = names_of_linears(model, names)
     layers = linear_layers(model)
-    for name in wanted:
+    for name in names:
         # `pop`: the dictionary would keep the old layer's weights alive.
         new = make(name, layers.pop(name))
         parent, _, last = name.rpartition(".")
@@ -239,9 +204,8 @@ def bytes_per_token(model: nn.Module) -> int:
     """Bytes of weights that a step of one token reads: of all products, the output layer's too.
 
     Of the embedding it reads one row. A quantized layer says its `bytes_per_weight`; keys and
-    values of the cache are not counted. Raises ValueError for what is no model.
+    values of the cache are not counted.
     """
-    require_module(model)
     total = 0.0
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -67,7 +67,7 @@ class MemoryLadder(Ladder):
     Args:
         tokens: that every step trains on, for tokens per second.
         rates: operations per second of matrix products by dtype, for the share of the limit:
-            what `core.measure.matrix_rate.measure_matrix_rates` returns.
+            what `core.measure.rates.measure_matrix_rates` returns.
 
     `plans` and `timelines` hold the budget and the memory over time of every row that climbed,
     `profiles` the seconds by kind of operator of those that `take_turns` was asked for.

@@ -1,11 +1,7 @@
 """Python's own standard library: the same text on every machine with this Python, cleanly split."""
 
-import ast
 import itertools
 import sysconfig
-from pathlib import Path
-
-import pytest
 
 from recipes_lib.core.data import SPLITS, corpus
 from recipes_lib.core.data.corpus import INSTRUCTION, docstring_pairs, modules
@@ -73,13 +69,3 @@ class A:
     (pair,) = docstring_pairs("train")
     code = "def f(self, x):\n    y = 2 * x\n    return y"
     assert pair == {"prompt": INSTRUCTION + code, "completion": "Return twice the given number."}
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_question_is_a_whole_function(split):
-    for pair in itertools.islice(docstring_pairs(split), 50):
-        assert isinstance(
-            ast.parse(pair["prompt"].removeprefix(INSTRUCTION)).body[0], ast.FunctionDef
-        )
-        assert len(pair["completion"].split()) >= 4
-    assert all(isinstance(path, Path) and path.suffix == ".py" for path in modules(split))

