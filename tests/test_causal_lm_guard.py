@@ -26,6 +26,8 @@ EXEMPT = {
     "apply_channel_pruning": "MobileNetV2",
     "apply_int8_cache": "decoder",
     "apply_pruning": "any module",
+    "apply_quantization_aware": "network with nn.Conv2d",
+    "apply_rounding": "network with convolutions",
     "apply_two_four": "any module",
     "quantize_onnx": "file",
     "quantize_pt2e": "graph",
