@@ -11,13 +11,14 @@ one of them can take longer than all the rest of a model.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from recipes_lib.core.checks import check_several
 
 # Outside of a backend, one of these is what takes the time.
 HEAVY_OPERATORS = (
@@ -61,22 +62,11 @@ class Delegation:
     subgraphs: int
 
     @property
-    def inside_count(self) -> int:
-        """Operators in all subgraphs together."""
-        return sum(row.inside for row in self.rows)
-
-    @property
-    def outside_count(self) -> int:
-        """Operators that run on portable kernels."""
-        return sum(row.outside for row in self.rows)
-
-    @property
     def share(self) -> float:
-        """The part of all operators that is delegated, from 0 to 1; 0 where there are none."""
-        everything = self.inside_count + self.outside_count
-        if everything == 0:
-            return 0.0
-        return self.inside_count / everything
+        """The part of all operators that is delegated, from 0 to 1."""
+        inside = sum(row.inside for row in self.rows)
+        outside = sum(row.outside for row in self.rows)
+        return inside / max(1, inside + outside)
 
     def outside(self) -> tuple[OperatorRow, ...]:
         """The rows of which something stayed outside, the most frequent first."""
@@ -104,10 +94,18 @@ class ExportedFile:
     seconds: float
     delegation: Delegation | None = None
 
-    @property
-    def mebibytes(self) -> float:
-        """Size in units of 1,048,576 bytes."""
-        return self.bytes / 2**20
+
+@contextlib.contextmanager
+def whole_or_none(path: Path) -> Iterator[Path]:
+    """A place for a file that gets the name `path` when the block ends without an error.
+
+    An export that is cut leaves nothing: the place is in a folder that is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="export-", dir=path.parent) as folder:
+        unfinished = Path(folder, path.name)
+        yield unfinished
+        os.replace(unfinished, path)
 
 
 def read_delegation(graph_module: Any) -> Delegation:
@@ -115,25 +113,31 @@ def read_delegation(graph_module: Any) -> Delegation:
 
     Args:
         graph_module: `edge_manager.exported_program().graph_module`, after lowering to a backend.
-    Raises ValueError for what has no graph.
     """
-    if not hasattr(graph_module, "graph"):
-        raise ValueError(
-            f"graph_module is of type {type(graph_module).__name__}: give the graph module of a "
-            f"lowered program, `edge_manager.exported_program().graph_module`"
-        )
     inside = Counter()
-    outside = Counter()
     subgraphs = 0
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.name.startswith("lowered_module_"):
             subgraphs += 1
             part = getattr(graph_module, node.name)
             inside.update(_operator_names(part.original_module.graph.nodes))
-    outside.update(_operator_names(graph_module.graph.nodes))
+    outside = Counter(_operator_names(graph_module.graph.nodes))
     names = sorted(inside | outside)
     rows = [OperatorRow(name, inside[name], outside[name]) for name in names]
     return Delegation(rows=tuple(rows), subgraphs=subgraphs)
+
+
+def _operator_names(nodes: Iterable[Any]) -> list[str]:
+    """Of all calls of operators, without what only takes results apart.
+
+    `aten::convolution` is "convolution"; other families keep their first name.
+    """
+    names = []
+    for node in nodes:
+        if node.op == "call_function" and hasattr(node.target, "_schema"):
+            name = node.target._schema.name
+            names.append(name.removeprefix("aten::").replace("::", "."))
+    return names
 
 
 def require_delegated(
@@ -142,12 +146,8 @@ def require_delegated(
     """Every one of `operators` that the model has is delegated, and there is at least one.
 
     Nothing else tells: a model whose slowest operator stayed outside gives the right answers, late.
-
-    Args:
-        operators: names as in the rows of `delegation`, such as "convolution" and "linear".
     Raises ValueError with the names and numbers of what stayed outside.
     """
-    check_several(operators=operators)
     rows = [delegation.row(name) for name in operators]
     left = [f"{row.outside} × {row.name}" for row in rows if row.outside]
     if left:
@@ -159,17 +159,3 @@ def require_delegated(
     if not any(row.inside for row in rows):
         names = ", ".join(row.name for row in rows)
         raise ValueError(f"nothing is delegated: the model has none of {names} in a subgraph")
-
-
-def _operator_names(nodes: Iterable[Any]) -> list[str]:
-    """Of all calls of operators, without what only takes results apart."""
-    names = []
-    for node in nodes:
-        if node.op == "call_function" and hasattr(node.target, "_schema"):
-            names.append(_short_name(node.target))
-    return names
-
-
-def _short_name(target: Any) -> str:
-    """`aten::convolution` is "convolution"; other families keep their first name."""
-    return target._schema.name.removeprefix("aten::").replace("::", ".")

@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from recipes_lib.core.checks import check_file
-
 STREAMS = (1, 2)  # the numbers of standard output and standard error
 
 
@@ -37,21 +35,25 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
     Args:
         path: a text file, made with its folder where it does not exist. None: a file that is
             deleted when the block ends.
-    Raises ValueError, before the block begins, for a path at which no file can be.
     """
     with _open(path) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = (sys.stdout, sys.stderr)
-        _flush(before)
+        for stream in before:
+            stream.flush()  # what was printed before must not appear in the file
         copies = [os.dup(number) for number in STREAMS]
         for number in STREAMS:
             os.dup2(log.fileno(), number)
         sys.stdout = log
         sys.stderr = log
         _move_handlers(before[1], log)
+        root = logging.getLogger()
+        handlers, level = list(root.handlers), root.level
         try:
             yield log
         finally:
+            root.handlers[:] = handlers  # an import of ExecuTorch gives it others
+            root.setLevel(level)
             # A handler that was made inside of the block would write to a closed file from now on.
             _move_handlers(log, before[1])
             sys.stdout, sys.stderr = before
@@ -64,24 +66,13 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
 def _open(path: Path | str | None) -> IO[str]:
     if path is None:
         return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-    check_file(example="export.log", any_ending=True, log=path)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("a", encoding="utf-8", errors="replace")
 
 
-def _flush(streams: tuple[IO[str], IO[str]]) -> None:
-    """What was printed before must not appear in the file; a closed stream has nothing left."""
-    for stream in streams:
-        with contextlib.suppress(ValueError, AttributeError):
-            stream.flush()
-
-
 def _move_handlers(old: IO[str], new: IO[str]) -> None:
-    """Loggers remember their stream: all that write to `old` write to `new` from now on.
-
-    The handler of last resort has no stream of its own: it looks up `sys.stderr` each time.
-    """
+    """Loggers remember their stream: all that write to `old` write to `new` from now on."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for logger in loggers:
         for handler in getattr(logger, "handlers", []):  # a placeholder of a name has none

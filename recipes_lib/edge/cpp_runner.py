@@ -29,18 +29,17 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_existing_file, check_file, check_whole
+from recipes_lib.core.checks import check_existing_file, check_folder, check_whole
 from recipes_lib.core.measure.machine import require
 
 SOURCES = Path(__file__).parent / "cpp"
 OLDEST_CMAKE = (3, 28)  # older ones find the package, and none of its targets
-# What CMakeLists.txt links; on a device they are built into the app.
-LIBRARIES = ("", "_kernels_optimized", "_kernels_quantized", "_backend_xnnpack", "_threadpool")
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -74,21 +73,17 @@ class CppRun:
 def build_runner(folder: Path | str) -> Path:
     """Build the program in `folder`, and return its path.
 
-    Raises ValueError for what is no folder, where cmake 3.28 or a compiler is missing, or the build
-    fails, with the last lines of what it said. Raises ImportError without ExecuTorch.
+    Raises ValueError where cmake 3.28 or a compiler is missing, or the build fails, with the last
+    lines of what it said. Raises ImportError without ExecuTorch.
     """
-    if not isinstance(folder, str | os.PathLike) or folder == "":
-        raise ValueError(f'folder={folder!r}: give the name of a folder, such as "runs/runner"')
-    folder = Path(folder)
-    check_file(example="run_pte", any_ending=True, folder=folder / "run_pte")
+    check_folder(folder=folder)
     executorch = require("executorch")
     cmake = find_cmake()
     package = Path(next(iter(executorch.__path__)))
-    folder.mkdir(parents=True, exist_ok=True)
     configure = [cmake, "-S", SOURCES, "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
-    _run([*configure, f"-DCMAKE_PREFIX_PATH={package}"], "be configured: is there a C++ compiler")
-    _run([cmake, "--build", folder], "be built: does the compiler know C++20")
-    return folder / "run_pte"
+    _run([*configure, f"-DCMAKE_PREFIX_PATH={package}"])
+    _run([cmake, "--build", folder])
+    return Path(folder) / "run_pte"
 
 
 def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 20) -> CppRun:
@@ -105,27 +100,16 @@ def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 2
     check_whole(calls=calls)
     check_existing_file(made_by="build_runner", runner=runner)
     check_existing_file(made_by="export_to_executorch", pte=pte)
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x is of type {type(x).__name__}: give a tensor in fp32")
     if x.dtype is not torch.float32:
         raise ValueError(f"x is stored in {x.dtype}: give x.float()")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "input.bin"
         target = Path(folder) / "output.bin"
         plain_write(x, source)
-        command = [str(runner), str(pte), str(source), str(target), str(calls)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ValueError(
-                f"{Path(pte).name} does not run in C++ (exit status {done.returncode}): give a "
-                f".pte with one input of {x.numel()} numbers ({done.stderr.strip()[-200:]})"
-            )
+        said = _run([runner, pte, source, target, calls])
         output = plain_read(target)
-    load, call, kibibytes = (float(word) for word in done.stdout.split())
+    load, call, kibibytes = (float(word) for word in said.split())
     return CppRun(output, load / 1000, call / 1000, int(kibibytes) * 1024)
-
-
-# --- guards ---------------------------------------------------------------------------------------
 
 
 def find_cmake() -> str:
@@ -133,38 +117,25 @@ def find_cmake() -> str:
 
     An old one configures without an error, and then misses every library.
     """
-    beside = Path(sys.executable).parent / "cmake"
-    cmake = shutil.which("cmake")
-    if beside.is_file():
-        cmake = str(beside)
-    if cmake is None:
-        raise ValueError("there is no cmake: run `pip install cmake`")
-    said = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
+    beside = str(Path(sys.executable).parent)
+    cmake = shutil.which("cmake", path=os.pathsep.join([beside, os.environ["PATH"]]))
+    said = "no cmake"
+    if cmake is not None:
+        said = _run([cmake, "--version"])
     found = re.search(r"version (\d+)\.(\d+)", said)
     if found is None or tuple(map(int, found.groups())) < OLDEST_CMAKE:
         raise ValueError(
-            f"{cmake} is {said.split(chr(10))[0]!r}: version 3.28 or newer is needed, run "
+            f"there is {said.splitlines()[0]}: version 3.28 or newer is needed, run "
             f"`pip install cmake`"
         )
     return cmake
 
 
-def _run(command: list[Path | str], purpose: str) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+def _run(command: list[Any]) -> str:
+    """What the command prints. Raises ValueError with the last lines where it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip()
-        raise ValueError(f"the runner could not {purpose}? {said[-500:]}")
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_shipped_bytes(runner: Path | str) -> int:
-    """Bytes of the program and the libraries it is linked with: what goes to a device in all.
-
-    These libraries hold the kernels of every operator. A build from source with those of one model
-    is a small part of it. Raises ImportError without ExecuTorch.
-    """
-    package = Path(next(iter(require("executorch").__path__)))
-    files = [package / "lib" / f"libexecutorch{name}.so" for name in LIBRARIES]
-    return sum(path.stat().st_size for path in [Path(runner), *files])
+        said = (done.stdout + done.stderr).strip()[-500:]
+        raise ValueError(f"{' '.join(words)} ends with exit status {done.returncode}: {said}")
+    return done.stdout

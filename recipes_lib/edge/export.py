@@ -25,7 +25,6 @@ ExecuTorch is optional: `pip install executorch`. What it prints goes to a file.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from recipes_lib.core.checks import check_file, check_flag
+from recipes_lib.core.checks import check_file
 from recipes_lib.core.measure.machine import require
-from recipes_lib.core.model.linears import require_module
-from recipes_lib.core.model.sizes import storage_bytes
-from recipes_lib.edge._exported_file import ExportedFile, read_delegation, require_delegated
-from recipes_lib.edge._graph_capture import capture_graph, check_example, explained
+from recipes_lib.edge._exported_file import (
+    ExportedFile,
+    read_delegation,
+    require_delegated,
+    whole_or_none,
+)
+from recipes_lib.edge._graph import capture_graph
 from recipes_lib.edge._noise import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -93,8 +95,7 @@ def export_to_executorch(
 
     A Hugging Face model becomes a program that returns its logits. The result's `delegation` says
     which operators the backend has taken. Light ones that it does not know, such as a group norm or
-    an upsampling, run outside of it: `delegation.outside()` names them. `seconds` are those of the
-    whole export.
+    an upsampling, run outside of it: `delegation.outside()` names them.
 
     Args:
         model: in fp32 on a CPU, or a graph that `quantize_pt2e` made.
@@ -104,120 +105,44 @@ def export_to_executorch(
         allow_outside: with `delegate`, also write a file of which convolutions, matrix products
             or poolings stay outside of the backend.
         log: a file for what the libraries print. None: it is not kept.
-    Raises ValueError for a path that is none, a model that cannot be written down as a graph, an
-    example that it does not take, an operator that the runtime does not have, and, with `delegate`,
-    for heavy operators that stay outside. No file is written then. Raises ImportError without
-    ExecuTorch.
+    Raises ValueError for a path that is none, layers that are quantized or have masks, an operator
+    that the runtime does not have, and, with `delegate`, for heavy operators that stay outside. No
+    file is written then, nor where ExecuTorch or torch.export raises an error of its own.
+    Raises ImportError without ExecuTorch.
     """
     check_file(example="model.pte", path=path)
-    check_flag(delegate=delegate, allow_outside=allow_outside)
-    require_module(model)
-    example = check_example(example)
+    path = Path(path)
     started = time.perf_counter()
     with noise_to(log):
         require("executorch")
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+
         graph = capture_graph(model, example)
-        edge = _lowered(model, graph, delegate=delegate)
-        delegation = read_delegation(edge.exported_program().graph_module)
+        backends = [XnnpackPartitioner()] if delegate else None
+        lowered = to_edge_transform_and_lower(graph, partitioner=backends)
+        delegation = read_delegation(lowered.exported_program().graph_module)
         if delegate and not allow_outside:
             require_delegated(delegation)
-        program = _program(model, edge)
-        _check_kernels(program)
-        path = _written(program, Path(path))
+        program = lowered.to_executorch()  # each tensor gets its place in one block of memory
+        _require_kernels(program)
+        with whole_or_none(path) as unfinished, unfinished.open("wb") as file:
+            program.write_to_file(file)
     seconds = time.perf_counter() - started
     return ExportedFile(path, path.stat().st_size, seconds, delegation)
 
 
-def _lowered(model: nn.Module, graph: Any, *, delegate: bool) -> Any:
-    """The graph with the operators of ExecuTorch; subgraphs of the backend in it."""
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-
-    partitioners = None
-    if delegate:
-        partitioners = [XnnpackPartitioner()]
-    try:
-        return to_edge_transform_and_lower(graph, partitioner=partitioners)
-    except Exception as error:
-        raise ValueError(_not_lowered(model, error)) from error
-
-
-def _program(model: nn.Module, edge: Any) -> Any:
-    """Memory is planned here: each tensor gets its place in one block."""
-    try:
-        return edge.to_executorch()
-    except Exception as error:
-        raise ValueError(_not_lowered(model, error)) from error
-
-
-def _written(program: Any, path: Path) -> Path:
-    """A file that is whole, or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with unfinished.open("wb") as file:
-            program.write_to_file(file)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
-
-
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _check_kernels(program: Any) -> None:
+def _require_kernels(program: Any) -> None:
     """Without this, a missing kernel shows when the device loads the file."""
     from executorch.extension.pybindings import portable_lib
 
-    known = set(portable_lib._get_operator_names())
-    missing = set()
+    wanted = set()
     for plan in program.executorch_program.execution_plan:
         for operator in plan.operators:
-            name = operator.name
-            if operator.overload:
-                name = f"{name}.{operator.overload}"
-            if name not in known:
-                missing.add(name)
+            wanted.add(f"{operator.name}.{operator.overload}".removesuffix("."))
+    missing = sorted(wanted - set(portable_lib._get_operator_names()))
     if missing:
-        names = ", ".join(sorted(missing))
         raise ValueError(
-            f"the runtime has no kernel for {names}: replace these operators in the model"
+            f"the runtime has no kernel for {', '.join(missing)}: replace these operators in the "
+            f"model"
         )
-
-
-def _not_lowered(model: nn.Module, error: Exception) -> str:
-    return (
-        f"{type(model).__name__} uses an operator that ExecuTorch cannot take: replace it by "
-        f"operators of the core set, https://docs.pytorch.org/docs/stable/torch.compiler_ir.html "
-        f"({explained(error)})"
-    )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_pte_bytes(model: nn.Module, *, delegate: bool = True) -> int:
-    """Bytes of the weights in the file that `export_to_executorch` writes for `model` in fp32.
-
-    XNNPACK folds a batch norm into the convolution before it: of its four numbers per channel, one
-    is left, in the bias. The graph itself comes on top, some hundred bytes per operator. Raises
-    ValueError for what is no module.
-    """
-    check_flag(delegate=delegate)
-    require_module(model)
-    tensors = [*model.parameters(), *model.buffers()]
-    stored = storage_bytes(tensors)
-    if not delegate:
-        return stored
-    norms = [part for part in model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    folded = [tensor for norm in norms for tensor in [*norm.parameters(), *norm.buffers()]]
-    biases = 0
-    if norms:
-        biases = sum(4 * part.out_channels for part in model.modules() if _gets_a_bias(part))
-    return stored - storage_bytes(folded) + biases
-
-
-def _gets_a_bias(part: nn.Module) -> bool:
-    """A convolution without one, which takes that of the batch norm behind it."""
-    return isinstance(part, nn.Conv2d) and part.bias is None

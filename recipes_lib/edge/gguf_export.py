@@ -29,30 +29,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_choice, check_existing_file, check_file
 from recipes_lib.core.measure.machine import require
-from recipes_lib.core.model.causal_lm import (
-    require_causal_lm,
-    require_full_attention,
-    without_adapters,
-)
-from recipes_lib.core.model.linears import quantized_layers
-from recipes_lib.edge._exported_file import ExportedFile
+from recipes_lib.core.model.linears import refuse_quantized
+from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
+from recipes_lib.edge._llama import head_width, in_pairs, require_llama
 from recipes_lib.edge._noise import noise_to
 
 KINDS = ("q8_0", "f16", "f32")
 BLOCK = 32  # weights of q8_0 that share a scale
-BYTES_PER_BLOCK = {"q8_0": 34, "f16": 64, "f32": 128}
 FAMILIES = ("llama", "qwen2")
 # How llama.cpp cuts a text into words before it looks for tokens, by family and vocabulary.
 PRE_TOKENIZERS = {
@@ -96,36 +88,31 @@ def export_to_gguf(
             llama.cpp takes it for tokens only.
         pre_tokenizer: llama.cpp's name for how a text is cut into words, such as "smollm". None:
             the one that goes with the family and its vocabulary.
-    Raises ValueError, before anything is written, for other models, quantized ones and adapters,
-    layers that a technique has changed, a window of attention, weights that are not finite or too
-    large for the kind, widths that 32 does not divide, and a tokenizer of another kind. ImportError
-    without `gguf`.
+    Raises ValueError, before anything is written, for other models, quantized ones and layers that
+    a technique has changed, a window of attention, weights that are not finite or too large for the
+    kind, and a tokenizer of another kind. ImportError without `gguf`.
     """
     check_file(example="model.gguf", path=path)
     path = Path(path)
     check_choice(KINDS, kind=kind)
+    gguf = require("gguf")
     _check_model(model, kind)
+    names = _names_in_gguf(model)
     vocabulary = None
     if tokenizer is not None:
         vocabulary = _vocabulary(model, tokenizer)
         pre_tokenizer = _pre_tokenizer(model.config, pre_tokenizer)
-    gguf = require("gguf")
-    _names_in_gguf(model)
     start = time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="export-", dir=path.parent) as scratch:
-        unfinished = Path(scratch, "model.gguf")
-        with noise_to():
-            writer = gguf.GGUFWriter(unfinished, model.config.model_type)
-            _add_settings(writer, model.config, kind)
-            if vocabulary is not None:
-                _add_tokenizer(writer, vocabulary, tokenizer, pre_tokenizer)
-            _add_tensors(writer, model, kind)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-        os.replace(unfinished, path)
+    with noise_to(), whole_or_none(path) as unfinished:
+        writer = gguf.GGUFWriter(unfinished, model.config.model_type)
+        _add_settings(writer, model.config, kind)
+        if vocabulary is not None:
+            _add_tokenizer(writer, vocabulary, tokenizer, pre_tokenizer)
+        _add_tensors(writer, model, names, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
     seconds = time.perf_counter() - start
     return ExportedFile(path, bytes=path.stat().st_size, seconds=seconds)
 
@@ -150,12 +137,8 @@ def _add_settings(writer: Any, config: Any, kind: str) -> None:
     """The sizes by GGUF's names. What is missing has a default in llama.cpp, and it is silent."""
     import gguf
 
-    types = {
-        "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-        "f16": gguf.LlamaFileType.MOSTLY_F16,
-        "f32": gguf.LlamaFileType.ALL_F32,
-    }
-    writer.add_file_type(types[kind])
+    file_types = {"q8_0": "MOSTLY_Q8_0", "f16": "MOSTLY_F16", "f32": "ALL_F32"}
+    writer.add_file_type(gguf.LlamaFileType[file_types[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_name(str(config.model_type))
     writer.add_vocab_size(config.vocab_size)
@@ -167,32 +150,29 @@ def _add_settings(writer: Any, config: Any, kind: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     # Without them llama.cpp divides the hidden size by the heads, and heads that were pruned away
     # would make the others wider.
-    writer.add_key_length(_head_width(config))
-    writer.add_value_length(_head_width(config))
+    writer.add_key_length(head_width(config))
+    writer.add_value_length(head_width(config))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(_head_width(config))
+    writer.add_rope_dimension_count(head_width(config))
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
-def _add_tensors(writer: Any, model: Any, kind: str) -> None:
+def _add_tensors(writer: Any, model: Any, names: dict[str, str], kind: str) -> None:
     """All weights by GGUF's names, in its order of rows, rounded."""
     import gguf
 
-    names = _names_in_gguf(model)
-    types = {
-        "q8_0": gguf.GGMLQuantizationType.Q8_0,
-        "f16": gguf.GGMLQuantizationType.F16,
-        "f32": gguf.GGMLQuantizationType.F32,
-    }
+    number_type = gguf.GGMLQuantizationType[kind.upper()]
+    # llama.cpp turns neighbours of a head, transformers halves; Qwen2 is turned by halves in both.
+    in_other_order = ROTATED if model.config.model_type == "llama" else ()
     for name, parameter in model.named_parameters():  # a shared weight comes once
-        weight = parameter.detach().to(device="cpu", dtype=torch.float32)
-        if model.config.model_type == "llama" and name.split(".")[-2] in ROTATED:
-            weight = in_pairs(weight, head_dim=_head_width(model.config))
-        there = names[name]
+        weight = parameter.detach().to(device="cpu", dtype=torch.float32).contiguous()
+        if name.split(".")[-2] in in_other_order:
+            weight = in_pairs(weight, head_dim=head_width(model.config))
         if weight.dim() == 1:
-            writer.add_tensor(there, weight.numpy())
+            writer.add_tensor(names[name], weight.numpy())
         else:
-            writer.add_tensor(there, rounded(weight, types[kind]), raw_dtype=types[kind])
+            values = gguf.quants.quantize(weight.numpy(), number_type)
+            writer.add_tensor(names[name], values, raw_dtype=number_type)
 
 
 def _names_in_gguf(model: Any) -> dict[str, str]:
@@ -209,89 +189,35 @@ def _names_in_gguf(model: Any) -> dict[str, str]:
         if names[name] is None:
             raise ValueError(
                 f"GGUF has no name for {name}: a technique has changed this layer, take it off "
-                f"first (masks by remove_pruning)"
+                f"first (masks by remove_pruning, adapters by merge_and_unload)"
             )
     return names
-
-
-def rounded(weight: Tensor, quantization_type: Any) -> numpy.ndarray:
-    """`weight` [N, K] in one of GGUF's types, as the bytes of the file."""
-    import gguf
-
-    return gguf.quants.quantize(weight.contiguous().numpy(), quantization_type)
-
-
-def in_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
-    """The rows of a query or a key of Llama [N, K] as llama.cpp turns them: neighbours together.
-
-    transformers turns number 0 of a head together with number D/2, and llama.cpp with number 1.
-    Qwen2 is turned by halves in both.
-    """
-    shape = weight.shape
-    halves = weight.reshape(-1, 2, head_dim // 2, *shape[1:])  # [H, 2, D/2, K]
-    return halves.transpose(1, 2).reshape(shape)
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
 def _check_model(model: Any, kind: str) -> None:
-    require_causal_lm(model)
-    config = without_adapters(model).config
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"{type(model).__name__} is no model of {', '.join(FAMILIES)}: use llama.cpp's "
-            f"convert_hf_to_gguf.py, which knows the names of all families"
-        )
-    if without_adapters(model) is not model:
-        raise ValueError(
-            "the model has adapters: merge them, and give what merge_and_unload returns"
-        )
-    if config.rope_parameters["rope_type"] != "default":
-        raise ValueError(
-            f"rope_type={config.rope_parameters['rope_type']!r}: this export writes plain rotary "
-            f"positions only; use llama.cpp's convert_hf_to_gguf.py"
-        )
-    quantized = quantized_layers(model)
-    if quantized:
-        name, by = next(iter(quantized.items()))
-        raise ValueError(f"{name} is quantized by {by} already: export the model as it was before")
+    require_llama(model, families=FAMILIES, rope_types=("default",))
+    refuse_quantized(model, way_out="export the model as it was before")
+    config = model.config
     if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):
         raise ValueError("a Llama with biases has no place for them in GGUF: use one without")
-    if config.hidden_act != "silu":
-        raise ValueError(
-            f"hidden_act={config.hidden_act!r}: llama.cpp computes silu in this family"
-        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(
             f"the model has a window of {config.sliding_window} tokens, and llama.cpp attends to "
             f"all of them in this family: give a model without a window"
         )
-    require_full_attention(model, way_out='call model.set_attn_implementation("sdpa") first')
-    _check_weights(model, kind)
-    if kind == "q8_0":
-        _check_widths(model)
-
-
-def _check_weights(model: Any, kind: str) -> None:
-    """In 16 bits a larger number becomes infinite, and the file answers nothing but NaN."""
+    # In 16 bits a larger number becomes infinite, and the file answers nothing but NaN.
+    most = math.inf
+    if kind == "f16":
+        most = LARGEST_IN_F16
     for name, parameter in model.named_parameters():
         largest = parameter.detach().abs().max().item()
-        if not math.isfinite(largest):
-            raise ValueError(f"{name} has weights that are not finite: the model has diverged")
-        if kind == "f16" and parameter.dim() > 1 and largest > LARGEST_IN_F16:
+        if not (largest <= most and math.isfinite(largest)):
             raise ValueError(
-                f"{name} has a weight of {largest:g}, and 16 bits end at {LARGEST_IN_F16:g}: give "
-                f"kind='q8_0' or kind='f32'"
-            )
-
-
-def _check_widths(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and parameter.shape[1] % BLOCK != 0:
-            raise ValueError(
-                f"{name} has {parameter.shape[1]} inputs, which {BLOCK} does not divide: give "
-                f"kind='f16'"
+                f"{name} has a weight of {largest:g}: it has to be finite, and 16 bits end at "
+                f"{LARGEST_IN_F16:g}"
             )
 
 
@@ -328,7 +254,7 @@ def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
     return {
         "tokens": [tokens.get(number, f"[PAD{number}]") for number in range(size)],
         "types": [_token_type(number, tokens, special) for number in range(size)],
-        "merges": [_merge(pair) for pair in described["model"]["merges"]],
+        "merges": [" ".join(pair) for pair in described["model"]["merges"]],
     }
 
 
@@ -341,13 +267,6 @@ def _token_type(number: int, tokens: dict[int, str], special: dict[int, bool]) -
     if special[number]:
         return 3
     return 4
-
-
-def _merge(pair: Any) -> str:
-    """Two pieces with a space between them; older files of tokenizers have them so already."""
-    if isinstance(pair, str):
-        return pair
-    return " ".join(pair)
 
 
 def _add_tokenizer(
@@ -376,29 +295,3 @@ def _begins_a_text(tokenizer: Any) -> bool:
         return False
     ids = tokenizer("a")["input_ids"]
     return len(ids) > 0 and ids[0] == tokenizer.bos_token_id
-
-
-def _head_width(config: Any) -> int:
-    given = getattr(config, "head_dim", None)
-    if given is not None:
-        return given
-    return config.hidden_size // config.num_attention_heads
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_bytes(model: Any, *, kind: str = "q8_0") -> int:
-    """Bytes of the tensors of the file; settings and tokenizer come on top.
-
-    Raises ValueError for no causal LM, and for an unknown kind.
-    """
-    require_causal_lm(model)
-    check_choice(KINDS, kind=kind)
-    total = 0
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            total += 4 * parameter.numel()
-        else:
-            total += parameter.numel() * BYTES_PER_BLOCK[kind] // BLOCK
-    return total

@@ -10,33 +10,28 @@ Idea       Write the model down as a graph, and put a rounding behind every tens
                x ≈ (q - zero) scale
 
            Weights are symmetric: zero is 0, and the scale is max |W| / 127 for each channel. With
-           `train`, the model is trained with these roundings in place (quantization-aware
-           training, QAT), and learns weights that survive them. Rounding has no gradient, so the
-           gradient passes straight through.
+           `train`, the model learns weights that survive these roundings (quantization-aware
+           training, QAT). Rounding has no gradient, so the gradient passes straight through.
 Saves      3 of the 4 bytes of a weight in the file, and time where the kernels for whole numbers
            are the faster ones.
 Costs      A calibration set. Accuracy, more of it with one scale for a whole weight, and much with
            3 or 4 bits. QAT costs epochs of training at some three times the price.
 Use when   The .pte goes to a device with 8-bit kernels, or must be small. QAT where calibration
            alone loses too much: 3 and 4 bits, or one scale per weight.
-Not when   Calibration alone loses nothing, as 8 bits per channel often do: then QAT is wasted.
-           Speed on x86 is what counts: XNNPACK gains size there, `onnx_export` speed.
+Not when   Speed on x86 is what counts: XNNPACK gains size there, `onnx_export` speed. Fewer than 8
+           bits are simulated here: they use fewer levels, and take a byte in the file.
 In production   torchao `prepare_pt2e`, `prepare_qat_pt2e` and `convert_pt2e` with the quantizer of
            a backend (XNNPACK, Core ML, Qualcomm, X86Inductor).
-Source     Jacob et al., "Quantization and Training of Neural Networks for Efficient
-           Integer-Arithmetic-Only Inference", arXiv 1712.05877; Bengio et al., "Estimating or
-           Propagating Gradients", arXiv 1308.3432 (straight through); torchao documentation,
-           "PyTorch 2 Export Quantization".
+Source     Jacob et al., arXiv 1712.05877; Bengio et al., arXiv 1308.3432 (straight through);
+           torchao documentation, "PyTorch 2 Export Quantization".
 
-Needs torchao and, for its quantizer, ExecuTorch: `pip install executorch`. Weights of fewer than 8
-bits are simulated: they use fewer levels, and take a byte in the file.
+Needs torchao and, for its quantizer, ExecuTorch: `pip install executorch`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,10 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_flag, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
-from recipes_lib.core.model.linears import require_module
-from recipes_lib.edge._graph_capture import capture_graph, check_calibration
+from recipes_lib.edge._graph import capture_graph, check_calibration
 from recipes_lib.edge._noise import noise_to
 
 LAYERS = ("aten.conv", "aten.linear")  # of a graph, with weights
@@ -111,60 +105,74 @@ def quantize_pt2e(
         per_channel: a scale for each channel of a weight; False: one for the whole of it.
         batch_size: of the calibration.
         log: a file for what the libraries print. None: it is not kept.
-    Raises ValueError for a calibration set without examples, of zeros alone or with numbers that
-    are not finite, bits out of range, a model that cannot be written down as a graph, one without
-    layers to quantize or quantized already, and a training that leaves weights which are not
-    finite. Raises ImportError without ExecuTorch and torchao.
+    Raises ValueError for a calibration set that is empty, zero everywhere or not finite, bits out
+    of range, a model without layers to quantize or quantized already, and a training that leaves
+    weights which are not finite. Raises ImportError without ExecuTorch and torchao.
     """
-    require_module(model)
     check_whole(least=2, most=8, weight_bits=weight_bits)
     check_whole(batch_size=batch_size)
-    check_flag(per_channel=per_channel)
     check_calibration(calibration)
-    aware = train is not None
-    if aware and not callable(train):
-        raise ValueError(f"train={train!r}: give a function that trains a module, or None")
     with noise_to(log):
-        prepared = _prepared(
-            model, calibration, aware=aware, weight_bits=weight_bits, per_channel=per_channel
+        require("executorch")
+        require("torchao")
+        from torchao.quantization.pt2e.quantize_pt2e import (
+            convert_pt2e,
+            prepare_pt2e,
+            prepare_qat_pt2e,
         )
-        _calibrate(prepared, calibration, batch_size=batch_size)
-    if aware:
+
+        prepare = prepare_pt2e
+        if train is not None:
+            prepare = prepare_qat_pt2e
+        graph = _graph_of(model, calibration, training=train is not None)
+        quantizer = _quantizer(weight_bits, per_channel=per_channel, training=train is not None)
+        prepared = GraphWithModes(prepare(graph, quantizer)).eval()  # batch norms must not move
+        # The ranges of the calibration are where a training starts.
+        with torch.no_grad():
+            for batch in calibration.split(batch_size):
+                prepared(batch)
+    if train is not None:
         train(prepared.train())
         _check_trained(prepared)
     with noise_to(log):
-        return _converted(prepared)
+        converted = GraphWithModes(convert_pt2e(prepared.eval().graph))
+        return converted.requires_grad_(False).eval()
 
 
-def _prepared(
-    model: nn.Module, calibration: Tensor, *, aware: bool, weight_bits: int, per_channel: bool
-) -> GraphWithModes:
-    """The graph with an observer, or with a fake quantization, behind each tensor of a kernel."""
-    require("executorch")
-    require("torchao")
-    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
-        XNNPACKQuantizer,
-        get_symmetric_quantization_config,
-    )
-    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e, prepare_qat_pt2e
-
+def _graph_of(model: nn.Module, calibration: Tensor, *, training: bool) -> nn.Module:
+    """The operators of `model`, which has something to quantize, and is not quantized yet."""
     # A graph has the very weights of its model, and training would change them there.
     model = copy.deepcopy(model)
     # Twice the same: a batch of one would be taken for a fixed size.
     example = torch.cat([calibration[:1], calibration[:1]])
-    graph = capture_graph(model, (example,), any_batch=True, training=aware).module()
-    _check_layers(graph)
+    graph = capture_graph(model, (example,), any_batch=True, training=training).module()
+    names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    if any(name.startswith("quantized_decomposed.") for name in names):
+        raise ValueError(
+            "this graph is quantized already, and a second rounding would use another grid: give "
+            "the model as it was before"
+        )
+    if not any(name.startswith(LAYERS) for name in names):
+        raise ValueError(
+            "the model has no convolution and no linear layer: there is nothing to quantize"
+        )
+    return graph
+
+
+def _quantizer(weight_bits: int, *, per_channel: bool, training: bool) -> Any:
+    """XNNPACK's: it says which tensors of a graph its kernels hold in 8 bits."""
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+
     most = 2 ** (weight_bits - 1) - 1
     settings = get_symmetric_quantization_config(
-        is_per_channel=per_channel, is_qat=aware, weight_qmin=-most, weight_qmax=most
+        is_per_channel=per_channel, is_qat=training, weight_qmin=-most, weight_qmax=most
     )
-    if aware:
+    if training:
         settings = _with_exact_weight_grid(settings, per_channel=per_channel)
-    quantizer = XNNPACKQuantizer().set_global(settings)
-    prepare = prepare_pt2e
-    if aware:
-        prepare = prepare_qat_pt2e
-    return GraphWithModes(prepare(graph, quantizer))
+    return XNNPACKQuantizer().set_global(settings)
 
 
 def _with_exact_weight_grid(settings: Any, *, per_channel: bool) -> Any:
@@ -187,23 +195,6 @@ def _with_exact_weight_grid(settings: Any, *, per_channel: bool) -> Any:
     rounding = FakeQuantize.with_args(observer=observer, averaging_constant=1.0)
     weight = dataclasses.replace(settings.weight, observer_or_fake_quant_ctr=rounding)
     return dataclasses.replace(settings, weight=weight)
-
-
-def _converted(prepared: GraphWithModes) -> GraphWithModes:
-    """The graph with its grids fixed, and with weights in whole numbers."""
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
-
-    prepared.eval()
-    converted = GraphWithModes(convert_pt2e(prepared.graph))
-    return converted.requires_grad_(False).eval()
-
-
-@torch.no_grad()
-def _calibrate(prepared: GraphWithModes, calibration: Tensor, *, batch_size: int) -> None:
-    """In eval mode: batch norms must not move. For QAT these ranges are where training starts."""
-    prepared.eval()
-    for batch in calibration.split(batch_size):
-        prepared(batch)
 
 
 class GraphWithModes(nn.Module):
@@ -249,23 +240,6 @@ class GraphWithModes(nn.Module):
             move_exported_model_to_eval(self.graph)
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _check_layers(graph: nn.Module) -> None:
-    """There is something to quantize, and nobody has done it before."""
-    names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
-    if any(name.startswith("quantized_decomposed.") for name in names):
-        raise ValueError(
-            "this graph is quantized already, and a second rounding would use another grid: give "
-            "the model as it was before"
-        )
-    if not any(name.startswith(LAYERS) for name in names):
-        raise ValueError(
-            "the model has no convolution and no linear layer: there is nothing to quantize"
-        )
-
-
 def _check_trained(prepared: nn.Module) -> None:
     """The conversion makes whole numbers of a NaN, and nobody would see it any more."""
     for name, weight in prepared.named_parameters():
@@ -274,25 +248,3 @@ def _check_trained(prepared: nn.Module) -> None:
                 f"{name} is not finite after the training: it has diverged, train with a smaller "
                 f"learning rate"
             )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_quantized_bytes(model: nn.Module, *, per_channel: bool = True) -> int:
-    """Bytes of the weights in the .pte of the quantized graph of `model`, which is in fp32.
-
-    A weight of a convolution or a linear layer takes a byte, whatever its bits; an output channel
-    takes four for its bias and, with `per_channel`, four for its scale. Batch norms are folded. The
-    graph comes on top, with two roundings per operator. Raises ValueError for what is no module.
-    """
-    check_flag(per_channel=per_channel)
-    require_module(model)
-    total = 0
-    for part in model.modules():
-        if isinstance(part, nn.Conv2d | nn.Linear):
-            channels = len(part.weight)
-            total += math.prod(part.weight.shape) + 4 * channels
-            if per_channel:
-                total += 4 * channels
-    return total

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from recipes_lib.core.checks import check_number, check_several, check_whole
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 
 MEGABYTE = 10**6
 MILLISECONDS = 1000.0  # of a second
@@ -52,14 +52,6 @@ def plain_first_that_fits(
 
 
 # --- the technique --------------------------------------------------------------------------------
-
-
-class Clock(Protocol):
-    """What a runtime needs for some work: `Speed`, or `core.overhead_fit.OverheadFit`."""
-
-    def seconds(self, size: float) -> float:
-        """The time for multiply-adds, or for bytes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,11 +94,6 @@ class Chain:
     format: str = "fp32"
 
     def __post_init__(self) -> None:
-        check_several(links=self.links)
-        if not all(isinstance(link, str) for link in self.links):
-            raise ValueError(f"links={self.links!r}: give texts, such as ('distil', '8 bits')")
-        if not isinstance(self.format, str):
-            raise ValueError(f"format={self.format!r}: give the name of a speed, such as 'fp32'")
         check_whole(weights=self.weights)
         check_number(work=self.work, bits=self.bits, above=0)
         check_whole(least=0, scales=self.scales, graph=self.graph)
@@ -131,7 +118,7 @@ def choose_chain(
     *,
     megabytes: float,
     milliseconds: float,
-    speeds: Mapping[str, Clock],
+    speeds: Mapping[str, Any],
 ) -> Choice:
     """The first of `chains` whose file and time are within the limits.
 
@@ -139,9 +126,9 @@ def choose_chain(
         chains: in the order of their price, the one that costs least first.
         megabytes: limit of the file, in millions of bytes.
         milliseconds: limit for one image or one token.
-        speeds: for each format the time that work takes on the device.
-    Raises ValueError if none fits, with the one that comes nearest; for no chains; and for a format
-    without a speed.
+        speeds: for each format a `Speed`, or another clock with `seconds(work)`.
+    Raises ValueError if none fits, with the one that comes nearest, and for a format without a
+    speed.
     """
     check_number(above=0, megabytes=megabytes, milliseconds=milliseconds)
     choices = predicted_choices(chains, speeds=speeds)
@@ -166,32 +153,12 @@ def _excess(choice: Choice, megabytes: float, milliseconds: float) -> float:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Clock]) -> list[Choice]:
-    """File and time of every chain. Raises ValueError for none, and a format without a speed."""
-    if not chains:
-        raise ValueError("there are no chains: give one or more, the one that costs least first")
-    check_several(chains=chains)
-    if not isinstance(speeds, Mapping):
-        raise ValueError(
-            f"speeds is of type {type(speeds).__name__}: give a Speed for each format, such as "
-            f"{{'fp32': Speed(overhead=…, work_per_second=…)}}"
-        )
+def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Any]) -> list[Choice]:
+    """File and time of every chain. Raises ValueError for a format without a speed."""
     choices = []
     for chain in chains:
-        if not isinstance(chain, Chain):
-            raise ValueError(f"{chain!r} is no Chain: give Chain(links, weights=…, work=…)")
-        if chain.format not in speeds:
-            raise ValueError(
-                f"format={chain.format!r} of {chain.name} has no speed: there are "
-                f"{sorted(speeds)}. Measure a file of this format, its weights may be random"
-            )
-        clock = speeds[chain.format]
-        if not hasattr(clock, "seconds"):
-            raise ValueError(
-                f"the speed of {chain.format!r} is {clock!r}: give "
-                f"Speed(overhead=…, work_per_second=…)"
-            )
-        seconds = clock.seconds(chain.work)
+        check_choice(speeds, format=chain.format)  # measure one file of it; weights may be random
+        seconds = speeds[chain.format].seconds(chain.work)
         choices.append(Choice(chain, predicted_file_bytes(chain), seconds))
     return choices
 

@@ -1,17 +1,12 @@
+"""One convolutional net as a .pte, from all sides."""
+
 import pytest
 import torch
 from torch import nn
 
-from recipes_lib.edge._exported_file import require_delegated
-from recipes_lib.edge.export import (
-    PlainRecorder,
-    export_to_executorch,
-    plain_replay,
-    predicted_pte_bytes,
-)
+from recipes_lib.edge.export import PlainRecorder, export_to_executorch, plain_replay
 from recipes_lib.edge.runtime import load_pte
-
-SHAPE = (1, 1, 16, 16)
+from tests.edge.conftest import SHAPE
 
 
 class PoolsOverEverything(nn.Module):
@@ -26,18 +21,13 @@ class PoolsOverEverything(nn.Module):
         return self.pooler(self.convolution(x)).flatten(1)
 
 
-class Unknown(nn.Module):
-    def forward(self, x):
-        return torch.linalg.svdvals(x)
-
-
 class NoKernel(nn.Module):
     def forward(self, x):
         return torch.fft.fft(x).abs()
 
 
 def test_the_plain_program_computes_without_the_model(net):
-    """And on an input that it was not recorded with."""
+    """A list that holds on to the numbers of the recording."""
     x = torch.randn(SHAPE)
     with torch.no_grad(), PlainRecorder() as recorder:
         y = net(x)
@@ -46,6 +36,7 @@ def test_the_plain_program_computes_without_the_model(net):
 
 
 def test_the_file_computes_what_the_model_computes(net, exported):
+    """Norms that are folded wrongly, or that use the numbers of the example."""
     program = load_pte(exported.path)
     for _ in range(3):
         x = torch.randn(SHAPE)
@@ -53,21 +44,19 @@ def test_the_file_computes_what_the_model_computes(net, exported):
 
 
 def test_everything_is_delegated(exported):
+    """One more subgraph, or a copy between two, costs time and no accuracy."""
     delegation = exported.delegation
-    assert delegation.share == 1
-    assert delegation.subgraphs == 1
+    assert (delegation.share, delegation.subgraphs) == (1, 1)
     assert delegation.row("convolution").inside == 4
     assert delegation.row("linear").inside == 1
-    require_delegated(delegation, operators=["convolution", "linear"])
 
 
-def test_size_as_predicted(net, exported):
-    """The rest is the graph; the folder holds the file, and nothing unfinished."""
-    assert exported.bytes == exported.path.stat().st_size
-    weights = predicted_pte_bytes(net)
-    folded = 8 + 32 + 32 + 8
-    assert weights == 4 * (8 * 9 + 8 * 32 + 32 * 9 + 32 * 8 + folded + 8 * 10 + 10)
-    assert weights < exported.bytes < weights + 12_000
+def test_the_file_holds_the_weights_once(net, exported):
+    """A second copy of the weights, or norms that are not folded; and nothing is left beside it."""
+    weights = sum(parameter.numel() for name, parameter in net.named_parameters())
+    norms = 2 * (8 + 32 + 32 + 8)
+    weights += -norms + norms // 2  # of a norm's four numbers per channel one is left, as a bias
+    assert 4 * weights < exported.bytes < 4 * weights + 12_000
     assert list(exported.path.parent.iterdir()) == [exported.path]
 
 
@@ -80,8 +69,6 @@ def test_without_a_backend(net, tmp_path, capfd):
     plain = export_to_executorch(net, (x,), path=path, delegate=False, log=log)
     assert net.training
     assert (plain.delegation.share, plain.delegation.subgraphs) == (0, 0)
-    assert plain.delegation.row("convolution").outside == 4
-    assert plain.bytes > predicted_pte_bytes(net, delegate=False)
     torch.testing.assert_close(load_pte(path)(x), net.eval()(x), atol=1e-5, rtol=1e-5)
     assert capfd.readouterr() == ("", "")
     assert log.exists()
@@ -98,18 +85,9 @@ def test_a_pooling_that_stays_outside(tmp_path):
     assert [row.name for row in got.delegation.outside()] == ["avg_pool2d"]
 
 
-@pytest.mark.parametrize("model", [Unknown(), NoKernel()])
-def test_an_unsupported_operator(model, tmp_path):
-    with pytest.raises(ValueError, match="uses an operator that ExecuTorch cannot take"):
-        export_to_executorch(model, (torch.randn(4, 4),), path=tmp_path / "m.pte", delegate=False)
+def test_an_operator_without_a_kernel(tmp_path):
+    """Otherwise it shows when the device loads the file."""
+    x = torch.randn(4, 4)
+    with pytest.raises((ValueError, RuntimeError), match="_fft"):
+        export_to_executorch(NoKernel(), (x,), path=tmp_path / "m.pte", delegate=False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_no_model_or_no_example(net, tmp_path):
-    path = tmp_path / "m.pte"
-    with pytest.raises(ValueError, match="give a tuple of tensors"):
-        export_to_executorch(net, ([1, 2],), path=path)
-    with pytest.raises(ValueError, match="does not run on the example"):
-        export_to_executorch(net, (torch.randn(1, 3, 16, 16),), path=path)
-    with pytest.raises(ValueError, match="path=None: give the name of a file"):
-        export_to_executorch(net, (torch.randn(SHAPE),), path=None)

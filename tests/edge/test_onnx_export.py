@@ -1,3 +1,5 @@
+"""An .onnx file in fp32 and in whole numbers, from all sides."""
+
 import pytest
 import torch
 from torch import nn
@@ -8,15 +10,9 @@ from recipes_lib.edge.onnx_export import (
     operators_that_run,
     overflows_in_16_bits,
     plain_whole_number_layer,
-    predicted_onnx_bytes,
     quantize_onnx,
 )
 from tests.edge.conftest import SHAPE, small_net
-
-
-class NoCounterpart(nn.Module):
-    def forward(self, x):
-        return torch.linalg.svdvals(x)
 
 
 def images(number=64):
@@ -46,6 +42,7 @@ def quantized(folder, exported):
 
 
 def test_a_layer_in_whole_numbers():
+    """The zero of x forgotten in the sums; sums that are cut off at 8 bits."""
     x = torch.randn(9, 30)
     weight = torch.randn(7, 30)
     got = plain_whole_number_layer(x, weight)
@@ -55,27 +52,32 @@ def test_a_layer_in_whole_numbers():
     assert plain_whole_number_layer(on_the_grid, whole).item() == 764
 
 
-def test_the_file_computes_what_the_model_computes(net, exported):
+def test_the_file_computes_what_the_model_computes(net, exported, capfd):
+    """A file of one batch size; and what the runtime prints reaches nobody."""
     model = load_onnx(exported.path)
     for size in (1, 5):
         x = images(size)
         torch.testing.assert_close(model(x), net(x), atol=1e-5, rtol=1e-5)
+    assert 0 < model.load_seconds < 5
+    assert capfd.readouterr() == ("", "")
 
 
-def test_size_as_predicted(net, exported, quantized, quantized_throughout):
-    throughout = predicted_onnx_bytes(net, quantized=True, first_in_fp32=False)
-    for file, predicted in (
-        (exported, predicted_onnx_bytes(net)),
-        (quantized, predicted_onnx_bytes(net, quantized=True)),
-        (quantized_throughout, throughout),
+def test_bytes_of_weights(net, exported, quantized, quantized_throughout):
+    """A second copy of the weights, or weights that stay in fp32."""
+    numbers = sum(p.numel() for p in net.parameters() if p.dim() > 1)
+    channels = 8 + 32 + 32 + 8 + 10
+    # A channel has a bias; in 8 bits also a scale and a zero, for both of them.
+    in_eight = numbers + (4 + 4 + 1 + 5) * channels
+    for file, expected in (
+        (exported, 4 * numbers + 4 * channels),
+        (quantized_throughout, in_eight),
+        (quantized, in_eight + 3 * 72 - 10 * 8),  # the stem has 8 channels of 3 x 3 filters
     ):
-        assert file.bytes == file.path.stat().st_size
-        assert predicted < file.bytes < predicted + 12_000
-    # The stem has 8 channels of 3 x 3 filters: three bytes more a weight, five less a channel.
-    assert predicted_onnx_bytes(net, quantized=True) - throughout == 3 * 72 - 5 * 8
+        assert expected < file.bytes < expected + 12_000
 
 
 def test_eight_bits_are_near(net, quantized):
+    """Nothing rounded; or sums that overflow, as they do without VNNI where weights have 8 bits."""
     x = images(9)
     expected = net(x)
     got = load_onnx(quantized.path)(x)
@@ -98,6 +100,7 @@ def weights_in_whole_numbers(path):
 
 
 def test_the_layers_are_in_whole_numbers(quantized, quantized_throughout):
+    """Other types than these take slower kernels, and are as right."""
     import onnx
 
     throughout = weights_in_whole_numbers(quantized_throughout.path)
@@ -105,7 +108,7 @@ def test_the_layers_are_in_whole_numbers(quantized, quantized_throughout):
     found = weights_in_whole_numbers(quantized.path)
     [in_fp32] = set(throughout) - set(found)
     assert "stem" in in_fp32
-    # VNNI multiplies unsigned activations by signed weights. Other types take slower kernels.
+    # VNNI multiplies unsigned activations by signed weights.
     assert set(found.values()) == {onnx.TensorProto.INT8}
     graph = onnx.load(str(quantized.path)).graph
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -143,16 +146,14 @@ def test_only_what_reads_an_image_stays(tmp_path):
     calibration = torch.randn(8, 4, 8, 8)
     quantized = quantize_onnx(exported.path, calibration=calibration, to=tmp_path / "q.onnx")
     assert operators_that_run(quantized.path)["QLinearConv"] == 2
-    assert predicted_onnx_bytes(net, quantized=True) == predicted_onnx_bytes(
-        net, quantized=True, first_in_fp32=False
-    )
 
 
 def test_a_file_with_nothing_to_quantize(tmp_path):
+    """A fixed batch of 1 as well: the calibration goes through one by one."""
     net = nn.Conv2d(3, 8, 3)
     exported = export_to_onnx(net, (torch.randn(1, 3, 8, 8),), path=tmp_path / "m.onnx")
     calibration = torch.randn(8, 3, 8, 8)
-    with pytest.raises(ValueError, match="nothing to quantize"):
+    with pytest.raises(ValueError, match="0 layers could be quantized"):
         quantize_onnx(exported.path, calibration=calibration, to=tmp_path / "q.onnx")
     assert not (tmp_path / "q.onnx").exists()
     quantize_onnx(
@@ -160,68 +161,7 @@ def test_a_file_with_nothing_to_quantize(tmp_path):
     )
 
 
-def test_loading_is_silent_and_measured(exported, capfd):
-    model = load_onnx(exported.path)
-    model(images(1))
-    assert capfd.readouterr() == ("", "")
-    assert 0 < model.load_seconds < 5
-    with pytest.raises(ValueError, match="threads=0"):
-        load_onnx(exported.path, threads=0)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ((torch.zeros(1, 3, 16, 16),), r"not \[1, 3, 16, 16\]"),
-        ((torch.zeros(1, 16, 16),), r"not \[1, 16, 16\]"),
-        ((), "give inputs of these shapes"),
-        ((torch.zeros(SHAPE).double(),), "torch.float64"),
-        (("image",), "str is no tensor"),
-    ],
-)
-def test_other_inputs(exported, inputs, message):
-    with pytest.raises(ValueError, match=message):
-        load_onnx(exported.path)(*inputs)
-
-
-@pytest.mark.parametrize(
-    ("calibration", "message"),
-    [
-        (torch.zeros(0, *SHAPE[1:]), "give at least one example"),
-        ([], "calibration is of type list"),
-        (torch.full(SHAPE, float("nan")), "not finite"),
-        (torch.ones(2, 3, 16, 16), "give inputs of these shapes"),
-        (torch.zeros(SHAPE), "zero everywhere"),
-    ],
-)
-def test_calibration_sets(exported, calibration, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        quantize_onnx(exported.path, calibration=calibration, to=tmp_path / "q.onnx")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_cannot_be_exported_or_loaded(tmp_path, capfd):
-    path = tmp_path / "m.onnx"
-    with pytest.raises(ValueError, match="uses an operator that ONNX does not have"):
-        export_to_onnx(NoCounterpart(), (torch.randn(4, 4),), path=path)
-    with pytest.raises(ValueError, match="path=None: give the name of a file"):
-        export_to_onnx(NoCounterpart(), (torch.randn(4, 4),), path=None)
-    assert list(tmp_path.iterdir()) == []
-    for read in (load_onnx, operators_that_run):
-        path.unlink(missing_ok=True)
-        with pytest.raises(ValueError, match="does not exist"):
-            read(path)
-        path.write_text("no graph")
-        with pytest.raises(ValueError, match="cannot be loaded"):
-            read(path)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_file_is_quantized_once(quantized, tmp_path):
     """The second rounding made a larger file with other numbers."""
     with pytest.raises(ValueError, match=r"q\.onnx is quantized already"):
         quantize_onnx(quantized.path, calibration=images(), to=tmp_path / "twice.onnx")
-    with pytest.raises(ValueError, match=r"to=.* is a folder"):
-        quantize_onnx(quantized.path, calibration=images(), to=tmp_path)
-    with pytest.raises(ValueError, match="per_channel='no': give True or False"):
-        quantize_onnx(quantized.path, calibration=images(), to=tmp_path / "a", per_channel="no")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from torch import Tensor
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.data.token_ids import token_row
-from recipes_lib.edge._executorch_threads import use_threads
-from recipes_lib.edge._graph_capture import explained
+from recipes_lib.core.measure.machine import require
+from recipes_lib.edge._executorch import executorch_runtime
 from recipes_lib.edge._noise import noise_to
+
+ATTENTION_OPERATORS = "executorch.extension.llm.custom_ops.custom_ops"  # imported, they register
 
 
 class PteLanguageModel:
@@ -39,23 +41,17 @@ class PteLanguageModel:
     """
 
     def __init__(self, path: Path, *, threads: int) -> None:
-        self.path = path
         with noise_to():
-            runtime = _runtime()
-            use_threads(threads)  # before the file is loaded: afterwards it would crash
+            require(ATTENTION_OPERATORS)
+            runtime = executorch_runtime(threads=threads)
             start = time.perf_counter()
-            try:
-                self._program = runtime.load_program(path, verification=_least_verification())
-                self._forward = self._program.load_method("forward")
-                self.max_length = self._constant("get_max_context_len")
-                self.vocabulary = self._constant("get_vocab_size")
-            except (KeyError, RuntimeError, ValueError) as error:
-                raise ValueError(
-                    f"{path.name} is no language model of export_language_model: give such a file; "
-                    f"load_pte takes others ({explained(error)})"
-                ) from error
+            # The file comes from this machine: its parts need not be checked one by one.
+            least = require("executorch.runtime").Verification.Minimal
+            self._program = runtime.load_program(path, verification=least)
+            self._forward = self._program.load_method("forward")
+            self.max_length = self._constant("get_max_context_len")
+            self.vocabulary = self._constant("get_vocab_size")
             self.load_seconds = time.perf_counter() - start
-        self.threads = threads
 
     def prefill(self, prompt: Any) -> Tensor:
         """Read a prompt from position 0 on. Returns the logits behind it, fp32 [V].
@@ -125,45 +121,3 @@ class PteLanguageModel:
     def _constant(self, name: str) -> int:
         """A number that the export has written into the file."""
         return int(self._program.load_method(name).execute([])[0])
-
-
-def _runtime() -> Any:
-    """ExecuTorch's runtime, with the operators of language models."""
-    try:
-        # Imported for what they register, and before any file is loaded.
-        import executorch.extension.llm.custom_ops.custom_ops
-        import executorch.kernels.quantized  # noqa: F401
-        from executorch.runtime import Runtime
-    except ImportError as error:
-        raise ImportError(
-            "running a .pte needs ExecuTorch: `pip install executorch==1.5.1`"
-        ) from error
-    return Runtime.get()
-
-
-def _least_verification() -> Any:
-    """The file comes from this machine: its parts need not be checked one by one."""
-    from executorch.runtime import Verification
-
-    return Verification.Minimal
-
-
-def answer_in_cpp(
-    path: Path, tokenizer: Path, prompt: str, *, new_tokens: int, on_token: Callable[[str], None]
-) -> None:
-    """Let ExecuTorch's own C++ runner read `prompt` and write: what a phone's app calls.
-
-    `on_token` gets each piece of text as it comes. Raises UnicodeDecodeError where a token is only
-    a part of a character: the runner's Python binding cannot hand that over.
-    """
-    with noise_to():
-        _runtime()
-        from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
-
-        runner = TextLLMRunner(str(path), str(tokenizer))
-        settings = GenerationConfig(max_new_tokens=new_tokens, temperature=0.0, echo=False)
-
-        def ignore(_statistics: Any) -> None:
-            pass
-
-        runner.generate(prompt, settings, on_token, ignore)

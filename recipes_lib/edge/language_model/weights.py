@@ -3,8 +3,10 @@
 ExecuTorch has its own Llama. Three things about its weights differ from Hugging Face:
 
     names      model.layers.0.self_attn.q_proj  ->  layers.0.attention.wq
-    order      rows of the query and the key: see `plain_pairs` in language_model.py
+    order      rows of the query and the key: see `plain_pairs` in language_model
     sharing    the output layer has weights of its own
+
+Whether it is the same model then, a comparison decides: both read the same tokens.
 
 A weight that is on a grid of whole numbers is a tensor of torchao. The export takes it as it is.
 
@@ -13,10 +15,13 @@ Shapes: N outputs and K inputs of a layer, D of a head, H heads, G inputs share 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from recipes_lib.core.model.linears import quantized_layers
+from recipes_lib.edge._llama import head_width, in_pairs
 
 # The linear layers of a block, in both models.
 LINEARS = {
@@ -33,64 +38,59 @@ NORMS = {
     "post_attention_layernorm": "ffn_norm",
 }
 ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
-EMBEDDING = "tok_embeddings.weight"
-OUTPUT = "output.weight"
+COMPARED_TOKENS = 16
+# Of the norm of the logits: fp32 is off by less than 1e-5, a wrong epsilon by 1e-2.
+LARGEST_ERROR = 1e-3
+# A rounding that falls to the other side in one layer moves the next ones; another grid of the
+# weights moves the logits by a tenth or more.
+LARGEST_ERROR_ON_A_GRID = 5e-2
 
 
-def in_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
-    """What `plain_pairs` does to a weight [N, K], and to a bias [N], all heads at once."""
-    shape = weight.shape
-    halves = weight.reshape(-1, 2, head_dim // 2, *shape[1:])  # [H, 2, D/2, K]
-    return halves.transpose(1, 2).reshape(shape).contiguous()
+class Widths(NamedTuple):
+    """Bits of the file's weights, as in `export_language_model`; None leaves them in fp32."""
+
+    weight_bits: int | None
+    group: int
+    output_bits: int | None
+    embedding_bits: int | None
 
 
-def llama_weights(
-    model: Any,
-    *,
-    weight_bits: int | None,
-    group: int,
-    output_bits: int | None,
-    embedding_bits: int | None,
-) -> dict[str, Tensor]:
-    """All weights of `model` under ExecuTorch's names, on their grids. The model stays as it is.
+def trains_on_a_grid(by: str) -> bool:
+    """Whether layers that this function has changed round their fp32 weights in each forward."""
+    return by == "apply_quantization_aware"
 
-    Arguments as in `export_language_model`; a width of None leaves the weights in fp32.
-    """
-    weights = {"norm.weight": _plain(model.model.norm.weight)}
+
+def llama_weights(model: Any, widths: Widths) -> dict[str, Tensor]:
+    """All weights of `model` under ExecuTorch's names, on their grids. The model stays as it is."""
     embedding = _plain(model.get_input_embeddings().weight)
-    weights[EMBEDDING] = on_embedding_grid(embedding, bits=embedding_bits)
     output = _plain(model.get_output_embeddings().weight).clone()  # shared with the embedding
-    weights[OUTPUT] = on_linear_grid(output, bits=output_bits, group=group)
+    weights = {
+        "norm.weight": _plain(model.model.norm.weight),
+        "tok_embeddings.weight": on_embedding_grid(embedding, bits=widths.embedding_bits),
+        "output.weight": on_linear_grid(output, bits=widths.output_bits, group=widths.group),
+    }
     for number, block in enumerate(model.model.layers):
         for name, there in NORMS.items():
             norm = block.get_submodule(name)
             weights[f"layers.{number}.{there}.weight"] = _plain(norm.weight)
         for name, there in LINEARS.items():
-            linear = block.get_submodule(name)
-            for kind, values in _rows(linear, name, model).items():
-                if kind == "weight":
-                    values = on_linear_grid(values, bits=weight_bits, group=group)
-                weights[f"layers.{number}.{there}.{kind}"] = values
+            rows = _rows(block.get_submodule(name), name, model.config)
+            grid = on_linear_grid(rows["weight"], bits=widths.weight_bits, group=widths.group)
+            weights[f"layers.{number}.{there}.weight"] = grid
+            if "bias" in rows:
+                weights[f"layers.{number}.{there}.bias"] = rows["bias"]
     return weights
 
 
-def _rows(linear: nn.Linear, name: str, model: Any) -> dict[str, Tensor]:
+def _rows(linear: nn.Linear, name: str, config: Any) -> dict[str, Tensor]:
     """Weight and bias of a layer, in ExecuTorch's order."""
     rows = {"weight": _plain(linear.weight)}
     if linear.bias is not None:
         rows["bias"] = _plain(linear.bias)
     if name not in ROTATED:
         return rows
-    head_dim = head_width(model.config)
+    head_dim = head_width(config)
     return {kind: in_pairs(values, head_dim=head_dim) for kind, values in rows.items()}
-
-
-def head_width(config: Any) -> int:
-    """D, the numbers of a head."""
-    given = getattr(config, "head_dim", None)
-    if given is not None:
-        return given
-    return config.hidden_size // config.num_attention_heads
 
 
 def _plain(values: Tensor) -> Tensor:
@@ -98,10 +98,65 @@ def _plain(values: Tensor) -> Tensor:
     return values.detach().to(device="cpu", dtype=torch.float32)
 
 
+def llama_parameters(config: Any) -> dict[str, Any]:
+    """The sizes of a model by ExecuTorch's names. What is missing there has a silent default."""
+    rope = config.rope_parameters
+    parameters = {
+        "dim": config.hidden_size,
+        "hidden_dim": config.intermediate_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim": head_width(config),
+        "vocab_size": config.vocab_size,
+        "norm_eps": config.rms_norm_eps,
+        "rope_theta": rope["rope_theta"],
+        "use_scaled_rope": rope["rope_type"] == "llama3",
+        "use_hf_rope": False,
+        "attention_qkv_bias": config.model_type == "qwen2",
+    }
+    if rope["rope_type"] == "llama3":
+        parameters["rope_scale_factor"] = rope["factor"]
+        parameters["high_freq_factor"] = rope["high_freq_factor"]
+    return parameters
+
+
+@torch.no_grad()
+def require_same_logits(model: Any, widths: Widths) -> None:
+    """ExecuTorch's Llama with these weights answers as `model` does; raises ValueError if not.
+
+    With unrounded weights, unless the model rounds them itself: then on the grid of the file.
+    """
+    from executorch.examples.models.llama.llama_transformer import construct_transformer
+    from executorch.examples.models.llama.model_args import ModelArgs
+
+    most = LARGEST_ERROR_ON_A_GRID
+    if not quantized_layers(model):
+        widths = Widths(None, widths.group, None, None)
+        most = LARGEST_ERROR
+    sizes = {"max_seq_len": COMPARED_TOKENS, "max_context_len": COMPARED_TOKENS}
+    arguments = ModelArgs(**llama_parameters(model.config), **sizes, generate_full_logits=True)
+    llama = construct_transformer(arguments).eval()
+    llama.load_state_dict(llama_weights(model, widths), strict=False, assign=True)
+    tokens = torch.linspace(0, model.config.vocab_size - 1, COMPARED_TOKENS).long()[None]
+    # In fp32 on the CPU, as the file will be, whatever the model is stored in.
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # a shared weight comes once
+    state = {name: _plain(values) for name, values in tensors}
+    expected = torch.func.functional_call(model, state, (tokens,), {"use_cache": False}).logits
+    error = float((llama(tokens) - expected).norm() / expected.norm())
+    if not error < most:  # nor is NaN
+        raise ValueError(
+            f"ExecuTorch's Llama with the weights of this {type(model).__name__} gives logits that "
+            f"are off by {error:.1%}: it has no place for biases of the output projection and the "
+            f"MLP, for adapters (merge them first), or for layers that compute something of their "
+            f"own; and a model that trains on a grid needs the same weight_bits and group here"
+        )
+
+
 # --- grids ----------------------------------------------------------------------------------------
 
 
-def on_linear_grid(weight: Tensor, *, bits: int | None, group: int) -> Tensor:
+def on_linear_grid(weight: Tensor, *, bits: int | None, group: int | None) -> Tensor:
     """A linear layer's `weight` [N, K] as whole numbers, its inputs rounded to 8 bits as they come.
 
     With 4 bits `group` inputs share a scale, with 8 bits all inputs of a row do.

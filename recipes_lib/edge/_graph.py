@@ -1,0 +1,116 @@
+"""A model as a graph of operators: what every exporter starts from.
+
+`torch.export` runs the model once on an example and writes down the operators, with no Python in
+between. What Python decides while it runs, it decides for good: the sizes of the example are part
+of the graph, and an `if` on the numbers of a tensor cannot be written down at all.
+
+A Hugging Face model returns an object with many entries; a device gets the logits alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from recipes_lib.core.model.linears import refuse_quantized, require_module
+
+LARGEST_BATCH = 1024  # of a graph with `any_batch`
+
+
+class LogitsOnly(nn.Module):
+    """A model that returns its logits where it would return an object of Hugging Face."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """As the model's; the entry `logits` of what it returns, where there is one."""
+        output = self.model(*inputs)
+        return getattr(output, "logits", output)
+
+
+def capture_graph(
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    *,
+    any_batch: bool = False,
+    training: bool = False,
+) -> torch.export.ExportedProgram:
+    """The operators of one forward of `model`, as torch.export writes them down.
+
+    The model itself stays as it is, with its mode and its statistics.
+
+    Args:
+        example: the inputs of one call. Their shapes are those of the graph.
+        any_batch: the first dimension of all inputs may change from call to call, together. Give
+            an example of 2 or more then: torch.export takes a 1 for a fixed size.
+        training: the graph of a step of training, with batch norms that use the batch. Otherwise
+            that of eval mode.
+    Raises ValueError for layers that are quantized or have masks, and for weights that are not fp32
+    on a CPU. Errors of torch.export pass through.
+    """
+    require_module(model)
+    _require_plain_weights(model)
+    shapes = None
+    if any_batch:
+        batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
+        of_each_input = tuple({0: batch} for _ in example)
+        shapes = (of_each_input,)  # of one argument, `*inputs`
+    with in_mode(model, training=training), torch.set_grad_enabled(training):
+        return torch.export.export(LogitsOnly(model), tuple(example), dynamic_shapes=shapes)
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Every module in train or eval mode; afterwards each has the mode that it had.
+
+    A graph that torch.export has made refuses `eval()`: its mode is set without it.
+    """
+    changed = [module for module in model.modules() if module.training != training]
+    for module in changed:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = not training
+
+
+def _require_plain_weights(model: nn.Module) -> None:
+    """An exporter rounds by itself, and takes a weight for what it computes with."""
+    refuse_quantized(
+        model,
+        way_out="the export would round it again; export the model as it was before "
+        "(after apply_quantization_aware: remove_quantization_aware)",
+    )
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"a weight of {name} is computed of others in each forward, and the device would "
+                f"do it in each call: call remove_pruning(model) for masks"
+            )
+    for name, weight in model.named_parameters():
+        another_dtype = weight.is_floating_point() and weight.dtype is not torch.float32
+        if another_dtype or weight.device.type != "cpu":
+            raise ValueError(
+                f"{name} is stored in {weight.dtype} on {weight.device}: call "
+                f"model.float().cpu() before the export"
+            )
+
+
+def check_calibration(calibration: Tensor) -> None:
+    """Raise ValueError where no range comes of these inputs [N, ...], or one without an end."""
+    if not calibration.isfinite().all():
+        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
+    if not calibration.any():
+        raise ValueError(
+            "calibration is empty or zero everywhere, and no range comes of it: give some hundred "
+            "inputs as the model will see them"
+        )

@@ -1,0 +1,102 @@
+"""A model as a graph of operators."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from recipes_lib.core.model.marks import QUANTIZED_BY, mark
+from recipes_lib.edge._graph import capture_graph, check_calibration, in_mode
+
+IMAGE = torch.randn(1, 1, 8, 8)
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3))
+
+
+class LikeHuggingFace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x):
+        return ImageClassifierOutput(logits=self.inner(x))
+
+
+def test_the_graph_computes_what_the_model_computes_in_eval_mode():
+    """In train mode, batch norm would use the numbers of the example, and change its statistics."""
+    model = LikeHuggingFace().train()
+    model.inner[0].eval()
+    mean = model.inner[1].running_mean.clone()
+    graph = capture_graph(model, (IMAGE,)).module()
+    assert [model.inner[i].training for i in range(4)] == [False, True, True, True]
+    assert torch.equal(model.inner[1].running_mean, mean)
+    x = torch.randn(1, 1, 8, 8)
+    torch.testing.assert_close(graph(x), model.eval()(x).logits)
+
+
+def test_the_graph_of_a_training_step():
+    """Its norms use the batch; the statistics of the model do not move while it is written down."""
+    model = small()
+    mean = model[1].running_mean.clone()
+    x = torch.randn(4, 1, 8, 8)
+    graph = capture_graph(model.eval(), (x,), any_batch=True, training=True).module()
+    assert not any(part.training for part in model.modules())
+    assert torch.equal(model[1].running_mean, mean)
+    y = graph(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, model.train()(x))
+
+
+def test_any_batch():
+    """A graph that is fixed to the batch of its example."""
+    model = small().eval()
+    graph = capture_graph(model, (torch.randn(2, 1, 8, 8),), any_batch=True).module()
+    for size in (1, 5):
+        x = torch.randn(size, 1, 8, 8)
+        torch.testing.assert_close(graph(x), model(x))
+
+
+def test_the_mode_of_a_graph_that_refuses_eval():
+    """`eval()` raises an error in what torch.export makes, and so a quantized graph has no file."""
+    graph = capture_graph(small(), (IMAGE,)).module()
+    graph.training = True
+    with in_mode(graph, training=False):
+        assert not graph.training
+    assert graph.training
+
+
+def quantized():
+    model = small()
+    mark(model[0], QUANTIZED_BY, "apply_quantization_aware")
+    return model
+
+
+def masked():
+    model = small()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    return model
+
+
+def in_bf16():
+    return small().bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(quantized, "round it again"), (masked, "remove_pruning"), (in_bf16, r"model\.float\(\)")],
+)
+def test_what_is_no_finished_model(make, message):
+    """Rounded twice; a mask that is computed in each call, and so keeps its weight in fp32."""
+    with pytest.raises(ValueError, match=message):
+        capture_graph(make(), (IMAGE,))
+
+
+def test_no_range_comes_of_these():
+    """A scale of zero or infinity: the file answers the same to everything."""
+    for calibration in (torch.zeros(2, 3), torch.zeros(0, 3)):
+        with pytest.raises(ValueError, match="empty or zero everywhere"):
+            check_calibration(calibration)
+    with pytest.raises(ValueError, match="not finite"):
+        check_calibration(torch.tensor([[float("nan")]]))
