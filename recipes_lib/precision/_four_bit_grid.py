@@ -73,12 +73,6 @@ def _nearest_steps(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor,
     return steps.round_().clamp_(-MIDDLE, 15 - MIDDLE), scales, offsets
 
 
-def four_bit_bytes(linear: nn.Linear, *, group: int) -> int:
-    """Bytes of the weight of a linear layer in four bits: levels, scales and offsets."""
-    weights = linear.weight.numel()
-    return weights // 2 + 4 * (weights // group)
-
-
 def check_groups(layers: Mapping[str, nn.Linear], names: Iterable[str], group: int) -> None:
     """Raise ValueError unless `group` is one of GROUPS and divides the width of every layer."""
     check_choice(GROUPS, group=group)

@@ -1,13 +1,12 @@
 """What the AdamWs in bf16 share: rounding without a bias, and steps that resume exactly."""
 
-import copy
 import io
 import pickle
 
 import pytest
 import torch
 
-from recipes_lib.precision._adam import random_bits, stochastic_round, stochastic_round_
+from recipes_lib.precision._adam import random_bits, stochastic_round
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
 
@@ -51,15 +50,6 @@ def test_nan_infinities_and_the_largest_numbers():
     check_edge_cases("cpu")
 
 
-def test_in_place_is_the_same():
-    """The mistake: what `stochastic_round_` leaves needs another rounding to get into bf16."""
-    values = torch.randn(10_000)
-    bits = random_bits(10_000, generator=torch.Generator().manual_seed(3))
-    expected = stochastic_round(values, bits)
-    assert stochastic_round_(values, bits) is values
-    assert torch.equal(values, expected.float())
-
-
 def test_each_of_the_16_bits_is_drawn_evenly():
     """The mistake: a quarter of the 64-bit numbers that is not random, or bits above the 16."""
     bits = random_bits(39_999, generator=torch.Generator().manual_seed(3))
@@ -87,7 +77,7 @@ def repeat(optimizer, weight, gradients):
 
 
 @for_all
-@pytest.mark.parametrize("by", ["state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("by", ["state_dict", "pickle"])
 def test_goes_on_exactly(make, dtype, options, by):
     """The mistake: states in the dtype of the weight (masters lose their lower half), or a random
     stream that begins anew."""
@@ -102,9 +92,7 @@ def test_goes_on_exactly(make, dtype, options, by):
         twin = make([other], lr=1.0, seed=2, **options)
         twin.load_state_dict(torch.load(file))
     else:
-        twin = (
-            copy.deepcopy(optimizer) if by == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-        )
+        twin = pickle.loads(pickle.dumps(optimizer))  # as a deep copy is made, too
         (other,) = twin.param_groups[0]["params"]
     repeat(optimizer, weight, [0.3, 0.3])
     repeat(twin, other, [0.3, 0.3])

@@ -89,20 +89,6 @@ def test_layer_norms_with_a_bias():
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-4 * before.std().item())
 
 
-def test_sites_of_a_llama(llama):
-    """Four for each block; both heads of queries that share a head of values have its scales."""
-    sites = awq_sites.find_sites(llama, names_in_blocks(llama))
-    first = {site.before.removeprefix("model.layers.0."): site for site in sites}
-    attention = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
-    assert len(sites) == 8
-    assert first["input_layernorm"].linears == attention
-    assert first["post_attention_layernorm"].linears[0].endswith("gate_proj")
-    assert first["mlp.up_proj"].linears[0].endswith("down_proj")
-    values = first["self_attn.v_proj"]
-    assert values.sources.view(4, 16)[:, 0].tolist() == [0, 0, 16, 16]
-    assert values.shared(torch.arange(64.0)).view(2, 16)[:, 0].tolist() == [8, 40]
-
-
 # --- the search -----------------------------------------------------------------------------------
 
 

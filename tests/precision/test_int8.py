@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -70,8 +69,7 @@ def test_rows_are_quantized_as_in_the_idea():
 
 
 # Rows: for the kernel of few rows and for the matrix product. Widths: with and without a remainder.
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 33), (50, 7), (7, 1)])
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(64, 33, 40), (50, 7, 40), (7, 1, 1)])
 def test_equals_the_plain_products(inputs, outputs, rows):
     """The mistake: another step of the activations than the one of the formula."""
     layer = linear(inputs, outputs)
@@ -85,16 +83,16 @@ def test_equals_the_plain_products(inputs, outputs, rows):
 
 
 @for_each_kind
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lead", [(), (1, 1), (2, 3, 4), (2, 0)])
-def test_any_leading_shape_and_dtype(kind, dtype, lead):
+def test_any_leading_shape_and_dtype(kind, lead):
     """The mistake: a bias that is broadcast the wrong way, or fp32 that comes out of fp16."""
     layer = linear(32, 20, bias=True)
     x = torch.randn(*lead, 32)
-    y = int8_linear(layer, kind=kind)(x.to(dtype))
-    assert y.dtype is dtype and y.shape == (*lead, 20)
-    if y.numel():
-        assert distance(y, layer(x)) < 0.03
+    for dtype in DTYPES:
+        y = int8_linear(layer, kind=kind)(x.to(dtype))
+        assert y.dtype is dtype and y.shape == (*lead, 20)
+        if y.numel():
+            assert distance(y, layer(x)) < 0.03
 
 
 # --- a token and its neighbours -------------------------------------------------------------------
@@ -102,7 +100,7 @@ def test_any_leading_shape_and_dtype(kind, dtype, lead):
 
 @needs_fbgemm
 @pytest.mark.parametrize("kind", ["weight_only", "per_token"])
-@pytest.mark.parametrize("size", [1, 30, 3000])
+@pytest.mark.parametrize("size", [1, 3000])
 def test_a_token_does_not_depend_on_its_neighbours(kind, size):
     """To the last bit, also with a channel of outliers: drafts are exact only so.
 
@@ -130,7 +128,7 @@ def test_one_scale_per_call_and_one_per_token():
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 40])
 def test_two_halves_are_those_of_the_idea(rows):
     """A half that is rounded a second time would be as coarse as 8 bits, and nobody would see it.
 
@@ -170,8 +168,7 @@ def test_rows_that_are_kept_belong_to_one_call_at_a_time():
 
 
 @pytest.mark.usefixtures("without_vnni")
-@pytest.mark.parametrize("width", [64, 24, 50])
-@pytest.mark.parametrize("rows", [1, kernels.GEMM_FROM_ROWS])
+@pytest.mark.parametrize(("width", "rows"), [(64, 1), (24, 1), (64, kernels.GEMM_FROM_ROWS)])
 def test_the_kernel_for_few_rows(width, rows, monkeypatch):
     """The mistakes: another dtype, and many rows (right, and several times as slow); a width that
     is no multiple of 16, where it reads beyond each row; a view that begins anywhere."""
@@ -231,20 +228,6 @@ def test_without_fbgemm_the_slower_path_is_right(monkeypatch):
         assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
 
 
-@needs_fbgemm
-def test_packing_leaves_engine_and_warnings_alone():
-    """The mistake: a switch of the whole process that stays behind."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "qnnpack"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            int8_linear(linear(64, 40), kind="dynamic").dequantized()
-        assert torch.backends.quantized.engine == "qnnpack"
-    finally:
-        torch.backends.quantized.engine = before
-
-
 def test_fp16_ends_at_65504():
     """A sum of whole numbers up to 127 passes it where the result is far below."""
     layer = linear(2048, 3)
@@ -290,8 +273,10 @@ def test_saved_loaded_copied_and_cast(kind):
 # --- models ---------------------------------------------------------------------------------------
 
 
-@for_each_kind
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])
+MODELS = [("tiny-llama", "weight_only"), ("tiny-llama", "per_token"), ("tiny-gemma2", "dynamic")]
+
+
+@pytest.mark.parametrize(("family", "kind"), MODELS)
 def test_a_model_of_each_family(family, kind):
     """The mistake: a layer of the blocks that is left out, or an output layer that is not."""
     model = model_of_shape(family, device="cpu")
@@ -374,9 +359,6 @@ def test_a_wrong_name_is_found_before_the_scan_begins(llama):
     groups = groups_by_place(llama) | {"head": ["nothing"]}
     with pytest.raises(ValueError, match="no linear layer nothing"):
         sensitivity(llama, [[1, 2, 3]], kind="dynamic", groups=groups)
-    apply_int8(llama)
-    with pytest.raises(ValueError, match="with apply_int8"):
-        sensitivity(llama, [[1, 2]], kind="dynamic", groups={"up": ["model.layers.0.mlp.up_proj"]})
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

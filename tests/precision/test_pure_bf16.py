@@ -22,8 +22,9 @@ def repeat(optimizer, weight, gradients):
         optimizer.step()
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
-@pytest.mark.parametrize("rounding", ["nearest", "master"])
+@pytest.mark.parametrize(
+    ("family", "rounding"), [("tiny-llama", "nearest"), ("tiny-gpt2", "master")]
+)
 def test_equals_torch_and_the_idea(family, rounding, batch, monkeypatch):
     """Bit for bit: "nearest" is a bf16 model under fused AdamW, "master" the masters by hand.
 
@@ -91,26 +92,6 @@ def test_the_second_average_can_fall():
     assert after["stochastic"] == pytest.approx(after["master"], rel=0.02)
     assert after["master"] < 0.7 * before["master"]
     assert after["nearest"] == before["nearest"]
-
-
-def test_updates_are_distributed_as_those_of_torchao():
-    """20 steps of 16 weights, each 16,384 times: the same mean and the same spread."""
-    optim = pytest.importorskip("torchao.optim")
-    start = torch.linspace(-2, 2, 16).bfloat16().expand(2**14, 16)
-    gradients = torch.randn(20, 16).bfloat16()
-    ours = torch.nn.Parameter(start.clone())
-    theirs = torch.nn.Parameter(start.clone())
-    repeat(bf16_adamw([ours], lr=3e-4, weight_decay=0.1), ours, gradients)
-    with torch.compiler.set_stance("force_eager"):
-        adamw = optim._AdamW([theirs], lr=3e-4, weight_decay=0.1, bf16_stochastic_round=True)
-        repeat(adamw, theirs, gradients)
-    moved = ours.detach().double() - start.double()
-    expected = theirs.detach().double() - start.double()
-    # The standard error of the difference between the means.
-    error = ((moved.var(0) + expected.var(0)) / 2**14).sqrt()
-    assert (error > 0).all()
-    assert ((moved.mean(0) - expected.mean(0)).abs() < 5 * error).all()
-    torch.testing.assert_close(moved.std(0), expected.std(0), rtol=0.2, atol=0)
 
 
 def test_fp32_weights_and_another_rounding_are_refused(llama):

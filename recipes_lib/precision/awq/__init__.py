@@ -48,7 +48,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.linears import layers_to_quantize, linear_layers
 from recipes_lib.precision._four_bit_grid import check_groups, in_four_bits
@@ -148,8 +147,6 @@ def search_scales(
     Arguments and errors are those of `apply_awq`.
     """
     require_causal_lm(model)
-    check_whole(alphas=alphas, least=2)
-    check_whole(tokens=tokens)
     way_out = "give the model in full precision; after apply_awq comes apply_int4"
     names = layers_to_quantize(model, names, way_out=way_out)
     check_groups(linear_layers(model), names, group)

@@ -4,13 +4,8 @@ On a CPU with FBGEMM, the weights lie in the order in which it reads them (packe
 
     dynamic       x [M, K] is rounded to 8 bits, with one scale for all rows of the call
     per_token     the same with a scale and a middle for each row
-    weight_only   each row of x becomes two rows of 8 bits
-
-A CPU with VNNI multiplies 8 bits by 8 bits several times as fast as it turns 8 bits into numbers.
-So "weight_only" uses these instructions, too. A row of x becomes two rows of 8 bits each, a coarse
-one and what is left of it, as a number of two digits has tens and ones:
-
-    x  =  high + rest / 126          two rows, one product, each weight is read once
+    weight_only   each row becomes two rows of 8 bits, x = high + rest / 126, in one product: VNNI
+                  multiplies 8 bits by 8 bits several times as fast as it makes numbers of them
 
 The products of a plain tensor of weights are what is left: a CUDA device, a CPU without FBGEMM, and
 "weight_only" on a CPU without VNNI. On CUDA, eager weight-only products convert the weights first,
@@ -86,7 +81,9 @@ class PackedWeights:
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros(len(weight), dtype=torch.long)
         scale = scale.double() / self.divisor
-        with _fbgemm(), _without_deprecation():
+        with _fbgemm(), warnings.catch_warnings():
+            # That such tensors will go. Here one lives for a line.
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation")
             quantized = torch._make_per_channel_quantized_tensor(weight, scale, zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(quantized, None)
         self._reduce_range = reduced_range()
@@ -262,14 +259,6 @@ def _fbgemm() -> Iterator[None]:
         torch.backends.quantized.engine = before
 
 
-@contextlib.contextmanager
-def _without_deprecation() -> Iterator[None]:
-    """PyTorch warns that tensors with a quantized dtype will go. Here one lives for a line."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*quantized tensor creation")
-        yield
-
-
 # --- a plain tensor of weights --------------------------------------------------------------------
 
 # From this many rows on, a matrix product of converted weights is faster than the kernel for few.
@@ -286,7 +275,8 @@ CUDA_STEP = 8
 
 def weight_only_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [M, K] times int8 `weight` [N, K] with a bf16 `scale` [N] per row: [M, N], as x's dtype."""
-    if x.device.type == "cpu" and few_rows_kernel_fits(x, weight):
+    few = len(x) < GEMM_FROM_ROWS and weight.shape[1] % KERNEL_STEP == 0
+    if x.device.type == "cpu" and few:
         # With any other dtype the operator is right, and several times as slow.
         rows = x.to(torch.bfloat16)
         return torch.ops.aten._weight_int8pack_mm(_aligned(rows), weight, scale).to(x.dtype)
@@ -305,11 +295,6 @@ def fp16_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """
     fractions = weight.to(x.dtype).mul_(1 / 128)  # [N, K]
     return functional.linear(x, fractions) * (scale.float() * 128).to(x.dtype)  # [M, N]
-
-
-def few_rows_kernel_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the CPU kernel for few rows is right for this width, and fast for this many rows."""
-    return len(x) < GEMM_FROM_ROWS and weight.shape[1] % KERNEL_STEP == 0
 
 
 def _aligned(rows: Tensor) -> Tensor:

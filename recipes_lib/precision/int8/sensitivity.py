@@ -58,7 +58,6 @@ def sensitivity(
     *,
     kind: str,
     groups: Mapping[str, Iterable[str]],
-    token_by_token: bool = False,
 ) -> list[Sensitivity]:
     """Measure each group of layers by itself; the one that does most damage comes first.
 
@@ -69,10 +68,7 @@ def sensitivity(
         model: a causal LM in full precision, or a decoder, as `apply_int8` takes them.
         documents: lists of token ids, of text that nobody trained on.
         kind: as in `apply_int8`.
-        groups: for each group the names of its layers: `groups_by_place(model)`, or one of your
-            own.
-        token_by_token: of a decoder: read as it decodes, with the activations of one token per
-            call. Without it "dynamic" has one scale for a whole document.
+        groups: for each group the names of its layers: `groups_by_place(model)`, or your own.
     Raises ValueError for an unknown kind, names that are no linear layers or are quantized already,
     and documents that are no token ids of the model.
     """
@@ -80,37 +76,31 @@ def sensitivity(
     rows = document_rows(model, documents)
     # All names before the first group: a wrong one would be found after minutes of reading.
     names_of = {group: layers_to_quantize(model, names) for group, names in groups.items()}
-    before = _log_probabilities(model, rows, token_by_token)
+    before = _log_probabilities(model, rows)
     found = []
     for group, names in names_of.items():
         originals = {name: model.get_submodule(name) for name in names}
         replace_linears(model, lambda _, linear: int8_linear(linear, kind=kind), names=names)
         try:
-            after = _log_probabilities(model, rows, token_by_token)
+            after = _log_probabilities(model, rows)
         finally:
             for name, layer in originals.items():
                 model.set_submodule(name, layer)
         weights = sum(layer.weight.numel() for layer in originals.values())
         agreement = (before.argmax(-1) == after.argmax(-1)).double().mean().item()
-        divergence = _divergence(before, after)
+        divergence = functional.kl_div(after, before, log_target=True, reduction="batchmean").item()
+        divergence = max(0.0, divergence)  # rounding may bring one of nothing below zero
         found.append(Sensitivity(group, tuple(originals), divergence, agreement, weights))
     return sorted(found, key=lambda one: -one.divergence)
 
 
-def _log_probabilities(model: Any, rows: list[Tensor], token_by_token: bool) -> Tensor:
+def _log_probabilities(model: Any, rows: list[Tensor]) -> Tensor:
     """The logarithms of the predictions for all tokens of all documents, fp32 [tokens, V]."""
     logits = []
     with evaluating(model):
         for row in rows:
-            calls = next_token_logits(model, row, token_by_token=token_by_token)
-            logits += [of_call.float() for of_call, _targets in calls]
+            logits += [of_call.float() for of_call, _targets in next_token_logits(model, row)]
     return torch.cat(logits).log_softmax(-1)
-
-
-def _divergence(before: Tensor, after: Tensor) -> float:
-    """Mean over the tokens of KL(before || after); both are logarithms [tokens, V]."""
-    # Rounding may bring a divergence of nothing below zero.
-    return max(0.0, functional.kl_div(after, before, log_target=True, reduction="batchmean").item())
 
 
 def sensitive_layers(scan: Iterable[Sensitivity], *, most_divergence: float) -> list[str]:
