@@ -20,8 +20,7 @@ import torch
 
 from benchmarks import study
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.workflows.bench.clock import now
-from recipes_lib.workflows.bench.norms import compare_norms
+from recipes_lib.workflows.bench.kernels import compare_norms, now
 from recipes_lib.workflows.bench.small_models import compare_architectures, pool_and_heal
 
 SEEDS = (0, 1, 2)

@@ -17,8 +17,8 @@ from recipes_lib.attention.flash import apply_flash_attention, best_kernel
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
-from recipes_lib.workflows.bench import losses
-from recipes_lib.workflows.bench.attention import measure_attention
+from recipes_lib.workflows.bench import kernels
+from recipes_lib.workflows.bench.kernels import measure_attention
 
 
 def training_dtype() -> torch.dtype:
@@ -55,7 +55,7 @@ def _attention_costs(model: Any, seq_len: int, *, eager: bool) -> dict[str, Any]
 def compare_losses(*, tokens: int, hidden: int, vocab: int) -> Iterator[dict[str, Any]]:
     """The chunked loss beside plain cross-entropy, PyTorch's own fused one and Liger's."""
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab}
-    costs = losses.compare_losses(**sizes, dtype=training_dtype())
+    costs = kernels.compare_losses(**sizes, dtype=training_dtype())
     yield sizes | {"ways": {name: vars(cost) for name, cost in costs.items()}}
 
 

@@ -1162,7 +1162,7 @@ show(plain_rms_norm, plain_swiglu, tied_logits)
 # A norm multiplies no matrices. It reads and writes, so its limit is the bandwidth. Written as above, operator after operator, it reads and writes its data seven times in all. A fused kernel reads it once and writes it once:
 
 # %%
-from recipes_lib.workflows.bench.norms import compare_norms
+from recipes_lib.workflows.bench.kernels import compare_norms
 
 for name, cost in compare_norms(rows=4096, hidden=2048, rounds=5).items():
     print(f"{name:<10}{cost}")

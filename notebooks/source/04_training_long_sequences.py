@@ -372,7 +372,7 @@ timeline_chart(
 # Now time and memory of the attention alone, without its projections, as the text grows. Times are medians of three measurements. TFLOP/s counts only the pairs that causal attention needs. The rows *fused* are flash attention, by the kernel that the first line names:
 
 # %%
-from recipes_lib.workflows.bench.attention import measure_attention
+from recipes_lib.workflows.bench.kernels import measure_attention
 
 layer = model_of_shape(sizes.shape, layers=1, dtype=dtype)
 print(best_kernel(layer).why)
@@ -430,7 +430,7 @@ lean_plan = with_recipe(flash_plan, estimate_chunked_cross_entropy)
 climb("+ chunked loss", lean_plan, lean)
 
 # %%
-from recipes_lib.workflows.bench.losses import compare_losses
+from recipes_lib.workflows.bench.kernels import compare_losses
 
 loss_tokens, width, vocabulary = sizes.loss
 beside = compare_losses(

@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from recipes_lib.cli.options import MODEL_HELP, BatchSize, SeqLen
-from recipes_lib.cli.progress import counting
-from recipes_lib.workflows.bench.entries import ENTRIES
+from recipes_lib.cli.options import MODEL_HELP, TECHNIQUES, BatchSize, SeqLen
 
-Technique = Annotated[str, typer.Argument(help=", ".join(ENTRIES), metavar="TECHNIQUE")]
+Technique = Annotated[str, typer.Argument(help=", ".join(TECHNIQUES), metavar="TECHNIQUE")]
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Layers = Annotated[int | None, typer.Option(help="fewer layers of a shape")]
 MicroBatches = Annotated[
@@ -39,14 +37,16 @@ def bench(
     # One row at a time shows the most that accumulation can save.
     if micro_batches is None:
         micro_batches = batch_size
-    repeats = 3
-    if fast():  # the sizes of CI
-        repeats = 1
+    repeats = 1 if fast() else 3  # fast: the sizes of CI
     setting = Bench(model, batch_size, seq_len, micro_batches, layers)
-    with counting("measuring", total=2) as announce:
-        ladder = setting.run(technique, repeats=repeats, timeline=timeline, announce=announce)
+    ladder = setting.run(technique, repeats=repeats, timeline=timeline, announce=_say)
     print(ladder)
     print("loss: of the first step, on random tokens, so it says nothing about quality")
     print(f"rows: {ladder.path}")
     if timeline is not None:
         print(f"timeline: {timeline}")
+
+
+def _say(row: str) -> None:
+    # A line, and no bar: what draws while a row is measured disturbs the clock.
+    print(f"measuring {row}", flush=True)

@@ -1,4 +1,7 @@
-"""Options that several commands take, with the help that they share."""
+"""Options that several commands take, and the names that their help shows.
+
+The names are written down, because what knows them imports torch. A test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-# Written down, because core.model, which knows them, imports torch. A test compares the two.
 PUBLIC_SHAPES = (
     "smollm2-135m",
     "llama-3.2-1b",
@@ -15,6 +17,23 @@ PUBLIC_SHAPES = (
     "llama-3.1-70b",
     "llama-2-70b",
     "qwen2.5-32b",
+)
+# Those of the bench.
+TECHNIQUES = (
+    "activation_checkpointing",
+    "activation_offload",
+    "chunked_cross_entropy",
+    "compiled_blocks",
+    "eight_bit_adam",
+    "gradient_accumulation",
+    "lora",
+    "mixed_precision",
+    "nested_checkpointing",
+    "optimizer_in_backward",
+    "optimizer_offload",
+    "qlora",
+    "sixteen_bit_adam",
+    "tiled_mlp",
 )
 
 MODEL_HELP = f"hub id, folder, or a shape: {', '.join(PUBLIC_SHAPES)}"

@@ -25,7 +25,7 @@ from recipes_lib.memory.chunked_cross_entropy import (
     plain_chunked_loss,
     remove_chunked_cross_entropy,
 )
-from recipes_lib.workflows.bench.losses import compare_losses
+from recipes_lib.workflows.bench.kernels import compare_losses
 from tests.conftest import assert_same_gradients, gradients, make_batch
 from tests.small_models import small_model
 

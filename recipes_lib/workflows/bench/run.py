@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.measure import Measurement, measure
 from recipes_lib.core.measure.machine import seed_everything
@@ -40,11 +40,7 @@ from recipes_lib.workflows.bench.entries import LR as LR  # the benchmarks train
 
 @dataclass
 class Bench:
-    """One model and one random batch [B, S]. Only gradient accumulation reads `micro_batches`.
-
-    Raises ValueError for a batch that cannot be trained on, and for fewer layers of a model that
-    has its weights already.
-    """
+    """One model and one random batch [B, S]. Only gradient accumulation reads `micro_batches`."""
 
     model_name: str  # a hub id, a folder, or one of SHAPES with random weights
     batch_size: int
@@ -54,17 +50,11 @@ class Bench:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.seq_len < 2:
-            raise ValueError(
-                f"batch_size={self.batch_size}, seq_len={self.seq_len}: "
-                f"at least 1 row and 2 tokens are needed"
-            )
+        check_whole(batch_size=self.batch_size, micro_batches=self.micro_batches)
+        check_whole(least=2, seq_len=self.seq_len)  # the first token of a row is nobody's target
         if self.layers is not None and self.model_name not in SHAPES:
-            raise ValueError(
-                f"layers={self.layers}: only a shape can be built with fewer layers "
-                f"({', '.join(SHAPES)})"
-            )
-        if self.micro_batches < 1 or self.batch_size % self.micro_batches:
+            raise ValueError(f"layers={self.layers}: only a shape has fewer: {', '.join(SHAPES)}")
+        if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}"
             )
@@ -75,14 +65,9 @@ class Bench:
         return Shape(batch=self.batch_size, seq=self.seq_len)
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens at the start of a row without loss, as in instruction tuning: half of the row."""
-        return self.seq_len // 2
-
-    @property
     def targets(self) -> int:
-        """Tokens of the batch that carry loss."""
-        return self.batch_size * (self.seq_len - self.prompt_len)
+        """Tokens of the batch that carry loss: as in instruction tuning, half of each row."""
+        return self.batch_size * (self.seq_len - self.seq_len // 2)
 
     def fresh(self) -> Any:
         """The model, each time with the same weights."""
@@ -98,7 +83,7 @@ class Bench:
         ids = torch.randint(0, model.config.vocab_size, size, generator=generator)  # [B, S]
         ids = ids.to(model.device)
         labels = ids.clone()
-        labels[:, : self.prompt_len] = IGNORED
+        labels[:, : self.seq_len // 2] = IGNORED
         return {"input_ids": ids, "labels": labels}
 
     def budget(self, model: Any) -> Budget:
@@ -114,10 +99,7 @@ class Bench:
         return training_step(model, optimizer, self.batch(model))
 
     def arrange(self, name: str, model: Any) -> Arranged:
-        """The step with technique `name`, or that of the "baseline", on a fresh `model`.
-
-        Raises ValueError for a name without an entry, and what the technique raises.
-        """
+        """The step with technique `name`, or that of the "baseline", on a fresh `model`."""
         entries = {"baseline": baseline, **ENTRIES}
         check_choice(entries, technique=name)
         return entries[name](self, model)
@@ -131,8 +113,6 @@ class Bench:
         announce: Callable[[str], None] | None = None,
     ) -> MemoryLadder:
         """Ladder of two rows, the plain step and the technique.
-
-        Raises ValueError for an unknown name.
 
         Args:
             repeats: steps on the clock, of which the fastest counts.

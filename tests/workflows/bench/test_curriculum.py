@@ -1,3 +1,5 @@
+"""Schedules of the row length: trained by a plain loop, at equal compute."""
+
 import math
 
 import pytest
@@ -85,17 +87,3 @@ def test_schedules_are_compared_at_equal_compute_from_equal_weights(monkeypatch)
     # Nothing was trained: the loss is that of equal weights.
     assert got["fixed"] == got["short"]
     assert got["fixed"][0] == pytest.approx(math.log(128), abs=0.3)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cuda")
-    losses = train_curriculum(
-        model,
-        torch.arange(2000) % 128,
-        stages=STAGES,
-        tokens_per_step=128,
-        steps=10,
-        learning_rate=3e-3,
-    )
-    assert losses[-1] < losses[0]

@@ -47,16 +47,8 @@ def test_the_step_in_backward_is_on(bench):
     assert all(parameter.grad is None for parameter in arranged.model.parameters())
 
 
-def test_the_steps_start_from_the_same_loss(bench):
-    """Exact techniques do not change it; those that round change it a little."""
-    losses = {name: bench.arrange(name, bench.fresh()).step() for name in ("baseline", "tiled_mlp")}
-    assert losses["tiled_mlp"] == pytest.approx(losses["baseline"], rel=1e-5)
-
-
 def test_what_a_technique_refuses_reaches_the_user():
     small = Bench("tiny-gpt2", 4, 32, micro_batches=4)
-    with pytest.raises(ValueError, match=r"only nn\.Linear is quantized"):
-        small.arrange("qlora", small.fresh())
     with pytest.raises(ValueError, match="in host memory already"):
         small.arrange(ON_A_GPU, small.fresh())
 

@@ -1,0 +1,370 @@
+"""One part of a model in all ways that are here: seconds, bytes, error.
+
+compare_losses      output layer and loss: all logits, chunks, PyTorch's, TRL's and Liger's kernels
+measure_attention   the attention of one layer: plain, and the best kernel of this machine
+compare_norms       one norm: plain, compiled, PyTorch's and Liger's
+
+Shapes: T tokens, D hidden, V vocabulary, N rows, H heads, KV key and value heads, S sequence,
+E head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
+from recipes_lib.attention.flash import best_kernel, kernel_function, plain_attention
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.measure import PeakMemory, in_turns, there_and_back
+from recipes_lib.core.measure.machine import machine, synchronize
+from recipes_lib.core.measure.memory import keep_freed_memory
+from recipes_lib.core.model.causal_lm import projection_widths
+from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
+
+EPS = 1e-6  # of the norms
+
+LossWay = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [T, D], weight [V, D], targets [T]
+NormWay = Callable[[Tensor, Tensor], Tensor]  # x [N, D], weight [D]
+
+
+def now() -> float:
+    """A clock of which only differences mean something, for machines that are shared with others.
+
+    On a CPU it shows the seconds that this thread has computed: what else runs does not count, and
+    `torch.set_num_threads(1)` makes it fair. On a GPU it shows the time after all kernels.
+    """
+    if machine().device == "cpu":
+        return time.thread_time()
+    synchronize()
+    return time.perf_counter()
+
+
+def _peak_beside_inputs(step: Callable[[], Any]) -> tuple[Any, int]:
+    """What the step returns, and the bytes that it holds at most beside what is there already."""
+    with PeakMemory() as memory:
+        before = memory.current
+        result = step()
+    return result, memory.peak - before
+
+
+def _liger_is_here() -> bool:
+    return machine().device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+# --- output layer and loss ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossCost:
+    """Seconds, bytes beside the inputs, and the relative error of the value, of one way.
+
+    On a CPU, PyTorch's own fused loss is one operator, whose inside is not seen: its `peak_bytes`
+    is None.
+    """
+
+    seconds: float
+    peak_bytes: int | None
+    error: float
+
+    def __str__(self) -> str:
+        size = "not seen"
+        if self.peak_bytes is not None:
+            size = f"{self.peak_bytes / 2**20:,.0f} MiB"
+        return f"{self.seconds:8.3f} s {size:>12}   value off by {self.error:.0e}"
+
+
+def compare_losses(
+    *,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype = torch.float32,
+    chunk_size: int | None = None,
+    rounds: int = 3,
+) -> dict[str, LossCost]:
+    """What each way costs, forward and backward, on random hidden states [T, D] and weights [V, D].
+
+    The error is against fp64.
+
+    Args:
+        chunk_size: of our chunks; by default as many tokens as `chunked_cross_entropy` takes.
+        rounds: of taking turns, of which the fastest counts.
+    """
+    check_whole(tokens=tokens, hidden=hidden, vocab=vocab, rounds=rounds)
+    hidden_states = _random(tokens, hidden, dtype)  # [T, D]
+    weight = _random(vocab, hidden, dtype)  # [V, D]
+    targets = torch.randint(vocab, (tokens,), device=machine().device)  # [T]
+    exact = _exact_loss(hidden_states, weight, targets)
+    inputs = (hidden_states.requires_grad_(), weight.requires_grad_())
+
+    def forward_and_backward(way: LossWay) -> float:
+        loss = way(*inputs, targets)
+        torch.autograd.grad(loss, inputs)
+        return loss.detach()
+
+    steps = {}
+    for name, way in _ways_to_lose(chunk_size).items():
+        steps[name] = functools.partial(forward_and_backward, way)
+    # The peaks come first: they warm up as well.
+    found = {name: _peak_beside_inputs(step) for name, step in steps.items()}
+    seconds = in_turns(steps, rounds=rounds)
+    costs = {}
+    for name, (value, peak) in found.items():
+        inside_is_seen = machine().device == "cuda" or not name.startswith("torch")
+        error = abs(value.item() / exact - 1)
+        costs[name] = LossCost(min(seconds[name]), peak if inside_is_seen else None, error)
+    return costs
+
+
+def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of such a size that the logits, sums over `width` products, have a variance of 1."""
+    return torch.randn(rows, width, device=machine().device, dtype=dtype).div_(width**0.25)
+
+
+def _exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """The mean cross-entropy in fp64, 256 tokens at a time: all logits would be gigabytes."""
+    weight = weight.double()
+    total = 0.0
+    for states, labels in zip(hidden.split(256), targets.split(256), strict=True):
+        logits = states.double() @ weight.T  # [256, V]
+        total += functional.cross_entropy(logits, labels, reduction="sum").item()
+    return total / len(targets)
+
+
+def _ways_to_lose(chunk_size: int | None) -> dict[str, LossWay]:
+    """The ways that are here, by name."""
+
+    def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy((hidden @ weight.T).float(), targets)
+
+    ways = {
+        "plain": plain,
+        "ours": functools.partial(chunked_cross_entropy, chunk_size=chunk_size),
+    }
+    if hasattr(functional, "linear_cross_entropy"):  # PyTorch 2.13 and newer
+        ways["torch"] = _torch_way()
+        ways["torch, 256 rows"] = _torch_way(chunking_method=None, batch_chunk_size=256)
+    if importlib.util.find_spec("trl"):
+        ways["TRL"] = _trl_way(words=32_768)  # as in its SFTTrainer
+        ways["TRL, 2,048 words"] = _trl_way(words=2048)  # faster and smaller on a CPU
+    if _liger_is_here():
+        ways["Liger"] = _liger_loss()
+    return ways
+
+
+def _torch_way(**options: int | None) -> LossWay:
+    # Without an options object, the function makes all logits.
+    chunks = torch.nn.LinearCrossEntropyOptions(**options)
+    return functools.partial(functional.linear_cross_entropy, options=chunks)
+
+
+def _trl_way(*, words: int) -> LossWay:
+    from trl.kernels import ChunkedLogProbFunction
+
+    # Its trainer also asks for entropy and accuracy. They are left out: no other way computes them.
+    no_statistics = ()
+
+    def way(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        bias = softcap = None
+        log_probabilities, *_ = ChunkedLogProbFunction.apply(
+            hidden, weight, bias, targets, 1.0, words, softcap, 1.0, no_statistics
+        )
+        return -log_probabilities.mean()
+
+    return way
+
+
+def _liger_loss() -> LossWay:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    def way(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)
+        return loss
+
+    return way
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+class AttentionCost(NamedTuple):
+    """What the attention of one layer costs, without its projections."""
+
+    forward_seconds: float
+    backward_seconds: float
+    tflops: float  # of both passes together
+    peak_bytes: int  # beside Q, K and V
+
+
+def measure_attention(
+    model: Any, *, seq_len: int, eager: bool = True, rounds: int = 3
+) -> dict[str, AttentionCost]:
+    """Attention of one row [1, seq_len] in one layer, in the model's shape, dtype and place.
+
+    The keys are "eager", which is `plain_attention`, and the name of the best kernel. With
+    eager=False only that is measured: at some length the scores do not fit any more.
+    """
+    check_whole(seq_len=seq_len, rounds=rounds)
+    qkv = _random_qkv(model, seq_len)
+    kernel = best_kernel(model).implementation
+    attentions = {kernel: functools.partial(_attend, kernel)}
+    if eager:
+        attentions = {"eager": plain_attention} | attentions
+
+    # The peaks come first: they warm up as well.
+    peaks = {}
+    steps = {}
+    for name, attend in attentions.items():
+        steps[name, "forward"] = functools.partial(attend, *qkv)
+        steps[name, "both"] = functools.partial(_attend_and_back, attend, qkv)
+        _, peaks[name] = _peak_beside_inputs(steps[name, "both"])
+    turns = in_turns(steps, rounds=rounds)
+    seconds = {step: statistics.median(times) for step, times in turns.items()}
+
+    # Forward 4 S^2 H E / 2, because it is causal, and backward 2.5 times that.
+    width, _, _ = projection_widths(model.config)
+    operations = 3.5 * 4 * seq_len**2 * width / 2
+    costs = {}
+    for name, peak in peaks.items():
+        forward = seconds[name, "forward"]
+        both = seconds[name, "both"]
+        costs[name] = AttentionCost(forward, both - forward, operations / both / 1e12, peak)
+    return costs
+
+
+def _random_qkv(model: Any, seq_len: int) -> list[Tensor]:
+    """Q [1, H, S, E], K and V [1, KV, S, E], as views into [1, S, heads, E]: a model's layout."""
+    width, kv_width, _ = projection_widths(model.config)
+    head_dim = width // model.config.num_attention_heads
+    qkv = []
+    for each in (width, kv_width, kv_width):
+        shape = (1, seq_len, each // head_dim, head_dim)
+        tensor = torch.randn(shape, dtype=model.dtype, device=model.device)
+        qkv.append(tensor.transpose(1, 2).requires_grad_())
+    return qkv
+
+
+def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The kernel as a layer of the model would call it, without a mask."""
+    module = SimpleNamespace(
+        is_causal=True,
+        num_key_value_groups=q.shape[1] // k.shape[1],
+        config=SimpleNamespace(_attn_implementation=kernel),
+    )
+    out, _ = kernel_function(kernel)(module, q, k, v, None)
+    return out
+
+
+def _attend_and_back(attend: Any, qkv: list[Tensor]) -> None:
+    out = attend(*qkv)  # it stays until backward ends, as in a model
+    torch.autograd.grad(out.sum(), qkv)
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+class NormCost(NamedTuple):
+    """Seconds of the fastest forward, the rate, and the largest error relative to fp64.
+
+    The rate counts what a norm has to move: x is read once, and y is written once. A way that reads
+    and writes more than that has a lower rate, and none is faster than the memory.
+    """
+
+    seconds: float
+    bytes_per_second: float
+    error: float
+
+    def __str__(self) -> str:
+        rate = self.bytes_per_second / 1e9
+        return f"{1e3 * self.seconds:9.3f} ms {rate:9.1f} GB/s   off by {self.error:.0e}"
+
+
+@torch.no_grad()
+def compare_norms(
+    *,
+    rows: int,
+    hidden: int,
+    dtype: torch.dtype = torch.float32,
+    rounds: int = 20,
+    compiled: bool = True,
+) -> dict[str, NormCost]:
+    """What each way costs on random x [N, D]; LayerNorm, which computes something else, is beside.
+
+    On Linux the process keeps freed memory from then on. Otherwise each y would be new memory, and
+    the system takes longer to hand that out, page by page, than a norm takes to fill it.
+
+    Args:
+        rows: take so many that x is larger than the caches, or one to see the price of a call.
+        rounds: of taking turns, of which the fastest counts.
+        compiled: False leaves that way out, which takes seconds to compile.
+    """
+    check_whole(rows=rows, hidden=hidden, rounds=rounds)
+    keep_freed_memory()
+    device = machine().device
+    x = torch.randn(rows, hidden, device=device).to(dtype)  # [N, D]
+    weight = torch.rand(hidden, device=device).add(0.5).to(dtype)  # [D]
+    ways = _ways_to_normalize(hidden, compiled=compiled)
+
+    errors = {name: _error(name, way, x, weight) for name, way in ways.items()}  # it warms up, too
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for names in there_and_back(list(ways), rounds=rounds):
+        for name in names:
+            start = now()
+            ways[name](x, weight)
+            seconds[name].append(now() - start)
+    moved = predicted_norm_bytes(rows=rows, hidden=hidden, itemsize=dtype.itemsize, fused=True)
+    costs = {}
+    for name, times in seconds.items():
+        fastest = min(times)  # whatever else runs can only slow one
+        costs[name] = NormCost(fastest, moved / fastest, errors[name])
+    return costs
+
+
+def _ways_to_normalize(hidden: int, *, compiled: bool) -> dict[str, NormWay]:
+    """The ways that are here, by name."""
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return plain_rms_norm(x, weight, EPS)
+
+    def pytorch(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (hidden,), weight, EPS)
+
+    def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.layer_norm(x, (hidden,), weight, None, EPS)
+
+    ways = {"plain": plain, "PyTorch": pytorch, "LayerNorm": layer_norm}
+    if compiled:
+        ways["compiled"] = torch.compile(plain)
+    if _liger_is_here():
+        ways["Liger"] = _liger_norm()
+    return ways
+
+
+def _liger_norm() -> NormWay:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def way(x: Tensor, weight: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(x, weight, EPS)
+
+    return way
+
+
+def _error(name: str, way: NormWay, x: Tensor, weight: Tensor) -> float:
+    """The largest difference to the formula in fp64, relative to the largest value."""
+    wide = x.double()
+    if name == "LayerNorm":
+        exact = functional.layer_norm(wide, x.shape[-1:], weight.double(), None, EPS)
+    else:
+        exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
+    return ((way(x, weight).double() - exact).abs().max() / exact.abs().max()).item()
