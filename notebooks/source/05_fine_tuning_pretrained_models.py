@@ -44,7 +44,7 @@
 # | 7 | a run that is long enough to see | where does it end? | [loop.py](../recipes_lib/workflows/finetune/loop.py) |
 # | 8 | save, merge, deploy | which model is deployed? | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
 # | 9 | pairs of your own, by one command; killed and resumed | does it work on other pairs, and after a crash? | [command.py](../recipes_lib/workflows/finetune/command.py), [exact_resume.py](../recipes_lib/training/exact_resume.py) |
-# | 10 | the same run in production libraries | is it the same in libraries? | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [export.py](../recipes_lib/workflows/finetune/export.py) |
+# | 10 | the same run in production libraries | is it the same in libraries? | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [production.py](../recipes_lib/workflows/finetune/production.py) |
 # | 11 | other families: templates, context, experts, images | does it work for other models? | [chat.py](../recipes_lib/core/data/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
 #
 # Recipes 1 and 2 are **Part A**: what is learned, and whether it is better. Recipes 3 to 6 are **Part B**: other ways to train. Recipes 7 to 11 are **Part C**: from the run to production.
@@ -1010,9 +1010,9 @@ print((folder / "run" / "adapter" / "README.md").read_text()[:1400])
 # `transformers.Trainer` and TRL's `SFTTrainer` train on the same rows, in the same order, with the same settings: LoRA in fp32, two rows per step, three steps. Before each of their steps our loop takes the same step, so both see the same machine. The first step makes the states and does not count, so each ratio is the median of two steps. **Guess first:** will the losses be equal? And whose peak is the lowest?
 
 # %%
-from recipes_lib.workflows.finetune import export, libraries
+from recipes_lib.workflows.finetune import libraries, production
 
-show(export.trainer_arguments)
+show(production.trainer_arguments)
 equal = replace(two_rows, steps=max(2, sizes.steps))
 found = libraries.side_by_side(
     lambda: loop.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer

@@ -4,9 +4,8 @@ settings     what a run is, checked
 data         pairs read, checked, and a part of them held out
 loop         train, step by step; keep checkpoints, and go on from one
 budget       the predicted peak of a step
-evaluation   the held-out loss before and after, each with its precision
-card         the README.md of the result: base, data, losses, command
+evaluation   the held-out loss before and after, and the README.md of the result
 command      from a file of pairs to a saved and proven adapter
+production   the same run as settings of the Trainer, TRL, Axolotl and accelerate
 libraries    the same run through the Trainer and TRL, side by side
-export       the same run as settings of the Trainer, TRL, Axolotl and accelerate
 """

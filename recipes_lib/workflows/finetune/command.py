@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import re
 import signal
@@ -37,17 +38,15 @@ from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
-from recipes_lib.workflows.finetune.card import model_card
 from recipes_lib.workflows.finetune.data import load_data
 from recipes_lib.workflows.finetune.evaluation import (
     Announce,
     Evaluation,
-    in_words,
+    model_card,
     precision_of_base,
     precision_of_result,
     say_nothing,
 )
-from recipes_lib.workflows.finetune.export import WRITTEN, write_production
 from recipes_lib.workflows.finetune.loop import (
     CHECKPOINT,
     Step,
@@ -57,6 +56,7 @@ from recipes_lib.workflows.finetune.loop import (
     micro_batches,
     training_steps,
 )
+from recipes_lib.workflows.finetune.production import WRITTEN, write_production
 from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -107,12 +107,18 @@ def finetune(
     run = data.run
     check_positions(run, longest=max(len(r["input_ids"]) for r in [*data.rows, *data.held_out]))
     print(f"{len(data.rows)} rows to train on, {len(data.held_out)} held out")
-    rows = _packed(data.rows, run=run)
+    rows = data.rows
+    if run.packing:
+        rows = pack_sequences(rows, length=run.seq_len, seed=run.seed)
+        print(f"packed into {len(rows)} rows of at most {run.seq_len} tokens")
     check_run(rows, run=run, folder=folder, resume=resume)
     passes = run.steps * run.rows_per_step / len(rows)
     print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
-    if resume:
-        print(_what_it_resumes(folder))
+    # A mistyped folder would begin anew in silence.
+    if resume and (folder / CHECKPOINT).exists():
+        print(f"going on from {folder / CHECKPOINT}")
+    elif resume:
+        print(f"nothing to go on from, there is no {folder / CHECKPOINT}: beginning at step 0")
 
     announce("loading the model")
     seed_everything(run.seed)  # of the adapters and of dropout
@@ -133,36 +139,14 @@ def finetune(
     after = evaluation.losses(model, "after", what=precision_of_result(model, run))
     difference = evaluation.difference(before, after)
     print(difference)
-    card = model_card(
-        run,
-        base=name_of_base,
-        rows=len(data.rows),
-        before=before,
-        after=after,
-        difference=difference,
-    )
+    losses = {"before": before, "after": after, "difference": difference}
+    card = model_card(run, base=name_of_base, rows=len(data.rows), **losses)
 
     # The result comes last: a run is finished when it is there.
     announce("saving")
     write_production(run, data.pairs)
     save_result(model, tokenizer, result, run=run, base=base, card=card)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
-
-
-def _what_it_resumes(folder: Path) -> str:
-    """Whether there is something to go on from: a mistyped folder would begin anew in silence."""
-    if (folder / CHECKPOINT).exists():
-        return f"going on from {folder / CHECKPOINT}"
-    return f"nothing to go on from, there is no {folder / CHECKPOINT}: beginning at step 0"
-
-
-def _packed(rows: list[Row], *, run: Settings) -> list[Row]:
-    """Several short rows in one, if the run wants that."""
-    if not run.packing:
-        return rows
-    packed = pack_sequences(rows, length=run.seq_len, seed=run.seed)
-    print(f"packed into {len(packed)} rows of at most {run.seq_len} tokens")
-    return packed
 
 
 def _adapted(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> Any:
@@ -177,9 +161,7 @@ def _adapted(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: in
 
 def result_folder(run: Settings) -> Path:
     """Where the trained weights go: it exists when a run is finished, and not before."""
-    if run.method == "full":
-        return Path(run.output_dir) / "model"
-    return Path(run.output_dir) / "adapter"
+    return Path(run.output_dir) / ("model" if run.method == "full" else "adapter")
 
 
 def load_base(run: Settings) -> Any:
@@ -216,8 +198,8 @@ def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: b
     """Raise ValueError if the run would overwrite its own input, or what someone else left.
 
     Args:
-        result: the folder of the trained weights. inputs: paths of what is read; None and "" are
-            none.
+        result: the folder of the trained weights.
+        inputs: paths of what is read; None and "" are none.
     """
     check_folder(output_dir=folder)
     if result.exists():
@@ -308,22 +290,21 @@ def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_
 
 
 def _rest(seconds: Sequence[float], number: int, run: Settings) -> str:
-    """The time that the steps after step `number` will take: ", 3 min left"."""
+    """The time that the steps after step `number` will take: ", 0:03:00 left"."""
     steps = run.steps - number - 1
     if steps == 0:
         return ""
     # The last ones: the first steps of a process are slower.
-    return f", {in_words(steps * statistics.median(seconds[-5:]))} left"
+    left = datetime.timedelta(seconds=round(steps * statistics.median(seconds[-5:])))
+    return f", {left} left"
 
 
 def open_log(run: Settings, *, first_step: int) -> Tracker:
     """The run's log in `<output_dir>/log`; one that is there is continued at `first_step`."""
     folder = Path(run.output_dir) / "log"
-    settings = {
-        name: str(value)
-        for name, value in dataclasses.asdict(run).items()
-        if name not in MAY_CHANGE_ON_RESUME
-    }
+    settings = {name: str(value) for name, value in dataclasses.asdict(run).items()}
+    for name in MAY_CHANGE_ON_RESUME:
+        del settings[name]
     resume_step = first_step if folder.exists() else None
     return track(folder, settings=settings, resume_step=resume_step, backend=run.report_to)
 
@@ -341,11 +322,13 @@ def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -
     Raises RuntimeError with its last line if the command fails.
     """
     losses: dict[int, str] = {}
+    # So the process finds the package, installed or not.
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # A file for the errors: a pipe that nobody reads would fill up and stop the command.
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "recipes_lib", "finetune", *options],
-            env=_environment(),
+            env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -359,19 +342,9 @@ def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -
                     process.kill()
             elif echo:
                 print(text, end="")
-        expected = 0
-        if kill_at is not None:
-            expected = -signal.SIGKILL
+        expected = 0 if kill_at is None else -signal.SIGKILL
         if process.wait() != expected:
             errors.seek(0)
             said = errors.read().strip().splitlines() or ["(no error message)"]
             raise RuntimeError(f"{said[-1]}; the command ended with {process.returncode}")
     return losses
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, in which another one finds the package, installed or not."""
-    paths = [str(REPOSITORY)]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import PlacedPair, load_pairs, placed_pairs, rows_of
 from recipes_lib.core.data.chat import Row, tokenize_pair
 from recipes_lib.core.data.pair_columns import Pair
@@ -41,6 +40,20 @@ class Data:
     run: Settings
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tokenized:
+    """A pair with its place and its rows: some templates make several of one conversation."""
+
+    place: str
+    pair: Pair
+    rows: list[Row]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest of its rows."""
+        return max(len(row["input_ids"]) for row in self.rows)
+
+
 def load_data(
     tokenizer: Any,
     *,
@@ -62,9 +75,10 @@ def load_data(
     Raises ValueError for what `placed_pairs`, `check_labels` and `check_run` refuse, for a row that
     is too long, and for fewer than two held-out rows.
     """
-    _check_options(run, held_out_file, limit=limit, longest=longest, drop_long=drop_long)
     if run.data_file:
         pairs, held_out_pairs = _pairs_of_file(run, held_out_file, limit)
+    elif held_out_file or longest:
+        raise ValueError("held-out pairs and --seq-len auto need pairs to train on: give --data")
     else:
         pairs, held_out_pairs = _pairs_of_standard_library(tokenizer, run, limit)
 
@@ -73,15 +87,20 @@ def load_data(
     held_out = _tokenized(tokenizer, held_out_pairs)
     if longest:
         run = dataclasses.replace(run, seq_len=_length_of_the_longest([*trained, *held_out]))
-    elif drop_long:
-        _say_what_is_long([*trained, *held_out], run.seq_len)
+    long = _long_ones([*trained, *held_out], run.seq_len)
+    if long and drop_long:
+        print(f"left out: {long}")
         trained = [each for each in trained if each.length <= run.seq_len]
         held_out = [each for each in held_out if each.length <= run.seq_len]
-    _require_short_rows([*trained, *held_out], run.seq_len)
+    elif long:
+        raise ValueError(
+            f"{long}. --seq-len auto holds all of them, --drop-long leaves them out; "
+            f"they are not cut, because a cut answer teaches to stop anywhere"
+        )
 
     rows = [row for each in trained for row in each.rows]
     held_out_rows = [row for each in held_out for row in each.rows]
-    if len(held_out_rows) < 2:
+    if len(held_out_rows) < 2:  # there is no interval
         raise ValueError(
             f"{len(held_out_rows)} held-out rows: give 20 pairs or more, or a file of held-out ones"
         )
@@ -89,27 +108,6 @@ def load_data(
     for each in [*trained, *held_out]:
         check_labels(each.rows, tokenizer, place=each.place)
     return Data([each.pair for each in trained], rows, held_out_rows, run)
-
-
-def _check_options(
-    run: Settings, held_out_file: str | None, *, limit: int | None, longest: bool, drop_long: bool
-) -> None:
-    if limit is not None:
-        check_whole(limit=limit)
-    if held_out_file and not run.data_file:
-        raise ValueError(
-            f"held_out_file={held_out_file}: give the file of pairs to train on as well"
-        )
-    if longest and drop_long:
-        raise ValueError(
-            "the length is that of the longest row (--seq-len auto), so no row is too long: "
-            "leave out one of --seq-len auto and --drop-long"
-        )
-    if longest and not run.data_file:
-        raise ValueError(
-            "the functions of the standard library have every length: give seq_len a number, "
-            "or a file of pairs (--data) with --seq-len auto"
-        )
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -131,11 +129,6 @@ def _pairs_of_file(
     # The same pair may stand in the file twice, or in both files.
     known = {json.dumps(each.pair) for each in held_out}
     others = [each for each in pairs if json.dumps(each.pair) not in known]
-    if pairs and not others:
-        raise ValueError(
-            f"the {len(pairs) + len(held_out)} pairs repeat each other, only {len(known)} of them "
-            f"differ: every pair to train on is held out as well; give pairs that differ"
-        )
     if len(others) < len(pairs):
         print(f"left out, for they are held out too: {len(pairs) - len(others)} pairs")
     return others, held_out
@@ -143,11 +136,11 @@ def _pairs_of_file(
 
 def _with_an_answer(pairs: Iterable[PlacedPair]) -> list[PlacedPair]:
     pairs = list(pairs)
-    empty = [each for each in pairs if each.is_empty]
+    empty = [each.place for each in pairs if each.is_empty]
     if empty:
         print(
             f"left out, for their completion is empty: {len(empty)} pairs, "
-            f"the first of them {empty[0].place}"
+            f"the first of them {empty[0]}"
         )
     return [each for each in pairs if not each.is_empty]
 
@@ -159,13 +152,9 @@ def _pairs_of_standard_library(
 
     Longer ones of a user's file are refused; of these there are enough.
     """
-    count = limit
-    if count is None:
-        count = DEFAULT_LIMIT
-    # Below two held-out rows there is no interval.
-    counts = {"train": count, "validation": max(2, count // 8)}
+    count = DEFAULT_LIMIT if limit is None else limit
     found = []
-    for split, wanted in counts.items():
+    for split, wanted in {"train": count, "validation": max(2, count // 8)}.items():
         pairs = load_pairs(split=split)
         short = (p for p in pairs if len(tokenize_pair(tokenizer, **p)["labels"]) <= run.seq_len)
         chosen = itertools.islice(short, wanted)
@@ -177,22 +166,7 @@ def _pairs_of_standard_library(
 # --- rows, and how long they are ------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tokenized:
-    """A pair with its place and its rows: some templates make several of one conversation."""
-
-    place: str
-    pair: Pair
-    rows: list[Row]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest of its rows."""
-        return max(len(row["input_ids"]) for row in self.rows)
-
-
 def _tokenized(tokenizer: Any, pairs: Sequence[PlacedPair]) -> list[_Tokenized]:
-    """All pairs as rows, whatever their length: a long one is refused by name."""
     found = []
     for each in pairs:
         try:
@@ -203,46 +177,24 @@ def _tokenized(tokenizer: Any, pairs: Sequence[PlacedPair]) -> list[_Tokenized]:
     return found
 
 
-def _longest_of(pairs: Sequence[_Tokenized]) -> _Tokenized:
-    return max(pairs, key=lambda each: each.length)
-
-
 def _length_of_the_longest(pairs: Sequence[_Tokenized]) -> int:
     """Tokens of the longest row; prints which it is, for one odd row can be far from the others."""
-    if not pairs:
-        raise ValueError("there is no pair whose length could be taken: give 20 pairs or more")
-    longest = _longest_of(pairs)
-    lengths = sorted(each.length for each in pairs)
+    by_length = sorted(pairs, key=lambda each: each.length)
+    longest = by_length[-1]
     print(
         f"seq_len {longest.length:,}: the longest row is {longest.place}; "
-        f"half of the rows have at most {lengths[len(lengths) // 2]:,} tokens"
+        f"half of the rows have at most {by_length[len(pairs) // 2].length:,} tokens"
     )
     return longest.length
 
 
-def _say_what_is_long(pairs: Sequence[_Tokenized], seq_len: int) -> None:
-    long = [each for each in pairs if each.length > seq_len]
-    if long:
-        longest = _longest_of(long)
-        print(
-            f"left out, for they are longer than {seq_len} tokens: {len(long)} of {len(pairs)} "
-            f"pairs, the longest is {longest.place} with {longest.length:,} tokens"
-        )
-
-
-def _require_short_rows(pairs: Sequence[_Tokenized], seq_len: int) -> None:
-    """Raise ValueError for rows of more than `seq_len` tokens, held out or not.
-
-    They are not cut, because a cut answer teaches to stop anywhere. A held-out row takes memory,
-    too.
-    """
+def _long_ones(pairs: Sequence[_Tokenized], seq_len: int) -> str:
+    """Rows of more than `seq_len` tokens in words, held out or not: those take memory, too."""
     long = [each for each in pairs if each.length > seq_len]
     if not long:
-        return
-    longest = _longest_of(long)
-    raise ValueError(
+        return ""
+    longest = max(long, key=lambda each: each.length)
+    return (
         f"{len(long)} of {len(pairs)} rows are longer than seq_len={seq_len}; the longest is "
-        f"{longest.place} with {longest.length:,} tokens. --seq-len {longest.length} or "
-        f"--seq-len auto holds all of them, --drop-long leaves the long ones out; "
-        f"they are not cut, because a cut answer teaches to stop anywhere"
+        f"{longest.place} with {longest.length:,} tokens"
     )

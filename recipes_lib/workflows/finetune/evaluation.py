@@ -1,4 +1,4 @@
-"""The held-out loss of a run, before and after: of what, in which precision, and how far it is.
+"""What a run has reached: the held-out loss before and after, and the README.md that says so.
 
 evaluation = Evaluation(held_out, run=settings, pad_token_id=0)
 before = evaluation.losses(model, "before", what="the base in bf16")
@@ -8,13 +8,16 @@ print(evaluation.difference(before, after))
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from recipes_lib.core.data.chat import Row
+from recipes_lib.core.measure.runs import provenance
+from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses, compare, held_out_losses
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
 
@@ -27,9 +30,6 @@ Announce = Callable[[str], None]  # takes a few words on what is going on now
 
 def say_nothing(words: str) -> None:
     """What is announced where nobody listens."""
-
-
-# --- the losses -----------------------------------------------------------------------------------
 
 
 class Evaluation:
@@ -64,20 +64,12 @@ class Evaluation:
         """
         count = len(self.rows)
         print(f"measuring the held-out loss {when}, of {count} rows", flush=True)
+        options = {"pad_token_id": self.pad_token_id, "batch_size": self.batch_size}
         parts = []
-        began = time.perf_counter()
         for start in range(0, count, ROWS_OF_A_PART):
-            rest = ""
-            if start > 0:
-                seconds = (time.perf_counter() - began) / start * (count - start)
-                rest = f", {in_words(seconds)} left"
-            self.announce(f"held-out loss {when}: {start} of {count} rows done{rest}")
+            self.announce(f"held-out loss {when}: {start} of {count} rows done")
             part = self.rows[start : start + ROWS_OF_A_PART]
-            parts.append(
-                held_out_losses(
-                    model, part, pad_token_id=self.pad_token_id, batch_size=self.batch_size
-                )
-            )
+            parts.append(held_out_losses(model, part, **options))
         found = RowLosses(
             torch.cat([part.losses for part in parts]), torch.cat([part.targets for part in parts])
         )
@@ -96,9 +88,6 @@ class Evaluation:
         return "\n".join(lines)
 
 
-# --- words ----------------------------------------------------------------------------------------
-
-
 def precision_of_base(model: Any) -> str:
     """The base, and the type of its weights: "the base in bf16"."""
     return f"the base in {_name_of(model.dtype)}"
@@ -109,9 +98,7 @@ def precision_of_result(model: Any, run: Settings) -> str:
     if run.method == "full":
         return f"all weights in {_name_of(model.dtype)}"
     adapters = next(p.dtype for p in model.parameters() if p.requires_grad)
-    base = _name_of(model.dtype)
-    if run.method == "qlora":
-        base = "4 bits"
+    base = "4 bits" if run.method == "qlora" else _name_of(model.dtype)
     return f"the base in {base} with adapters in {_name_of(adapters)}"
 
 
@@ -120,11 +107,80 @@ def _name_of(dtype: torch.dtype) -> str:
     return names.get(dtype, str(dtype))
 
 
-def in_words(seconds: float) -> str:
-    """A length of time for people: 45 s, 12 min, 3 h 20 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
+# --- the README.md of the result ------------------------------------------------------------------
+
+CARD = """---
+{head}pipeline_tag: text-generation
+---
+
+# {name}
+
+- {what}, trained for {steps} steps of {rows_per_step} rows.
+- Base: {base}.
+- Data: {data}, {rows:,} rows to train on.
+{weights}
+| held-out loss, nats per token | |
+|---|--:|
+| before | {before:.4f} |
+| after | {after:.4f} |
+
+{difference}
+
+## The command
+
+```bash
+{command}
+```
+
+{versions}
+"""
+
+
+def model_card(
+    run: Settings, *, base: str, rows: int, before: RowLosses, after: RowLosses, difference: str
+) -> str:
+    """The text of README.md, as the hub shows it.
+
+    Args:
+        base: the hub id of the base model, or its folder.
+        rows: how many rows were trained on.
+        difference: the losses after, less those before, in words.
+    """
+    head = ""
+    if not Path(base).exists():  # a folder of this machine says nothing elsewhere
+        head += f"base_model: {base}\n"
+    what = "All weights"
+    if run.method != "full":
+        head += "library_name: peft\n"
+        what = f"Adapters of rank {run.rank} ({run.method})"
+    data = "functions of Python's standard library, with their docstrings"
+    if run.data_file:
+        data = f"`{Path(run.data_file).name}`"
+    weights = ""
+    if run.base_model == "smollm2":
+        weights = f"- Weights of the base: {model_source()}.\n"
+    facts = provenance()
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return CARD.format(
+        head=head,
+        name=Path(run.output_dir).name,
+        what=what,
+        steps=run.steps,
+        rows_per_step=run.rows_per_step,
+        base=base,
+        data=data,
+        rows=rows,
+        weights=weights,
+        before=before.mean,
+        after=after.mean,
+        difference=difference,
+        command=_command_of(run),
+        versions=f"{versions}, {facts['date']}.",
+    )
+
+
+def _command_of(run: Settings) -> str:
+    """The command line of this process if it is the command, or a call that does the same."""
+    if Path(sys.argv[0]).parent.name == "recipes_lib":
+        return " ".join(["python -m recipes_lib", *sys.argv[1:]])
+    return f"python -m recipes_lib finetune --data {run.data_file} --output {run.output_dir}"

@@ -20,13 +20,13 @@ from recipes_lib.core.measure.machine import machine, require, synchronize
 from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.fine_tuning.adapter_files import without_hub_warnings
 from recipes_lib.training.sequence_packing import collate_packed
-from recipes_lib.workflows.finetune.export import sft_arguments, trainer_arguments
 from recipes_lib.workflows.finetune.loop import (
     Step,
     check_run,
     rows_of_optimizer_step,
     training_steps,
 )
+from recipes_lib.workflows.finetune.production import sft_arguments, trainer_arguments
 from recipes_lib.workflows.finetune.settings import Settings
 
 LIBRARIES = ("Trainer", "SFTTrainer")
@@ -50,23 +50,14 @@ def hf_trainer(
     """
     import transformers
 
-    make_batch = collate
-    if "position_ids" in rows[0]:
-        make_batch = collate_packed
+    make_batch = collate_packed if "position_ids" in rows[0] else collate
 
     def collate_rows(part: Sequence[Row]) -> dict[str, Any]:
         return make_batch(part, pad_token_id=pad_token_id)
 
     arguments = transformers.TrainingArguments(**trainer_arguments(run), **_our_options())
-    return _train(
-        transformers.Trainer,
-        model,
-        rows,
-        run=run,
-        turn=turn,
-        args=arguments,
-        data_collator=collate_rows,
-    )
+    options = {"args": arguments, "data_collator": collate_rows}
+    return _train(transformers.Trainer, model, rows, run=run, turn=turn, **options)
 
 
 def trl_sft(
@@ -80,15 +71,8 @@ def trl_sft(
     """Train with `trl.SFTTrainer`, which makes batches of its own from our tokens and labels."""
     trl = require("trl")
     arguments = trl.SFTConfig(**sft_arguments(run), **_our_options())
-    return _train(
-        trl.SFTTrainer,
-        model,
-        rows,
-        run=run,
-        turn=turn,
-        args=arguments,
-        processing_class=tokenizer,
-    )
+    options = {"args": arguments, "processing_class": tokenizer}
+    return _train(trl.SFTTrainer, model, rows, run=run, turn=turn, **options)
 
 
 def _our_options() -> dict[str, Any]:
@@ -159,16 +143,8 @@ def _clock(steps: list[Step], tokens: Sequence[int], turn: Callable[[], Any] | N
             if "loss" not in logs:  # the summary at the end has none
                 return
             number = len(steps)
-            step = Step(
-                number,
-                loss=logs["loss"],
-                gradient_norm=logs["grad_norm"],
-                learning_rate=logs["learning_rate"],
-                seconds=self.seconds,
-                loading=0.0,  # the Trainer makes its batches outside the step
-                tokens=tokens[number],
-            )
-            steps.append(step)
+            numbers = [logs[name] for name in ("loss", "grad_norm", "learning_rate")]
+            steps.append(Step(number, *numbers, self.seconds, tokens[number]))
 
     return Clock()
 

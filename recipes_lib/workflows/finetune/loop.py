@@ -1,7 +1,7 @@
 """Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop.
 
-    model, plan = prepare(load_model(), rows, run=settings, pad_token_id=0)  # plan: the predicted
-    peak for step in training_steps(model, rows, run=settings, pad_token_id=0):
+    model, plan = prepare(load_model(), rows, run=settings, pad_token_id=0)  # plan.peak: predicted
+    for step in training_steps(model, rows, run=settings, pad_token_id=0):
         print(step.loss)
 
 `command` makes it a command, and `libraries` runs the same settings through the Trainer and TRL.
@@ -50,7 +50,6 @@ class Step:
     gradient_norm: float  # before clipping
     learning_rate: float
     seconds: float
-    loading: float  # of the seconds those that made the batch
     tokens: int  # of text, without padding
     updated: bool = True  # False where gradients overflowed in fp16: nothing changed
 
@@ -77,7 +76,6 @@ def training_steps(
         folder: keep a checkpoint there every `run.save_steps` steps.
         resume: go on from the checkpoint in `folder`, if there is one.
         base: fingerprint of the base model; a resumed run must have the same.
-    Raises ValueError as `check_run` does, at the first step.
     """
     check_run(rows, run=run, folder=folder, resume=resume)
     optimizer, schedule, precision = optimizer_of(model, run=run)
@@ -96,15 +94,13 @@ def training_steps(
         start = time.perf_counter()
         chosen = rows_of_optimizer_step(number, rows, run=run)
         micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
-        loading = time.perf_counter() - start
-
         loss, norm, rate, updated = _optimizer_step(
             model, micros, optimizer, schedule, precision, run=run
         )
         synchronize()
         seconds = time.perf_counter() - start
         tokens = sum(len(row["input_ids"]) for row in chosen)
-        yield Step(number, loss.item(), float(norm), rate, seconds, loading, tokens, updated)
+        yield Step(number, loss.item(), float(norm), rate, seconds, tokens, updated)
 
         # Who takes the steps has logged this one by now: a kill leaves no gap in the log.
         if folder and keeps_checkpoint(number, run=run):
@@ -126,12 +122,8 @@ def _optimizer_step(
     anything changed.
     """
     # The base may be in 16 bits although the run is in fp32: then loss scaling alone is used.
-    autocast = precision.autocast
-    if run.precision == "fp32":
-        autocast = contextlib.nullcontext
-    limit = run.max_grad_norm
-    if limit == 0:  # no clipping
-        limit = float("inf")
+    autocast = precision.autocast if run.precision != "fp32" else contextlib.nullcontext
+    limit = run.max_grad_norm if run.max_grad_norm > 0 else float("inf")  # 0: no clipping
 
     loss = accumulate_gradients(
         model,
@@ -158,9 +150,7 @@ def micro_batches(
     rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
 ) -> list[Batch]:
     """The rows of one optimizer step, `run.micro_batch_size` at a time."""
-    make_batch = collate
-    if "position_ids" in rows[0]:
-        make_batch = collate_packed
+    make_batch = collate_packed if "position_ids" in rows[0] else collate
     batches = []
     for start in range(0, len(rows), run.micro_batch_size):
         part = rows[start : start + run.micro_batch_size]
@@ -195,9 +185,7 @@ def prepare(
 def adapt(model: Any, *, run: Settings) -> Any:
     """Full fine-tuning, LoRA or QLoRA, with or without checkpointing, as `run` says."""
     if run.method != "full":
-        apply = apply_lora
-        if run.method == "qlora":
-            apply = apply_qlora
+        apply = apply_qlora if run.method == "qlora" else apply_lora
         model = apply(
             model,
             rank=run.rank,
@@ -261,52 +249,29 @@ def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
 def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool) -> None:
     """Refuse all that can be refused before any compute.
 
-    Raises ValueError for no rows, too few, too long, or without targets, for a folder that holds
-    another run's checkpoint, and for a paged optimizer on a CPU.
+    Raises ValueError for rows that are too few, too long, or without targets, for a folder that
+    holds another run's checkpoint, and for a paged optimizer on a CPU.
     """
     if run.optimizer.startswith("paged") and machine().device == "cpu":
-        raise ValueError(
-            f"optimizer={run.optimizer!r} moves states to the host, "
-            f"and this machine has no GPU: choose another"
-        )
-    _check_rows(rows, run)
+        raise ValueError(f"optimizer={run.optimizer!r} needs a GPU: choose another")
+    if len(rows) < run.rows_per_step:
+        raise ValueError(f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}")
+    for number, row in enumerate(rows):
+        if len(row["input_ids"]) > run.seq_len:
+            raise ValueError(
+                f"row {number} has {len(row['input_ids'])} tokens, more than seq_len={run.seq_len}:"
+                f" raise it or leave the row out; a library would cut it, and teach to stop"
+            )
+        # Nothing predicts the first token: its label does not count.
+        if all(label == IGNORED for label in row["labels"][1:]):
+            raise ValueError(f"row {number} has no target, every label is {IGNORED}: leave it out")
     if folder and (folder / CHECKPOINT).exists() and not resume:
         raise ValueError(
             f"{folder} holds the checkpoint of a run: resume it, or choose another folder"
         )
 
 
-def _check_rows(rows: Sequence[Row], run: Settings) -> None:
-    if len(rows) == 0:
-        raise ValueError("the data set is empty: give rows with input_ids and labels")
-    if len(rows) < run.rows_per_step:
-        raise ValueError(
-            f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}: "
-            f"give more, or lower it"
-        )
-    # They are not cut: a cut answer teaches to stop anywhere.
-    long = [i for i, row in enumerate(rows) if len(row["input_ids"]) > run.seq_len]
-    if long:
-        raise ValueError(
-            f"{len(long)} of {len(rows)} rows are longer than seq_len={run.seq_len} "
-            f"(row {long[0]}: {len(rows[long[0]]['input_ids'])} tokens): "
-            f"raise seq_len or leave them out; cut answers teach to stop"
-        )
-    for number, row in enumerate(rows):
-        # Nothing predicts the first token: its label does not count.
-        if all(label == IGNORED for label in row["labels"][1:]):
-            raise ValueError(
-                f"row {number} has no target, every label is {IGNORED}: "
-                f"leave it out or unmask its answer"
-            )
-
-
 # --- looking at a run -----------------------------------------------------------------------------
-
-
-def loading_share(steps: Sequence[Step]) -> float:
-    """The part of the time that went into making batches."""
-    return sum(step.loading for step in steps) / sum(step.seconds for step in steps)
 
 
 def few_steps(

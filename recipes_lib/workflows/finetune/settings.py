@@ -7,25 +7,24 @@ of them run the same. `dataclasses.replace(settings, rank=8)` gives a changed co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from recipes_lib.core.checks import check_choice, check_flag, check_number, check_text, check_whole
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.model.trainable import check_adamw
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS = (
-    "adamw_torch_fused",
-    "adamw_torch",
-    "adamw_bnb_8bit",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-)
 CHOICES = {
     "method": ("lora", "qlora", "full"),
-    "optimizer": OPTIMIZERS,
+    "optimizer": (
+        "adamw_torch_fused",
+        "adamw_torch",
+        "adamw_bnb_8bit",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+    ),
     "precision": tuple(PRECISIONS),
     "report_to": ("none", "tensorboard", "mlflow", "wandb"),
 }
@@ -75,13 +74,29 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             check_choice(allowed, **{name: getattr(self, name)})
-        check_text(base_model=self.base_model)
-        if not isinstance(self.output_dir, Path):
-            check_text(output_dir=self.output_dir)
-        check_flag(packing=self.packing, gradient_checkpointing=self.gradient_checkpointing)
-        self._check_numbers()
-        self._check_target_modules()
-        self._check_batch()
+        for name in ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len"):
+            check_whole(**{name: getattr(self, name)})
+        check_whole(least=0, most=self.steps - 1, warmup_steps=self.warmup_steps)
+        check_whole(least=0, seed=self.seed)
+        check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
+        check_number(least=0, below=1, dropout=self.dropout)
+        check_number(least=0, max_grad_norm=self.max_grad_norm)
+        check_adamw(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        if self.save_steps is not None:
+            check_whole(save_steps=self.save_steps)
+        names = self.target_modules
+        # Another string would be taken letter by letter, and no name would train nothing.
+        one_text = isinstance(names, str) and names != "attention"
+        if one_text or (names is not None and not names):
+            raise ValueError(
+                f"target_modules={names!r}: give a list of names, 'attention', or None for all"
+            )
+        rows_at_once = self.micro_batch_size * self.processes
+        if self.rows_per_step % rows_at_once != 0:
+            raise ValueError(
+                f"rows_per_step={self.rows_per_step}: "
+                f"give a multiple of micro_batch_size x processes = {rows_at_once}"
+            )
 
     @property
     def micro_batches(self) -> int:
@@ -92,35 +107,3 @@ class Settings:
     def steps_between_checkpoints(self) -> int:
         """`save_steps`, or all steps where none are named."""
         return self.save_steps or self.steps
-
-    def _check_numbers(self) -> None:
-        for name in ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len"):
-            check_whole(**{name: getattr(self, name)})
-        check_whole(least=0, most=self.steps - 1, warmup_steps=self.warmup_steps)
-        check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
-        check_number(least=0, below=1, dropout=self.dropout)
-        check_number(least=0, max_grad_norm=self.max_grad_norm)  # 0 is no clipping
-        check_adamw(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
-        check_whole(least=0, seed=self.seed)
-        if self.save_steps is not None:
-            check_whole(save_steps=self.save_steps)
-
-    def _check_target_modules(self) -> None:
-        names = self.target_modules
-        if names is None:
-            return
-        if names == "attention":
-            return
-        # Any other string would be taken letter by letter, and no name would train nothing.
-        if isinstance(names, str) or not isinstance(names, Iterable) or not names:
-            raise ValueError(
-                f"target_modules={names!r}: give a list of names, 'attention', or None for all"
-            )
-
-    def _check_batch(self) -> None:
-        rows_at_once = self.micro_batch_size * self.processes
-        if self.rows_per_step % rows_at_once != 0:
-            raise ValueError(
-                f"rows_per_step={self.rows_per_step}: "
-                f"give a multiple of micro_batch_size x processes = {rows_at_once}"
-            )

@@ -36,8 +36,7 @@ def test_every_tenth_pair_is_held_out(tokenizer, tmp_path):
     found = load_data(tokenizer, run=run_of(path))
     assert found.pairs == pairs_of(i for i in range(40) if i % 10)
     assert (len(found.rows), len(found.held_out)) == (36, 4)
-    limited = load_data(tokenizer, run=run_of(path), limit=20)
-    assert len(limited.pairs) == 18
+    assert len(load_data(tokenizer, run=run_of(path), limit=20).pairs) == 18
 
 
 def test_what_is_held_out_is_not_trained_on(tokenizer, tmp_path, capsys):
@@ -68,15 +67,14 @@ def test_pairs_of_the_standard_library_are_left_out_where_they_are_long(tokenize
     ("rows", "error"),
     [
         ([], "(no rows)"),
-        ([*pairs_of(range(31)), {"prompt": "a", "completion": "b " * 200}], "longer than seq_len"),
         ([{"text": "a"}], "`prompt` and `completion` are needed"),
-        (pairs_of(range(1)), "1 held-out rows: give 20 pairs or more"),
         (pairs_of(range(5)), "1 held-out rows: give 20 pairs or more"),
-        ([{"prompt": "a", "completion": "b"}] * 30, "30 pairs repeat each other, only 1 of them"),
+        ([{"prompt": "a", "completion": "b"}] * 30, "0 rows are fewer than rows_per_step"),
     ],
-    ids=["no rows", "long", "columns", "one", "few", "repeated"],
+    ids=["no rows", "columns", "few", "repeated"],
 )
 def test_bad_data_is_refused(tokenizer, tmp_path, rows, error):
+    """The mistake: no row is left to train on, or none to prove anything with."""
     path = write(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(ValueError, match=re.escape(error)):
         load_data(tokenizer, run=run_of(path))
@@ -99,7 +97,7 @@ def with_long_rows(tokenizer, tmp_path):
 def test_the_longest_row_is_named_by_its_line(tokenizer, with_long_rows):
     """The mistake: the first long row of those behind the split, and none that is held out."""
     path, length = with_long_rows
-    error = rf"2 of 40 rows .*longest is {path}, line 11 with {length} tokens. --seq-len {length} "
+    error = rf"2 of 40 rows .*longest is {path}, line 11 with {length} tokens. --seq-len auto "
     with pytest.raises(ValueError, match=error):
         load_data(tokenizer, run=run_of(path))
 
@@ -123,7 +121,8 @@ def test_the_length_is_found_or_long_rows_are_left_out(tokenizer, with_long_rows
     assert found.run.seq_len == 64
     assert (len(found.pairs), len(found.rows), len(found.held_out)) == (35, 35, 3)
     assert LONG not in found.pairs
-    assert f"2 of 40 pairs, the longest is {path}, line 11 with" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out: 2 of 40 rows" in said and f"the longest is {path}, line 11 with" in said
 
 
 def test_a_pair_that_cannot_be_learnt_is_named_by_its_line(tokenizer, tmp_path, capsys):
@@ -145,21 +144,8 @@ def test_a_pair_that_cannot_be_learnt_is_named_by_its_line(tokenizer, tmp_path, 
     assert f"1 pairs, the first of them {path}, line 25" in capsys.readouterr().out
 
 
-def test_columns_with_other_names_are_said(tokenizer, tmp_path, capsys):
-    rows = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(40)]
-    path = write(tmp_path / "gsm8k.jsonl", rows)
-    found = load_data(tokenizer, run=run_of(path))
-    assert found.pairs[0] == {"prompt": "1 + 1?", "completion": "#### 2"}
-    assert "columns: `question` is the prompt, `answer` the completion" in capsys.readouterr().out
-
-
-def test_bad_options_are_refused(tokenizer, tmp_path):
-    path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
-    with pytest.raises(ValueError, match="give the file of pairs to train on"):
-        load_data(tokenizer, run=change(data_file=""), held_out_file=str(path))
-    with pytest.raises(ValueError, match="limit=0"):
-        load_data(tokenizer, run=run_of(path), limit=0)
-    with pytest.raises(ValueError, match="leave out one of --seq-len auto and --drop-long"):
-        load_data(tokenizer, run=run_of(path), longest=True, drop_long=True)
-    with pytest.raises(ValueError, match="the standard library have every length"):
-        load_data(tokenizer, run=change(data_file=""), longest=True)
+def test_options_that_need_pairs_of_ones_own(tokenizer):
+    """The mistake: an evaluation on a file that the command never reads."""
+    for options in ({"held_out_file": "pairs.jsonl"}, {"longest": True}):
+        with pytest.raises(ValueError, match="need pairs to train on: give --data"):
+            load_data(tokenizer, run=change(data_file=""), **options)

@@ -1,13 +1,16 @@
-"""The held-out loss in parts is that of the whole, and says what it is of."""
+"""The held-out loss in parts is that of the whole; the card says what a result is."""
+
+import sys
 
 import pytest
 import torch
 
-from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
+from recipes_lib.core.model.default_model import SMOLLM2
+from recipes_lib.fine_tuning.honest_evaluation import RowLosses, held_out_losses
 from recipes_lib.workflows.finetune import evaluation
 from recipes_lib.workflows.finetune.evaluation import (
     Evaluation,
-    in_words,
+    model_card,
     precision_of_base,
     precision_of_result,
 )
@@ -15,6 +18,7 @@ from tests.workflows.finetune.shared import RUN, change, fresh, make_rows
 
 
 def test_parts_give_the_losses_of_the_whole_in_its_order(monkeypatch, capsys):
+    """The mistake: before and after are paired by row, and a part stands at another place."""
     monkeypatch.setattr(evaluation, "ROWS_OF_A_PART", 5)
     rows = make_rows(12)
     model = fresh()
@@ -29,10 +33,7 @@ def test_parts_give_the_losses_of_the_whole_in_its_order(monkeypatch, capsys):
         "measuring the held-out loss before, of 12 rows",
         f"held-out loss before: {found.mean:.4f} nats per token, the base in fp32",
     ]
-    assert [words.split(",")[0] for words in announced] == [
-        f"held-out loss before: {done} of 12 rows done" for done in (0, 5, 10)
-    ]
-    assert announced[-1].endswith(" left")
+    assert announced == [f"held-out loss before: {n} of 12 rows done" for n in (0, 5, 10)]
 
 
 @pytest.mark.parametrize(
@@ -54,14 +55,32 @@ def test_a_batch_is_not_larger_than_one_of_the_training(micro_batch_size, longes
     ],
 )
 def test_the_precision_of_what_was_trained(method, words):
+    """The mistake: a base in four bits that is called one of 32."""
     assert precision_of_result(fresh(method=method), change(method=method)) == words
 
 
-def test_a_length_of_time_in_words():
-    assert [in_words(s) for s in (0.4, 89, 100, 5399, 12_000)] == [
-        "0 s",
-        "89 s",
-        "2 min",
-        "1 h 30 min",
-        "3 h 20 min",
-    ]
+LOSSES = RowLosses(torch.tensor([2.0, 4.0]), torch.tensor([1, 1]))
+LOWER = RowLosses(torch.tensor([1.0, 3.0]), torch.tensor([1, 1]))
+
+
+def card(run, base):
+    return model_card(
+        run, base=base, rows=90, before=LOSSES, after=LOWER, difference="difference: -1.0"
+    )
+
+
+def test_a_card_names_base_data_losses_and_command(monkeypatch, tmp_path):
+    arguments = ["finetune", "--data", "my/pairs.jsonl", "--output", "out"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/recipes_lib/__main__.py", *arguments])
+    text = card(change(method="lora", base_model="smollm2", data_file="my/pairs.jsonl"), SMOLLM2)
+    assert f"base_model: {SMOLLM2}\nlibrary_name: peft\n" in text
+    assert "Data: `pairs.jsonl`, 90 rows" in text
+    assert "| before | 3.0000 |\n| after | 2.0000 |" in text and "difference: -1.0" in text
+    assert "python -m recipes_lib finetune --data my/pairs.jsonl --output out" in text
+
+
+def test_a_folder_of_this_machine_is_no_base_on_the_hub(tmp_path):
+    """The mistake: the hub refuses a card whose base is a path."""
+    text = card(change(base_model=str(tmp_path), method="full"), str(tmp_path))
+    assert "base_model:" not in text and "library_name" not in text
+    assert f"- Base: {tmp_path}." in text

@@ -1,6 +1,5 @@
 """The loop of notebook 05 against a plain one, stopped and resumed; bad input is refused."""
 
-import contextlib
 from unittest import mock
 
 import pytest
@@ -10,13 +9,10 @@ from recipes_lib.core.data import collate
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.loop import (
     CHECKPOINT,
-    Step,
     few_steps,
-    loading_share,
     micro_batches,
     training_steps,
 )
@@ -64,9 +60,7 @@ def test_loop_equals_a_plain_one_on_the_whole_batch(shape):
         torch.testing.assert_close(found, tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "method"), [("tiny-gpt2", "lora"), ("tiny-qwen3", "lora"), ("tiny-llama", "qlora")]
-)
+@pytest.mark.parametrize(("shape", "method"), [("tiny-gpt2", "lora"), ("tiny-llama", "qlora")])
 def test_adapters_learn_under_checkpointing(shape, method):
     """On Conv1D and on linear layers: checkpointing must not cut the gradients of adapters."""
     run = change(method=method, steps=8, learning_rate=2e-2, eps=1e-8, gradient_checkpointing=True)
@@ -95,6 +89,7 @@ def test_a_step_that_overflowed_says_that_it_changed_nothing(monkeypatch):
 
 
 def test_packed_rows_give_the_loss_of_the_padded_ones():
+    """The mistake: packed rows in a plain batch, where documents see each other."""
     rows = make_rows(8)
     packed = pack_sequences(rows, length=64)
     short = {"steps": 1, "warmup_steps": 0}
@@ -103,21 +98,6 @@ def test_packed_rows_give_the_loss_of_the_padded_ones():
     expected = losses_of(training_steps(fresh(), rows, run=whole, pad_token_id=0))
     found = losses_of(training_steps(fresh(), packed, run=in_packs, pad_token_id=0))
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_step_that_was_skipped_does_not_count_in_the_schedule(monkeypatch):
-    """In fp16 gradients overflow now and then: nothing is updated, and the warm-up waits."""
-    take_step = MixedPrecision.step
-    updated = iter([False, True, True, True, True])
-
-    def step(self, optimizer, **options):
-        take_step(self, optimizer, **options)
-        return next(updated)
-
-    monkeypatch.setattr(MixedPrecision, "step", step)
-    steps = training_steps(fresh(), make_rows(), run=change(), pad_token_id=0)
-    rates = [step.learning_rate for step in steps]
-    assert rates[:4] == [0, 0, 0.5e-3, 1e-3]
 
 
 # --- stopped and resumed ------------------------------------------------------------------------
@@ -176,30 +156,32 @@ def start(rows, *, model=None, folder=None, resume=False, **values):
 @pytest.mark.parametrize(
     ("rows", "values", "message"),
     [
-        ([], {}, "data set is empty"),
         (make_rows(), {"rows_per_step": 16}, "12 rows are fewer than rows_per_step=16"),
-        (make_rows(), {"seq_len": 20}, r"longer than seq_len=20 \(row \d+: \d\d tokens\)"),
+        (make_rows(), {"seq_len": 20}, r"row \d+ has \d\d tokens, more than seq_len=20"),
         (
             [*make_rows(3), {"input_ids": [1, 2], "labels": [1, IGNORED]}],  # learns the first only
             {},
             "row 3 has no target",
         ),
     ],
-    ids=["empty", "few", "long", "masked"],
+    ids=["few", "long", "masked"],
 )
 def test_bad_rows_are_refused_before_any_compute(rows, values, message):
+    """The mistakes: an answer that a library would cut; rows that take time and teach nothing."""
     with pytest.raises(ValueError, match=message):
         start(rows, **values)
 
 
 def test_a_paged_optimizer_needs_a_gpu():
+    """The mistake: the base is loaded and measured, and then the optimizer fails."""
     with mock.patch("recipes_lib.workflows.finetune.loop.machine") as here:
         here.return_value.device = "cpu"
-        with pytest.raises(ValueError, match="this machine has no GPU"):
+        with pytest.raises(ValueError, match="needs a GPU"):
             start(make_rows(), optimizer="paged_adamw_8bit")
 
 
 def test_the_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
+    """The mistake: a run that goes on with another rate, other data, or on another base."""
     rows = make_rows()
     run = change(save_steps=1)
     begun = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path)
@@ -258,23 +240,3 @@ def test_few_steps_are_those_of_the_optimizer():
     assert seconds > 0
     of_all = sum(p.numel() for p in decoder_blocks(model)[-1].parameters())
     assert changed == pytest.approx((64 * 64 + 64 * 160) / of_all, rel=1e-2)
-
-
-def test_few_steps_pass_the_autocast_on():
-    half = mixed_precision(dtype=torch.bfloat16, device="cpu").autocast
-    found = []
-    for autocast in (contextlib.nullcontext, half):
-        model = fresh()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        losses, _, changed = few_steps(model, optimizer, one_batch(), autocast=autocast)
-        assert changed == 0, "nothing changes at learning rate 0"
-        found.append(losses[0])
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
-    assert found[0] != found[1]
-
-
-def test_loading_share_is_of_all_seconds():
-    """Not the mean of the steps' shares."""
-    rest = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0, "tokens": 1}
-    steps = [Step(0, seconds=1.0, loading=0.5, **rest), Step(1, seconds=3.0, loading=0.1, **rest)]
-    assert loading_share(steps) == pytest.approx(0.6 / 4)

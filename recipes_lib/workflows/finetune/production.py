@@ -1,10 +1,8 @@
-"""A fine-tuning run in production: the same settings for Axolotl, accelerate, the Trainer, TRL.
+"""A fine-tuning run in production: the same settings for the Trainer, TRL, Axolotl, accelerate.
 
-    write_messages(pairs, "train.jsonl")
-    write_yaml(axolotl_config(settings), "axolotl.yml")
-    write_yaml(accelerate_config(precision="bf16"), "accelerate.yml")
     TrainingArguments(**trainer_arguments(settings))  # of transformers
     SFTConfig(**sft_arguments(settings))  # of trl
+    write_production(settings, pairs)  # train.jsonl, axolotl.yml and accelerate.yml
 
 Checked against Axolotl 0.19, accelerate 1.15, transformers 5 and trl 1.16. What differs from a
 plain loop:
@@ -28,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.checks import check_choice, check_flag, check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.default_model import SMOLLM2
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
@@ -37,26 +35,6 @@ DATA_FILE = "train.jsonl"
 AXOLOTL_FILE = "axolotl.yml"
 ACCELERATE_FILE = "accelerate.yml"
 WRITTEN = (DATA_FILE, AXOLOTL_FILE, ACCELERATE_FILE)  # by write_production
-
-
-def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
-    """Leave in the folder of the run what Axolotl and accelerate need to repeat it."""
-    folder = Path(run.output_dir)
-    write_messages(pairs, folder / DATA_FILE, overwrite=True)
-    # The files of Axolotl lie in a folder of their own: ours hold the proven result.
-    repeated = dataclasses.replace(run, data_file=folder / DATA_FILE, output_dir=folder / "axolotl")
-    # A run that one of them cannot repeat is a good run nevertheless.
-    try:
-        write_yaml(axolotl_config(repeated), folder / AXOLOTL_FILE, overwrite=True)
-    except ValueError as error:
-        print(f"no {AXOLOTL_FILE}, which cannot say this run: {error}")
-    try:
-        launch = accelerate_config(
-            precision=run.precision, processes=run.processes, cpu=machine().device == "cpu"
-        )
-        write_yaml(launch, folder / ACCELERATE_FILE, overwrite=True)
-    except ValueError as error:
-        print(f"no {ACCELERATE_FILE}, which cannot say this run: {error}")
 
 
 # --- the Trainer and TRL --------------------------------------------------------------------------
@@ -124,16 +102,29 @@ def axolotl_config(run: Settings) -> dict[str, Any]:
     """The run for `axolotl train`.
 
     Attention is PyTorch's own, which keeps packed rows apart: flash-attn is not needed.
-    Raises ValueError for what Axolotl changes in silence or fails on: one warm-up step, an alpha
-    with a fraction, full fine-tuning in fp16.
+    Raises ValueError for what Axolotl changes in silence or fails on.
     """
-    _require_what_axolotl_can(run)
-    base = run.base_model
-    if base == "smollm2":  # our short name is none of theirs
-        base = SMOLLM2
+    if run.warmup_steps == 1:
+        raise ValueError("warmup_steps=1: Axolotl would take 2; give 0, or 2 or more")
+    if run.alpha != int(run.alpha):
+        raise ValueError(f"alpha={run.alpha}: Axolotl takes whole numbers")
+    if run.method == "full" and run.precision == "fp16":
+        raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
+    if run.target_modules == "attention":
+        raise ValueError("target_modules='attention': Axolotl takes names of layers, so give those")
     config = {
-        "base_model": base,
-        "datasets": [_axolotl_data(run)],
+        "base_model": SMOLLM2 if run.base_model == "smollm2" else run.base_model,
+        "datasets": [
+            {
+                "path": str(run.data_file),
+                "ds_type": "json",
+                "type": "chat_template",
+                "field_messages": "messages",
+                "chat_template": "tokenizer_default",
+                "roles_to_train": ["assistant"],
+                "train_on_eos": "turn",
+            }
+        ],
         "train_on_inputs": False,
         "val_set_size": 0.0,
         "sequence_len": run.seq_len,
@@ -143,58 +134,32 @@ def axolotl_config(run: Settings) -> dict[str, Any]:
         "pad_to_sequence_len": run.packing,
         "attn_implementation": "sdpa",
         "gradient_checkpointing": run.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "micro_batch_size": run.micro_batch_size,
+        "optimizer": run.optimizer,
+        "lr_scheduler": "cosine",
+        "tf32": False,
     }
     if run.method != "full":
         config |= _axolotl_adapter(run)
     if run.report_to != "none":
         config[f"use_{run.report_to}"] = True
-    config |= {
-        "micro_batch_size": run.micro_batch_size,
-        "optimizer": run.optimizer,
-        "lr_scheduler": "cosine",
-    }
-    config |= _common_arguments(run)
-    config |= {"tf32": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    return config
-
-
-def _require_what_axolotl_can(run: Settings) -> None:
-    if run.warmup_steps == 1:
-        raise ValueError("warmup_steps=1: Axolotl would take 2; give 0, or 2 or more")
-    if run.alpha != int(run.alpha):
-        raise ValueError(f"alpha={run.alpha}: Axolotl takes whole numbers")
-    if run.method == "full" and run.precision == "fp16":
-        raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
-    if run.target_modules == "attention":
-        raise ValueError("target_modules='attention': Axolotl takes names of layers, so give those")
-
-
-def _axolotl_data(run: Settings) -> dict[str, Any]:
-    return {
-        "path": str(run.data_file),
-        "ds_type": "json",
-        "type": "chat_template",
-        "field_messages": "messages",
-        "chat_template": "tokenizer_default",
-        "roles_to_train": ["assistant"],
-        "train_on_eos": "turn",
-    }
+    return config | _common_arguments(run)
 
 
 def _axolotl_adapter(run: Settings) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    # One of the two: together Axolotl would adapt every linear layer.
-    if run.target_modules:
-        config["lora_target_modules"] = list(run.target_modules)
-    else:
-        config["lora_target_linear"] = True
-    config |= {
+    config: dict[str, Any] = {
         "adapter": run.method,
         "load_in_4bit": run.method == "qlora",
         "lora_r": run.rank,
         "lora_alpha": int(run.alpha),
         "lora_dropout": run.dropout,
     }
+    # One of the two: together Axolotl would adapt every linear layer.
+    if run.target_modules:
+        config["lora_target_modules"] = list(run.target_modules)
+    else:
+        config["lora_target_linear"] = True
     if run.dropout:
         # Axolotl's fused kernels drop nothing in front of the down projection.
         config |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
@@ -211,21 +176,23 @@ def accelerate_config(
 
     One process on a machine with several GPUs needs CUDA_VISIBLE_DEVICES: the Trainer would split
     its batches over all.
-    Raises ValueError for what accelerate ignores in silence: several processes or FSDP on a CPU,
+    Raises ValueError for what accelerate ignores in silence: several processes or fp16 on a CPU,
     FSDP of one process.
     """
-    check_flag(fsdp=fsdp, cpu=cpu)
     check_choice(PRECISIONS, precision=precision)
-    check_whole(processes=processes)
-    _require_what_accelerate_does(precision, processes, fsdp, cpu)
-    mixed_precision = precision
-    if precision == "fp32":
-        mixed_precision = "no"
+    check_whole(processes=processes, least=2 if fsdp else 1)
+    if cpu and processes > 1:
+        raise ValueError(
+            f"cpu=True, processes={processes}: accelerate starts 1 on a CPU; use torchrun"
+        )
+    if cpu and precision == "fp16":
+        raise ValueError("cpu=True, precision='fp16': there is no fp16 training on a CPU; use bf16")
+    kind = "NO" if processes == 1 else "MULTI_GPU"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _distributed_type(processes, fsdp),
+        "distributed_type": "FSDP" if fsdp else kind,
         "num_processes": processes,
-        "mixed_precision": mixed_precision,
+        "mixed_precision": "no" if precision == "fp32" else precision,
         "use_cpu": cpu,
     }
     if fsdp:
@@ -240,27 +207,27 @@ def accelerate_config(
     return config
 
 
-def _require_what_accelerate_does(precision: str, processes: int, fsdp: bool, cpu: bool) -> None:
-    if fsdp and processes < 2:
-        raise ValueError(f"processes={processes}, fsdp=True: give for fsdp 2 or more")
-    if cpu and processes > 1:
-        raise ValueError(
-            f"cpu=True, processes={processes}: accelerate starts 1 on a CPU; use torchrun"
-        )
-    if cpu and precision == "fp16":
-        raise ValueError("cpu=True, precision='fp16': there is no fp16 training on a CPU; use bf16")
-
-
-def _distributed_type(processes: int, fsdp: bool) -> str:
-    """accelerate's own name for the way in which processes work together."""
-    if fsdp:
-        return "FSDP"
-    if processes > 1:
-        return "MULTI_GPU"
-    return "NO"
-
-
 # --- files ----------------------------------------------------------------------------------------
+
+
+def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
+    """Leave in the folder of the run what Axolotl and accelerate need to repeat it."""
+    folder = Path(run.output_dir)
+    write_messages(pairs, folder / DATA_FILE, overwrite=True)
+    # The files of Axolotl lie in a folder of their own: ours hold the proven result.
+    repeated = dataclasses.replace(run, data_file=folder / DATA_FILE, output_dir=folder / "axolotl")
+    # A run that one of them cannot repeat is a good run nevertheless.
+    try:
+        write_yaml(axolotl_config(repeated), folder / AXOLOTL_FILE, overwrite=True)
+    except ValueError as error:
+        print(f"no {AXOLOTL_FILE}, which cannot say this run: {error}")
+    try:
+        launch = accelerate_config(
+            precision=run.precision, processes=run.processes, cpu=machine().device == "cpu"
+        )
+        write_yaml(launch, folder / ACCELERATE_FILE, overwrite=True)
+    except ValueError as error:
+        print(f"no {ACCELERATE_FILE}, which cannot say this run: {error}")
 
 
 def write_messages(
@@ -270,11 +237,16 @@ def write_messages(
 
     Axolotl reads the column `messages`; TRL reads `prompt` and `completion` (a conversation's
     last answer), since it would train on the whole of `messages`. Returns the number of lines.
-    Raises ValueError for no pair, an empty answer, and a file that exists.
+    Raises ValueError for an empty answer and a file that exists.
     """
     lines = []
     for number, pair in enumerate(pairs):
-        chat = _conversation_of(pair)
+        chat = pair.get("messages")
+        if not chat:
+            chat = [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair["completion"]},
+            ]
         # The last answer is the completion, and all before it the prompt.
         answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
         if not answers or not chat[answers[-1]]["content"].strip():
@@ -282,19 +254,8 @@ def write_messages(
         last = answers[-1]
         row = {"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}
         lines.append(json.dumps(row) + "\n")
-    if not lines:
-        raise ValueError("there is no pair to write")
     _write("".join(lines), Path(path), overwrite)
     return len(lines)
-
-
-def _conversation_of(pair: dict[str, Any]) -> list[dict[str, str]]:
-    if pair.get("messages"):
-        return pair["messages"]
-    return [
-        {"role": "user", "content": pair["prompt"]},
-        {"role": "assistant", "content": pair["completion"]},
-    ]
 
 
 def write_yaml(config: dict[str, Any], path: str | Path, *, overwrite: bool = False) -> Path:
@@ -307,7 +268,7 @@ def write_yaml(config: dict[str, Any], path: str | Path, *, overwrite: bool = Fa
     command = f"accelerate launch --config_file {path} train.py"
     if "base_model" in config:
         command = f"axolotl train {path}"
-    head = f"# Written by recipes_lib/workflows/finetune/export.py. Run: {command}\n"
+    head = f"# Written by recipes_lib/workflows/finetune/production.py. Run: {command}\n"
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     return _write(head + text, Path(path), overwrite)
 
