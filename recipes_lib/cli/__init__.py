@@ -5,6 +5,5 @@ list       every technique, one line each
 bench      measure one technique beside the plain step
 doctor     out of memory: what to try, in which order
 finetune   adapt a pretrained model to pairs of your own
-options    options that several commands take
-progress   what a terminal shows while a command works
+options    options that several commands take, and the names that their help shows
 """

@@ -55,17 +55,13 @@ def print_versions(wanted: bool) -> None:
     raise typer.Exit()
 
 
-Version = Annotated[
-    bool,
-    typer.Option(
-        "--version", callback=print_versions, is_eager=True, help="the versions, for a report"
-    ),
-]
-
-
 # The decorator takes the help of this function in place of HELP, unless it is named again.
 @app.callback(help=HELP)
-def options_of_all(version: Version = False) -> None:
+def options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_versions, is_eager=True)
+    ] = False,
+) -> None:
     """What stands before a command."""
 
 
@@ -85,17 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=arguments)
     except (ValueError, ImportError) as error:
         sys.exit(f"error: {error}")
-    except OSError as error:
-        if error.errno not in OF_THE_MACHINE:
-            raise
-        sys.exit(f"error: {error}")
-    except RuntimeError as error:
-        if not _out_of_memory(error):
+    except (OSError, RuntimeError) as error:
+        if not _can_be_put_right(error):
             raise
         sys.exit(f"error: {error}")
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
+def _can_be_put_right(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in OF_THE_MACHINE
     # Asked only when an error is here, so torch is imported already, or is not what raised it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,25 +39,16 @@ def doctor(
     if shapes:
         print(table_of_shapes())
         return
+    from recipes_lib.core.checks import check_number
     from recipes_lib.core.measure.machine import GIB
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
     memory_bytes = None
     if memory is not None:
-        if memory <= 0 or not math.isfinite(memory):
-            raise ValueError(
-                f"--memory {memory:g}: give the GiB of the device, "
-                f"or leave it out for this machine's"
-            )
+        check_number(above=0, memory=memory)
         memory_bytes = int(memory * GIB)
-    diagnosis = diagnose(
-        error=error,
-        model=_model(model, dtype),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        memory_bytes=memory_bytes,
-    )
-    print(diagnosis)
+    step = {"model": _model(model, dtype), "batch_size": batch_size, "seq_len": seq_len}
+    print(diagnose(error=error, **step, memory_bytes=memory_bytes))
 
 
 def table_of_shapes() -> str:
@@ -101,17 +91,11 @@ def _model(name: str, dtype: str) -> Any:
     shape = None
     if not Path(name).expanduser().exists():
         shape = shape_named(name)
-    if shape is not None:
-        if shape != name:
-            print(f"{name}: the shape {shape}")
-        return _shape(shape, dtype)
-    try:
+    if shape is None:
         return model_without_weights(str(Path(name).expanduser()), dtype=_dtype(dtype))
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. The doctor reads the configuration only, no weights. "
-            f"It knows these shapes without any file: {', '.join(PUBLIC_SHAPES)}"
-        ) from error
+    if shape != name:
+        print(f"{name}: the shape {shape}")
+    return _shape(shape, dtype)
 
 
 def _shape(name: str, dtype: str) -> Any:
@@ -123,4 +107,4 @@ def _shape(name: str, dtype: str) -> Any:
 def _dtype(name: str) -> Any:
     import torch
 
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    return torch.bfloat16 if name == "bf16" else torch.float32

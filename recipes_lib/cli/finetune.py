@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-
-from recipes_lib.cli.progress import working
+from rich.console import Console
 
 if TYPE_CHECKING:
     from recipes_lib.workflows.finetune.settings import Settings
@@ -32,93 +31,65 @@ def _option(panel: str, text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-# --- what is trained on ---------------------------------------------------------------------------
-DataFile = Annotated[
-    str,
-    _option(
-        DATA,
-        "pairs: JSON Lines, JSON, CSV, Parquet, a saved data set or a hub id, with prompt and "
-        "completion, or messages; else docstrings",
-        "--data",
-    ),
-]
-HeldOut = Annotated[str | None, _option(DATA, "held-out pairs; else every tenth pair of --data")]
-Limit = Annotated[int | None, _option(DATA, "use the first pairs only, to try a run")]
-SeqLen = Annotated[
-    str, _option(DATA, "tokens of the longest row, and of a packed one; auto: what the data needs")
-]
-DropLong = Annotated[bool, _option(DATA, "leave out rows beyond --seq-len", "--drop-long")]
-NoPacking = Annotated[bool, _option(DATA, "pad each micro-batch instead", "--no-packing")]
+PAIRS = (
+    "pairs: JSON Lines, JSON, CSV, Parquet, a saved data set or a hub id, with prompt and "
+    "completion, or messages; else docstrings"
+)
+LENGTH = "tokens of the longest row, and of a packed one; auto: what the data needs"
+WARMUP = "of the learning rate, which then falls to 0 in a cosine; none if --steps is not more"
+RATE = "else 1e-3 for adapters, 1e-4 for the full model"
+PLACE = "folder for adapter, checkpoint, log and configurations"
 
-# --- what is trained ------------------------------------------------------------------------------
-BaseModel = Annotated[str, _option(WEIGHTS, "hub id or folder", "--model")]
-Method = Annotated[Literal["lora", "qlora", "full"], _option(WEIGHTS, "all weights, or adapters")]
-Rank = Annotated[int, _option(WEIGHTS, "of the adapters")]
-Alpha = Annotated[float, _option(WEIGHTS, "the adapters' correction is scaled by alpha / rank")]
-Dropout = Annotated[float, _option(WEIGHTS, "of what the adapters read")]
-
-# --- how it is trained ----------------------------------------------------------------------------
-LearningRate = Annotated[
-    float | None, _option(TRAINING, "else 1e-3 for adapters, 1e-4 for the full model")
-]
-Optimizer = Annotated[str, _option(TRAINING, "or adamw_bnb_8bit, paged_adamw_8bit")]
-MaxGradNorm = Annotated[float, _option(TRAINING, "clip gradients to it; 0: not at all")]
-Steps = Annotated[int, _option(TRAINING, "optimizer steps")]
-WarmupSteps = Annotated[
-    int,
-    _option(
-        TRAINING,
-        "of the learning rate, which then falls to 0 in a cosine; none if --steps is not more",
-    ),
-]
-RowsPerStep = Annotated[int, _option(TRAINING, "rows, or packed rows, of one optimizer step")]
-MicroBatchSize = Annotated[int, _option(TRAINING, "rows in memory at a time")]
-Precision = Annotated[
-    Literal["fp32", "bf16", "fp16"] | None, _option(TRAINING, "else the fastest of this machine")
-]
-Checkpointing = Annotated[
-    bool, _option(TRAINING, "less memory, more time", "--gradient-checkpointing")
-]
-Seed = Annotated[int, _option(TRAINING, "of the order of the rows and of the adapters")]
-
-# --- what is kept ---------------------------------------------------------------------------------
-OutputDir = Annotated[
-    str, _option(OUTPUT, "folder for adapter, checkpoint, log and configurations", "--output")
-]
-Resume = Annotated[bool, _option(OUTPUT, "go on from the checkpoint in --output", "--resume")]
-SaveSteps = Annotated[int, _option(OUTPUT, "steps between checkpoints")]
-ReportTo = Annotated[
-    Literal["none", "tensorboard", "mlflow", "wandb"], _option(OUTPUT, "kind of the log")
-]
+Method = Literal["lora", "qlora", "full"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Report = Literal["none", "tensorboard", "mlflow", "wandb"]
 
 
 def finetune(
     context: typer.Context,
-    output_dir: OutputDir,
-    base_model: BaseModel = "smollm2",
-    data_file: DataFile = "",
-    held_out: HeldOut = None,
-    limit: Limit = None,
-    seq_len: SeqLen = "256",
-    drop_long: DropLong = False,
-    no_packing: NoPacking = False,
-    method: Method = "lora",
-    rank: Rank = 16,
-    alpha: Alpha = 32,
-    dropout: Dropout = 0.0,
-    learning_rate: LearningRate = None,
-    optimizer: Optimizer = "adamw_torch_fused",
-    max_grad_norm: MaxGradNorm = 1.0,
-    steps: Steps = 50,
-    warmup_steps: WarmupSteps = 5,
-    rows_per_step: RowsPerStep = 8,
-    micro_batch_size: MicroBatchSize = 1,
-    precision: Precision = None,
-    gradient_checkpointing: Checkpointing = False,
-    seed: Seed = 0,
-    resume: Resume = False,
-    save_steps: SaveSteps = 10,
-    report_to: ReportTo = "tensorboard",
+    output_dir: Annotated[str, _option(OUTPUT, PLACE, "--output")],
+    base_model: Annotated[str, _option(WEIGHTS, "hub id or folder", "--model")] = "smollm2",
+    data_file: Annotated[str, _option(DATA, PAIRS, "--data")] = "",
+    held_out: Annotated[
+        str | None, _option(DATA, "held-out pairs; else every tenth pair of --data")
+    ] = None,
+    limit: Annotated[int | None, _option(DATA, "use the first pairs only, to try a run")] = None,
+    seq_len: Annotated[str, _option(DATA, LENGTH)] = "256",
+    drop_long: Annotated[
+        bool, _option(DATA, "leave out rows beyond --seq-len", "--drop-long")
+    ] = False,
+    no_packing: Annotated[
+        bool, _option(DATA, "pad each micro-batch instead", "--no-packing")
+    ] = False,
+    method: Annotated[Method, _option(WEIGHTS, "all weights, or adapters")] = "lora",
+    rank: Annotated[int, _option(WEIGHTS, "of the adapters")] = 16,
+    alpha: Annotated[
+        float, _option(WEIGHTS, "the adapters' correction is scaled by alpha / rank")
+    ] = 32,
+    dropout: Annotated[float, _option(WEIGHTS, "of what the adapters read")] = 0.0,
+    learning_rate: Annotated[float | None, _option(TRAINING, RATE)] = None,
+    optimizer: Annotated[
+        str, _option(TRAINING, "or adamw_bnb_8bit, paged_adamw_8bit")
+    ] = "adamw_torch_fused",
+    max_grad_norm: Annotated[float, _option(TRAINING, "clip gradients to it; 0: not at all")] = 1.0,
+    steps: Annotated[int, _option(TRAINING, "optimizer steps")] = 50,
+    warmup_steps: Annotated[int, _option(TRAINING, WARMUP)] = 5,
+    rows_per_step: Annotated[
+        int, _option(TRAINING, "rows, or packed rows, of one optimizer step")
+    ] = 8,
+    micro_batch_size: Annotated[int, _option(TRAINING, "rows in memory at a time")] = 1,
+    precision: Annotated[
+        Precision | None, _option(TRAINING, "else the fastest of this machine")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, _option(TRAINING, "less memory, more time", "--gradient-checkpointing")
+    ] = False,
+    seed: Annotated[int, _option(TRAINING, "of the order of the rows and of the adapters")] = 0,
+    resume: Annotated[
+        bool, _option(OUTPUT, "go on from the checkpoint in --output", "--resume")
+    ] = False,
+    save_steps: Annotated[int, _option(OUTPUT, "steps between checkpoints")] = 10,
+    report_to: Annotated[Report, _option(OUTPUT, "kind of the log")] = "tensorboard",
 ) -> None:
     """Adapt a pretrained model to pairs of your own."""
     from recipes_lib.core.measure.machine import machine
@@ -126,7 +97,8 @@ def finetune(
 
     run = _settings(context.params)
     print(machine())
-    with working("fine-tuning") as announce:
+    # A turning wheel below the lines of the run, with what goes on now; in a pipe there is none.
+    with Console().status("fine-tuning") as wheel:
         command.finetune(
             run,
             held_out_file=_without_tilde(held_out),
@@ -134,12 +106,15 @@ def finetune(
             longest=seq_len == AUTO,
             drop_long=drop_long,
             resume=resume,
-            announce=announce,
+            announce=wheel.update,
         )
 
 
 def _settings(options: dict[str, Any]) -> Settings:
     """What the options say, and the values of this machine and method where they say nothing."""
+    import torch
+
+    from recipes_lib.core.measure.machine import machine
     from recipes_lib.workflows.finetune.settings import Settings
 
     fields = {field.name for field in dataclasses.fields(Settings)}
@@ -147,11 +122,13 @@ def _settings(options: dict[str, Any]) -> Settings:
     settings["packing"] = not options["no_packing"]
     for name in ("output_dir", "data_file", "base_model"):
         settings[name] = _without_tilde(options[name])
-    settings["seq_len"] = _whole_length(options["seq_len"])
+    settings["seq_len"] = REPLACED if options["seq_len"] == AUTO else _number(options["seq_len"])
     if options["precision"] is None:
-        settings["precision"] = _fastest_precision()
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+        settings["precision"] = names[machine().compute_dtype]
     if options["learning_rate"] is None:
-        settings["learning_rate"] = _usual_learning_rate(options["method"])
+        # Adapters start at zero, and take larger steps than weights that know something already.
+        settings["learning_rate"] = 1e-4 if options["method"] == "full" else 1e-3
     # A run that is tried for a few steps would end before its learning rate is reached.
     if options["warmup_steps"] >= options["steps"]:
         settings["warmup_steps"] = 0
@@ -165,28 +142,8 @@ def _without_tilde(path: str | None) -> str | None:
     return str(Path(path).expanduser())
 
 
-def _whole_length(text: str) -> int:
-    """The number of --seq-len; for "auto" one that the longest row will replace."""
-    if text == AUTO:
-        return REPLACED
+def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError as error:
         raise ValueError(f"--seq-len {text}: give a number of tokens, or {AUTO}") from error
-
-
-def _fastest_precision() -> str:
-    """The name of the type in which this machine multiplies fastest."""
-    import torch
-
-    from recipes_lib.core.measure.machine import machine
-
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    return names[machine().compute_dtype]
-
-
-def _usual_learning_rate(method: str) -> float:
-    """Adapters start at zero, and take larger steps than weights that know something already."""
-    if method == "full":
-        return 1e-4
-    return 1e-3

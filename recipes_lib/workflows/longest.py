@@ -81,12 +81,10 @@ def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int
 
     Raises ValueError if not even two tokens fit, of which the second is predicted from the first.
     """
-    check_number(above=0, limit_bytes=limit_bytes)
     if plan(2).peak > limit_bytes:
         raise ValueError(
             f"limit_bytes={limit_bytes:,}: two tokens are predicted to take {plan(2).peak:,} "
-            f"bytes, most of it weights and optimizer states; shrink those first (LoRA, 8-bit "
-            f"states), or give more memory"
+            f"bytes, most of it weights and states: shrink those first (LoRA, 8-bit states)"
         )
     # Twice as long until it is too long: that gives a bracket. Then halve the bracket.
     fits = 2
@@ -125,13 +123,9 @@ def find_longest(
             longest that passed.
         known: lengths that need not be tried, with their bytes.
         most: the longest length to try; where it fits, it is the result.
-    Raises ValueError for a start outside 1 … `most`, a resolution outside (0, 1), and if nothing
-    fits.
+    Raises ValueError if nothing fits.
     """
-    check_whole(start=start)
-    check_number(limit_bytes=limit_bytes, most=most)
-    if start > most:
-        raise ValueError(f"start={start}, most={most}: give a start that is no longer than `most`")
+    check_whole(start=start, most=most)
     check_number(resolution=resolution, above=0, below=1)
     peaks: dict[int, int | None] = dict(known or {})
 
@@ -143,13 +137,10 @@ def find_longest(
             return False
         return peaks[tokens] <= limit_bytes
 
-    low, high = _bracket(
-        fits, peaks, start=start, limit_bytes=limit_bytes, most=most, stride=resolution
-    )
+    options = {"limit_bytes": limit_bytes, "most": most, "stride": resolution}
+    low, high = _bracket(fits, peaks, start=start, **options)
     if low == 0:
-        raise ValueError(
-            f"limit_bytes={limit_bytes:,}: not even one token fits (the peaks tried: {peaks})"
-        )
+        raise ValueError(f"limit_bytes={limit_bytes:,}: not even one token fits (tried: {peaks})")
     # Between both ends: a little below and a little above the place where a straight line between
     # them meets the limit, and then the middle, until what is left is small enough.
     for side in itertools.cycle((-1, 1, 0)):
@@ -252,10 +243,8 @@ def search(
         start: a length that fits, such as the longest of the recipe before.
         also: lengths whose peaks are wanted beside those that the search tries.
     """
-    surroundings = contextlib.nullcontext()
-    if machine().device == "cpu":
-        surroundings = dry_run()
-    with surroundings:
+    on_cpu = machine().device == "cpu"
+    with dry_run() if on_cpu else contextlib.nullcontext():
         step, clear = arrange()
         step(SHORT)  # makes the optimizer's states
         peak = peak_of(step, clear)

@@ -30,6 +30,7 @@ def test_help_and_list_answer_at_once():
 
 
 def test_help_names_every_command(command):
+    """The mistake: a command that nobody has put into the program."""
     status, out, _ = command("--help")
     assert status == 0
     for name in COMMANDS:
@@ -43,18 +44,6 @@ def test_the_versions_are_those_that_are_installed(command):
     assert status == 0
     assert f"torch {torch.__version__}\n" in out
     assert "llm-training-recipes " in out
-
-
-def test_without_a_command_there_is_help(command):
-    status, out, err = command()
-    assert status == 2
-    assert "finetune" in out + err
-
-
-def test_a_mistyped_option_is_a_usage_error(command):
-    status, _, err = command("doctor", "--memry", "24")
-    assert status == 2
-    assert "--memry" in err
 
 
 @pytest.mark.parametrize(
@@ -79,6 +68,7 @@ def test_what_a_user_can_put_right_is_one_line(command, monkeypatch, error):
     [RuntimeError("shapes differ"), KeyError("loss"), FileNotFoundError(errno.ENOENT, "no file")],
 )
 def test_a_defect_of_ours_shows_its_traceback(monkeypatch, error):
+    """The mistake: one line about shapes, which no user can put right."""
     monkeypatch.setattr(app, "app", raiser(error))
     with pytest.raises(type(error)):
         app.main(["list"])

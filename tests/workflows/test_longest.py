@@ -10,7 +10,6 @@ from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.workflows import longest
-from tests.conftest import FAMILIES
 
 MIB = 2**20
 
@@ -36,10 +35,8 @@ def plain_training(family, attention="sdpa", layers=3):
 # --- dry steps ----------------------------------------------------------------------------------
 
 
-# Each family in the attention that it has by default, and one with the other kernel: eager makes
-# [S, S] tensors, which SDPA never does. Gemma 2 caps its scores, which no other kernel can.
-KERNELS = [(family, "eager" if "gemma" in family else "sdpa") for family in FAMILIES]
-KERNELS += [("tiny-llama", "eager"), ("tiny-gpt2", "eager")]
+# Eager makes [S, S] tensors, which SDPA never does. Gemma 2 caps its scores, which only eager can.
+KERNELS = [("tiny-llama", "sdpa"), ("tiny-llama", "eager"), ("tiny-gemma2", "eager")]
 
 
 @pytest.mark.parametrize(("family", "attention"), KERNELS)
@@ -56,6 +53,7 @@ def test_a_dry_run_counts_the_bytes_of_a_real_one(family, attention):
 
 
 def test_a_dry_run_has_no_data_and_ends():
+    """The mistake: a dry run that goes on, in which nothing is computed."""
     with dry_run():
         assert dry()
         huge = torch.empty(2**50)  # four petabytes
@@ -76,8 +74,9 @@ def cubic(tokens):
     return 1000 + tokens**3
 
 
-@pytest.mark.parametrize("start", [1, 60, 99, 100, 101, 170, 5000])
+@pytest.mark.parametrize("start", [1, 99, 100, 101, 5000])
 def test_bisection_finds_the_longest_from_any_guess(start):
+    """The mistake: one token too few or too many, or thirty steps."""
     found = longest.find_longest(cubic, limit_bytes=1000 + 100**3, start=start, resolution=0.001)
     assert found.tokens == 100
     assert found.peak_bytes == 1000 + 100**3
@@ -107,7 +106,7 @@ def test_a_search_goes_on_from_what_it_knows():
         assert len(found.peaks) - len(known) <= 4
 
 
-@pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (90, 90), (1, 2**30)])
+@pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (1, 2**30)])
 def test_where_everything_fits_the_most_is_the_result(start, most):
     """The mistake: `most` itself is never tried, or a length beyond it is."""
     everything = longest.find_longest(lambda tokens: 8, limit_bytes=8, start=start, most=most)
@@ -119,6 +118,7 @@ def test_where_everything_fits_the_most_is_the_result(start, most):
 
 
 def test_where_the_bytes_reach_the_limit():
+    """The mistake: a line through a length that is far away, or that ran out of memory."""
     search = longest.Search(100, 1000, {100: 900, 110: 1100, 500: 9000})
     assert search.crossing == 105
     assert longest.Search(100, 1000, {100: 900, 110: None}).crossing == 100
@@ -126,6 +126,7 @@ def test_where_the_bytes_reach_the_limit():
 
 
 def test_prediction_is_the_largest_length_of_the_arithmetic():
+    """The mistake: one token less than fits."""
     model = model_of_shape("tiny-llama", device="meta")
 
     def plan(tokens):
@@ -137,24 +138,19 @@ def test_prediction_is_the_largest_length_of_the_arithmetic():
         longest.predicted_longest(plan, limit_bytes=1000)
 
 
-def test_bad_input():
+def test_where_nothing_fits():
+    """The mistake: a length of none as the result; a start beyond the end."""
     with pytest.raises(ValueError, match="not even one token fits"):
         longest.find_longest(cubic, limit_bytes=10, start=8)
-    wrong = (
-        {"start": 0},
-        {"start": 9, "most": 8},
-        {"start": 1, "resolution": 0},
-        {"start": 1, "resolution": 1},
-    )
-    for options in wrong:
-        with pytest.raises(ValueError, match=" give a "):
-            longest.find_longest(cubic, limit_bytes=10, **options)
+    with pytest.raises(ValueError, match="start=9: give a whole number from 1 to 8"):
+        longest.find_longest(cubic, limit_bytes=10, start=9, most=8)
 
 
 # --- real and dry searches ----------------------------------------------------------------------
 
 
 def test_running_out_of_memory_is_a_length_that_does_not_fit():
+    """The mistake: the search ends there, or its gradients stay."""
     cleared = []
 
     def step(tokens):
@@ -168,27 +164,13 @@ def test_running_out_of_memory_is_a_length_that_does_not_fit():
     assert cleared, "what the interrupted step left must go"
 
 
-def bytes_alive():
-    with PeakMemory() as memory:
-        return memory.current
-
-
-def test_a_real_search_under_an_emulated_limit():
-    step, clear = plain_training("tiny-llama")
-    limit = bytes_alive() + 3 * MIB
-    peak = longest.peak_of(step, clear, limit_bytes=limit)
-    found = longest.find_longest(peak, limit_bytes=limit, start=100)
-    assert 100 < found.tokens < 2000
-    peak = longest.peak_of(step, clear)
-    assert peak(found.tokens) <= limit < peak(int(1.02 * found.tokens) + 1)
-
-
 def test_a_search_goes_on_after_a_backward_that_ran_out_of_memory():
     """The optimizer has stepped for some weights by then."""
     model = apply_activation_checkpointing(model_of_shape("tiny-llama", layers=3, device="cpu"))
     optimizer = apply_optimizer_in_backward(model, lr=1e-5)
     step = training_step(model, optimizer)
-    limit = bytes_alive() + 3 * MIB
+    with PeakMemory() as memory:
+        limit = memory.current + 3 * MIB
     peak = longest.peak_of(step, optimizer.zero_grad, limit_bytes=limit)
     found = longest.find_longest(peak, limit_bytes=limit, start=3000)
     assert found.peaks[3000] is None

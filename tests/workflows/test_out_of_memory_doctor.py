@@ -1,3 +1,5 @@
+"""What the doctor says of an error and of a model."""
+
 import re
 
 import pytest
@@ -35,6 +37,7 @@ def names(diagnosis):
 
 
 def test_names_the_causes_that_no_recipe_cures():
+    """The mistake: recipes for memory that another process holds, or that is in pieces."""
     in_pieces = diagnose(error=TORCH_1).remedies[0]
     assert in_pieces.where.endswith("expandable_segments:True")
     assert "7.7 GiB in pieces" in in_pieces.saves
@@ -49,6 +52,7 @@ def test_invents_no_cause(error):
 
 
 def test_says_the_first_that_fits(eight_b):
+    """The mistake: the best remedy in place of the first one that is enough."""
     sizes = {"model": eight_b, "batch_size": 8, "seq_len": 2048}
     diagnosis = diagnose(**sizes, memory_bytes=24 * GIB)
     assert diagnosis.first_fit.name == "LoRA, 16-bit base"
@@ -92,12 +96,14 @@ def test_error_and_model_together(eight_b):
 
 
 def test_a_model_that_should_fit_points_at_a_leak(tiny_on_meta):
+    """The mistake: recipes where tensors stay from step to step."""
     sizes = {"model": tiny_on_meta, "batch_size": 1, "seq_len": 8}
     assert "loss.item()" in str(diagnose(error=TORCH_2_0, **sizes))
     assert "loss.item()" not in str(diagnose(**sizes))  # nothing has failed
 
 
 def test_the_memory_is_that_given_else_that_allowed_else_the_machines(tiny_on_meta):
+    """The mistake: all of a card where a part of it was allowed."""
     sizes = {"model": tiny_on_meta, "batch_size": 1, "seq_len": 8}
     assert "of 7.0 GiB" in diagnose(**sizes, memory_bytes=7 * GIB).findings[0]
     assert "of 20.0 GiB" in diagnose(error=GRAPHS_AND_CAP, **sizes).findings[1]
@@ -106,6 +112,7 @@ def test_the_memory_is_that_given_else_that_allowed_else_the_machines(tiny_on_me
 
 
 def test_shows_itself_as_text_and_table(eight_b):
+    """The mistake: a line that a terminal breaks, or a row that Jupyter does not get."""
     diagnosis = diagnose(
         error=TORCH_1, model=eight_b, batch_size=8, seq_len=2048, memory_bytes=24 * GIB
     )
@@ -120,17 +127,12 @@ def test_shows_itself_as_text_and_table(eight_b):
     assert "fine_tuning/qlora.py" in page
 
 
-def test_bad_input(llama):
+def test_nothing_to_diagnose(llama):
+    """The mistake: advice on a step of no rows, or of rows that teach nothing."""
     with pytest.raises(ValueError, match="nothing to diagnose"):
         diagnose()
-    with pytest.raises(ValueError, match="batch_size=0: give"):
-        diagnose(model=llama)
     with pytest.raises(ValueError, match="seq_len=1: give"):
         diagnose(model=llama, batch_size=1, seq_len=1)
-    with pytest.raises(ValueError, match="memory_bytes=0: give"):
-        diagnose(model=llama, batch_size=1, seq_len=8, memory_bytes=0)
-    with pytest.raises(ValueError, match="is no Hugging Face model"):
-        diagnose(model=llama.model.layers[0], batch_size=1, seq_len=8)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Mamba2"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.model import SHAPES, chunked_loss, model_of_shape
+from recipes_lib.core.model import chunked_loss, model_of_shape
 from recipes_lib.core.predict.budget import Shape, compose
 from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import estimate_lora
@@ -16,11 +16,9 @@ from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload
 from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (
-    RECIPES,
     remedies_for,
     smallest_without_rows,
 )
-from tests.conftest import FAMILIES
 
 MIB, GIB = 2**20, 2**30
 MICRO_BATCHES = (estimate_gradient_accumulation, {})
@@ -41,24 +39,8 @@ def names(remedies):
     return list(by_name(remedies))
 
 
-def falling(remedies):
-    peaks = [remedy.peak for remedy in remedies]
-    return peaks == sorted(peaks, reverse=True)
-
-
-def test_an_8b_model_in_24_gib(eight_b):
-    """Nothing is allocated; only adapters on a 16-bit base fit, by QLoRA with room to spare."""
-    shape = Shape(batch=8, seq=2048)
-    remedies = remedies_for(eight_b, shape, memory_bytes=24 * GIB)
-    assert names(remedies) == ["as it is", "8 micro-batches of 1", *list(RECIPES)[1:]]
-    assert [remedy.name for remedy in remedies if remedy.fits] == ["LoRA, 16-bit base", "QLoRA"]
-    assert falling(remedies)
-    assert remedies[0].peak == budget_of(eight_b, shape).peak
-    assert 4 * GIB < remedies[-1].peak < 8 * GIB
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.1-8b", "tiny-gpt2"])
 def test_no_row_has_a_larger_peak_than_the_row_above(name, dtype):
     """The mistakes: LoRA without the offload below a row with it, under "includes those above";
     and a row that changes nothing, as advice."""
@@ -85,6 +67,7 @@ FIRST_FIT = {
 
 @pytest.mark.parametrize("gib", FIRST_FIT)
 def test_the_first_fit_follows_the_memory(eight_b, gib):
+    """The mistake: a remedy that is not needed yet, or that is too late."""
     remedies = remedies_for(eight_b, Shape(batch=8, seq=2048), memory_bytes=gib * GIB)
     fitting = [remedy.name for remedy in remedies if remedy.fits]
     assert fitting[0] == FIRST_FIT[gib]
@@ -110,23 +93,12 @@ def test_a_recipe_that_changes_nothing_waits_for_the_one_that_needs_it():
     assert alone.peak > both.peak
 
 
-def test_the_host_is_spared_where_it_has_run_out(eight_b):
-    found = remedies_for(
-        eight_b, Shape(batch=1, seq=512), memory_bytes=24 * GIB, spare_the_host=True
-    )
-    assert "optimizer offload" not in names(found)
-
-
 def test_the_smallest_budget_is_that_of_one_short_row(eight_b):
+    """The mistake: shorter rows as advice where the weights are too much."""
     smallest = smallest_without_rows(eight_b)
     assert smallest.shape == Shape(batch=1, seq=2)
     remedies = remedies_for(eight_b, Shape(batch=1, seq=512), memory_bytes=GIB)
     assert smallest.weights < smallest.peak < remedies[-1].peak
-
-
-def test_nothing_fits_into_6_gib(eight_b):
-    remedies = remedies_for(eight_b, Shape(batch=8, seq=2048), memory_bytes=6 * GIB)
-    assert not any(remedy.fits for remedy in remedies)
 
 
 def test_a_twentieth_of_the_memory_stays_free():
@@ -139,14 +111,14 @@ def test_a_twentieth_of_the_memory_stays_free():
         assert as_it_is.fits == fits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family):
+@pytest.mark.parametrize("family", ["tiny-qwen3", "tiny-gpt2"])
+def test_a_family_without_a_recipe(family):
+    """The mistake: advice that the technique then refuses, or no row at all."""
     model = model_of_shape(family, device="cpu")
     remedies = remedies_for(model, Shape(batch=6, seq=64), memory_bytes=MIB)
     assert names(remedies)[:2] == ["as it is", "6 micro-batches of 1"]
     assert "optimizer offload" not in names(remedies)  # a CPU has nowhere to move them to
     assert ("QLoRA" in names(remedies)) == (family != "tiny-gpt2")  # whose layers it refuses
-    assert falling(remedies)
 
 
 def test_the_peaks_are_those_of_the_recipes_own_estimates():
@@ -196,17 +168,6 @@ def test_a_model_keeps_its_configuration():
     assert model.dtype == model.config.dtype == torch.float32
 
 
-def test_a_model_with_adapters_gets_no_second_ones():
-    peft = pytest.importorskip("peft")
-    base = model_of_shape("tiny-llama", device="cpu")
-    adapters = peft.LoraConfig(target_modules="all-linear")
-    model = peft.get_peft_model(base, adapters)
-    model.requires_grad_(False)
-    found = by_name(remedies_for(model, Shape(batch=1, seq=64), memory_bytes=MIB))
-    assert "LoRA, 16-bit base" not in found
-    assert "QLoRA" in found
-
-
 def test_the_base_below_adapters_is_quantized():
     """As `estimate_qlora` counts it, when the adapters are not there yet."""
     peft = pytest.importorskip("peft")
@@ -218,4 +179,5 @@ def test_the_base_below_adapters_is_quantized():
     remedies = remedies_for(model, shape, memory_bytes=1)
     before, quantized = remedies[-2:]
     assert quantized.name == "QLoRA"
+    assert "LoRA, 16-bit base" not in names(remedies), "there are adapters already"
     assert before.peak - quantized.peak == pytest.approx(saved, rel=0.01)

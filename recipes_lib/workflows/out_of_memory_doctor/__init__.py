@@ -30,7 +30,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from recipes_lib.core.checks import check_number, check_text, check_whole
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.predict.budget import Shape
@@ -59,10 +59,7 @@ class Diagnosis:
 
     @property
     def first_fit(self) -> Remedy | None:
-        """The first remedy with which, on top of all above it, the model fits.
-
-        None if nothing is enough.
-        """
+        """The first remedy with which, on top of all above it, the model fits, or None."""
         return _first_fit(self.remedies)
 
     def table(self) -> list[list[str]]:
@@ -117,19 +114,11 @@ def diagnose(
         model: a causal LM on any device. Remedies then say what they save of an AdamW step on
             [batch_size, seq_len].
         memory_bytes: of the device; default is what the error leaves to us, else this machine's.
-    Raises ValueError without error and model, for a model without its batch, and for an error of
-    another kind.
+    Raises ValueError without error and model, and for an error of another kind.
     """
-    if error != "":
-        check_text(error=error)
     if not error and model is None:
-        raise ValueError(
-            "nothing to diagnose: give the error's text, or a model with batch_size and seq_len, "
-            "or both"
-        )
-    said = {}
-    if error:
-        said = parse_error(error)
+        raise ValueError("nothing to diagnose: give the error's text, or a model and its batch")
+    said = parse_error(error) if error else {}
     killed = was_killed(error)
     findings = _findings_in(said, killed=killed)
     remedies = _remedies_without_recipe(said)
@@ -163,13 +152,10 @@ def _findings_in(said: dict[str, int], *, killed: bool) -> list[str]:
             "On a host with a GPU look at what stays in host memory: weights that are loaded in "
             "32 bits, an optimizer offload, workers that each hold the data set.",
         ]
-    words = []
-    for name, number in said.items():
-        if number and name != "reserved":  # which is said in two parts
-            words.append(f"{name} {readable(number)}")
-    if not words:
-        return []
-    return [f"The error says: {', '.join(words)}."]
+    # What is reserved is said in two parts.
+    shown = {name: number for name, number in said.items() if number and name != "reserved"}
+    words = ", ".join(f"{name} {readable(number)}" for name, number in shown.items())
+    return [f"The error says: {words}."] if words else []
 
 
 def _remedies_without_recipe(said: dict[str, int]) -> list[Remedy]:
@@ -248,7 +234,4 @@ def _where_nothing_fits(model: Any, limit: int, tried: list[Remedy]) -> str:
 
 
 def _first_fit(remedies: list[Remedy]) -> Remedy | None:
-    for remedy in remedies:
-        if remedy.fits:
-            return remedy
-    return None
+    return next((remedy for remedy in remedies if remedy.fits), None)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ RECIPES = {
     ),
 }
 
-# These two put adapters beside another base, and take only these recipes from above.
+# These two put adapters beside another base, and take only these recipes from above: adapters have
+# few states to save.
 ADAPTERS = {"QLoRA": estimate_qlora, "LoRA, 16-bit base": estimate_lora}
 BESIDE_ADAPTERS = ("micro-batches", "loss in chunks", "checkpointing")
 
@@ -109,10 +111,7 @@ class Remedy:
         """The predicted peak, and whether it fits: "16.5 GiB, fits"."""
         if self.peak is None:
             return ""
-        verdict = "too much"
-        if self.fits:
-            verdict = "fits"
-        return f"{readable(self.peak)}, {verdict}"
+        return f"{readable(self.peak)}, {'fits' if self.fits else 'too much'}"
 
     def details(self) -> list[str]:
         """What it saves, what it costs and where it is, as far as there is something to say."""
@@ -136,9 +135,7 @@ def remedies_for(
 
     Each row has a smaller peak than the row above. A recipe that would not make the peak smaller
     here is no remedy. It may take something away that would be the peak after the next recipe:
-    then the two are one row. The two with adapters start from the plain step on another base, and
-    take micro-batches, chunks and checkpoints from above. They do without 8-bit states and the
-    offload: adapters have few states to save.
+    then the two are one row.
 
     Args:
         spare_the_host: leave out what moves memory to the host.
@@ -162,11 +159,7 @@ def smallest_without_rows(model: Any) -> Budget:
     for name in plans.candidates(spare_the_host=False):
         names.append(name)
         budgets.append(plans.of(names))
-    return min(budgets, key=_peak_of)
-
-
-def _peak_of(plan: Budget) -> int:
-    return plan.peak
+    return min(budgets, key=attrgetter("peak"))
 
 
 class _Plans:
@@ -201,10 +194,7 @@ class _Plans:
         return possible
 
     def of(self, names: Iterable[str]) -> Budget:
-        """The budget with the recipes of these names, in whatever order they are given.
-
-        Adapters take of the others only those that go with them; QLoRA stands in LoRA's place.
-        """
+        """The budget with these recipes, in any order; QLoRA stands in LoRA's place."""
         chosen = set(names)
         model = self.model
         plan = self.plain
@@ -289,7 +279,7 @@ class _Rows:
         self.names: list[str] = []
         # Recipes that have not made the peak smaller so far: the next one may need them.
         self.waiting: list[str] = []
-        self.remedies = [Remedy("as it is", peak=self.plan.peak, fits=self._fits(self.plan))]
+        self.remedies = [Remedy("as it is", peak=self.plan.peak, fits=self.plan.peak <= limit)]
 
     def add(self, name: str) -> None:
         """Add a row for the recipe, with those that wait and are needed, if it lowers the peak."""
@@ -316,15 +306,12 @@ class _Rows:
                 costs=", ".join(RECIPES[each].costs for each in new),
                 where=", ".join(RECIPES[each].where for each in new),
                 peak=plan.peak,
-                fits=self._fits(plan),
+                fits=plan.peak <= self.limit,
             )
         )
         self.waiting = [each for each in self.waiting if each not in needed]
         self.names += new
         self.plan = plan
-
-    def _fits(self, plan: Budget) -> bool:
-        return plan.peak <= self.limit
 
     def _with(self, name: str, waiting: Iterable[str]) -> Budget:
         """The budget with all rows so far, with some of those that wait, and with `name`."""
@@ -368,9 +355,8 @@ def _sixteen_bit_base(model: Any) -> Any:
 
     # A copy, because from_config writes the dtype into the configuration that it is given.
     config = copy.deepcopy(without_adapters(model).config)
-    without_data = dry_run()
-    if model.device.type == "meta":
-        without_data = contextlib.nullcontext()  # "meta" has no data anyway
+    # "meta" has no data anyway.
+    without_data = contextlib.nullcontext() if model.device.type == "meta" else dry_run()
     with without_data, torch.device(model.device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
