@@ -50,6 +50,21 @@ def test_a_whole_run_replaces_the_earlier_one(execute, monkeypatch, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["09_mine.ipynb"]
 
 
+def test_shown_code_is_refreshed_where_that_is_possible(execute, tmp_path):
+    """The mistake: `prose` keeps older lines of a function, or puts new ones into printed text."""
+    source = tmp_path / "10_shows.py"
+    source.write_text("# %%\nfrom recipes_lib.report import figure\n\nshow(figure.new_figure)\n")
+    ((cell, codes),) = execute.shown_code(execute.build(source))
+    older = execute.show.in_markdown("def older(): ...")
+    cell.outputs = [execute.nbformat.v4.new_output("display_data", dict(older))]
+    assert execute.outdated(cell, codes) == codes
+    execute.refresh_shown(cell, codes, source)
+    assert execute.outdated(cell, codes) == []
+    cell.outputs = [execute.nbformat.v4.new_output("stream", text="def older(): ...")]
+    with pytest.raises(SystemExit, match="has to run again"):
+        execute.refresh_shown(cell, codes, source)
+
+
 @pytest.mark.parametrize("target", ["test", "check"])
 @pytest.mark.parametrize(
     ("arguments", "narrowed"),

@@ -1,4 +1,7 @@
-"""The notebooks equal their sources, ran in order, and follow one template."""
+"""The notebooks are their sources, ran as a whole, and follow one template.
+
+Each test looks at all notebooks, and lists what is wrong in any of them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-import jupytext
 import nbformat
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -25,90 +26,9 @@ HEADINGS = {
     "exercises": r"\bexercises\b",
     "references": r"\breferences\b",
 }
+BADGE = r"colab\.research\.google\.com/github/[\w.-]+/[\w.-]+/blob/main/notebooks/([\w.-]+)"
+OURS = r"https://github\.com/[\w.-]+/llm-training-recipes/(?:blob|tree)/main/"
 LOCAL_PATH = re.compile(r"(?<![\w./-])/(home|root|work|tmp|Users)\b|\b[A-Z]:\\{1,2}[A-Z]")
-
-pytestmark = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-
-
-@pytest.fixture
-def notebook(source):
-    return nbformat.read(NOTEBOOKS / f"{source.stem}.ipynb", 4)
-
-
-def cells(notebook, kind):
-    return [cell for cell in notebook.cells if cell.cell_type == kind]
-
-
-def prose(notebook):
-    return "\n".join(cell.source for cell in cells(notebook, "markdown"))
-
-
-def outputs(notebook):
-    return [output for cell in cells(notebook, "code") for output in cell.outputs]
-
-
-def test_notebook_equals_its_source(source, notebook):
-    expected = [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells]
-    actual = [(cell.cell_type, cell.source) for cell in notebook.cells]
-    assert actual == expected, f"run: make notebooks NB={source.stem[:2]}"
-
-
-def test_executed_in_order_without_errors(notebook):
-    counts = [cell.execution_count for cell in cells(notebook, "code")]
-    assert counts == list(range(1, len(counts) + 1))
-    assert [output.ename for output in outputs(notebook) if output.output_type == "error"] == []
-
-
-def test_outputs_are_free_of_warnings(notebook):
-    streams = [output for output in outputs(notebook) if output.output_type == "stream"]
-    errors = [stream.text for stream in streams if stream.name == "stderr"]
-    assert [text for text in errors if "warn" in text.lower()] == []
-
-
-def test_shows_figures(notebook):
-    figures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-    assert len(figures) >= 2
-
-
-def test_shown_code_is_todays(source, notebook):
-    """Functions change after a notebook ran, and its text then explains other lines."""
-    execute = load_execute()
-    found = [
-        f"{cell.id}: {code.splitlines()[0]}"
-        for cell, codes in execute.shown_code(notebook)
-        for code in execute.outdated(cell, codes)
-    ]
-    number = source.stem[:2]
-    assert found == [], f"run: python notebooks/execute.py prose {number} (or build {number})"
-
-
-def test_older_code_is_found_and_refreshed(source, notebook):
-    """In the form of today, without running anything; a printed one has to run again."""
-    execute = load_execute()
-    cell, codes = execute.shown_code(notebook)[0]
-    older = execute.show.in_markdown("def older(): ...")
-    cell.outputs = [nbformat.v4.new_output("display_data", dict(older)) for _ in codes]
-    assert execute.outdated(cell, codes) == codes
-    execute.refresh_shown(cell, codes, source)
-    assert execute.outdated(cell, codes) == []
-    cell.outputs = [nbformat.v4.new_output("stream", text="def older(): ...")]
-    with pytest.raises(SystemExit, match="has to run again"):
-        execute.refresh_shown(cell, codes, source)
-
-
-def test_titles_of_steps_are_no_code(notebook):
-    """The terminal of `make run` shows them."""
-    cells = notebook.cells
-    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
-    titles = [load_execute().title(cells, index) for index in code]
-    assert all(titles)
-    assert [title for title in titles if re.match(r"(from \w+ |import )|.*[=(]$", title)] == []
-
-
-def test_every_call_of_show_is_found(source, notebook):
-    """The mistake: a call that the search does not see is never compared."""
-    calls = sum(len(re.findall(r"^\s*show\(", cell.source, re.M)) for cell in notebook.cells)
-    assert sum(len(codes) for _, codes in load_execute().shown_code(notebook)) == calls > 0
 
 
 @functools.cache
@@ -120,55 +40,105 @@ def load_execute():
     return module
 
 
-def test_headings_follow_the_template(notebook):
-    headings = [
-        re.sub(r"[*_]", "", line).lower()
-        for line in prose(notebook).splitlines()
-        if line.startswith("#")
-    ]
-    assert notebook.cells[0].source.startswith("# "), "the first cell is the title"
-    assert [h for h in headings if h.startswith("# ")] == headings[:1], "one title"
-    absent = [
-        what
-        for what, pattern in HEADINGS.items()
-        if not any(re.search(pattern, heading) for heading in headings)
-    ]
-    assert absent == []
+def built():
+    """Each notebook as its source says, without outputs."""
+    return {source.stem: load_execute().build(source) for source in SOURCES}
 
 
-def test_colab_badge_opens_this_notebook(source, notebook):
-    first = notebook.cells[0].source + notebook.cells[1].source
-    assert "colab-badge.svg" in first
-    target = r"colab\.research\.google\.com/github/[\w.-]+/[\w.-]+/blob/main/notebooks/([\w.-]+)"
-    assert re.findall(target, first) == [f"{source.stem}.ipynb"]
+def executed():
+    """Each notebook of the repository, with its outputs."""
+    paths = [NOTEBOOKS / f"{source.stem}.ipynb" for source in SOURCES]
+    return {path.stem: nbformat.read(path, 4) for path in paths}
 
 
-def test_nothing_names_the_machine(source, notebook):
-    texts = [
-        source.read_text(encoding="utf-8"),
-        *map(load_execute().output_text, outputs(notebook)),
-    ]
-    assert [match.group() for text in texts for match in LOCAL_PATH.finditer(text)] == []
+def of_kind(notebook, kind):
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
 
 
-def test_links_into_the_repository_resolve(notebook):
-    links = re.findall(r"\]\(([^)#\s]+)", prose(notebook))
-    relative = [NOTEBOOKS / link for link in links if "://" not in link]
-    ours = re.compile(r"https://github\.com/[\w.-]+/llm-training-recipes/(?:blob|tree)/main/(.+)")
-    absolute = [ROOT / match[1] for link in links if (match := ours.match(link))]
-    assert [str(path) for path in relative + absolute if not path.exists()] == []
+def prose(notebook):
+    return "\n".join(cell.source for cell in of_kind(notebook, "markdown"))
 
 
-def test_imports_from_the_package_exist(source):
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recipes_lib"):
-            module = importlib.import_module(node.module)
-            for alias in node.names:
-                submodule = (
-                    importlib.util.find_spec(f"{node.module}.{alias.name}")
-                    if hasattr(module, "__path__")
-                    else None
-                )
-                assert submodule or hasattr(module, alias.name), (
-                    f"{node.module} has no {alias.name}"
-                )
+def test_notebooks_are_their_sources():
+    """The mistake: a text or a function changes, and a notebook explains other lines."""
+    execute = load_execute()
+    stale = []
+    for (name, expected), actual in zip(built().items(), executed().values()):
+        number = name[:2]
+        cells = [[(cell.cell_type, cell.source) for cell in nb.cells] for nb in (expected, actual)]
+        if cells[0] != cells[1]:
+            stale.append(f"make notebooks NB={number}")
+        for cell, codes in execute.shown_code(actual):
+            for code in execute.outdated(cell, codes):
+                line = code.splitlines()[0]
+                stale.append(f"python notebooks/execute.py prose {number}: {cell.id}, {line}")
+    assert stale == []
+
+
+def test_outputs_come_from_one_whole_run():
+    """The mistakes: cells ran out of order, or printed an error, a warning or a local path."""
+    wrong = []
+    for name, notebook in executed().items():
+        code = of_kind(notebook, "code")
+        if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+            wrong.append(f"{name}: not run in order")
+        outputs = [output for cell in code for output in cell.outputs]
+        wrong += [f"{name}: {each.ename}" for each in outputs if each.output_type == "error"]
+        for output in outputs:
+            text = load_execute().output_text(output)
+            if output.get("name") == "stderr" and "warn" in text.lower():
+                wrong.append(f"{name}: {text}")
+            wrong += [f"{name}: {found.group()}" for found in LOCAL_PATH.finditer(text)]
+        if sum("image/png" in output.get("data", {}) for output in outputs) < 2:
+            wrong.append(f"{name}: fewer than two figures")
+    assert wrong == []
+
+
+def test_sources_follow_the_template():
+    """The mistakes: a part is missing, a badge opens another notebook, a step has no title."""
+    wrong = []
+    for name, notebook in built().items():
+        headings = [line for line in prose(notebook).splitlines() if line.startswith("#")]
+        headings = [re.sub(r"[*_]", "", line).lower() for line in headings]
+        if [index for index, line in enumerate(headings) if line.startswith("# ")] != [0]:
+            wrong.append(f"{name}: its title has to be the first heading, and the only one")
+        for part, pattern in HEADINGS.items():
+            if not any(re.search(pattern, heading) for heading in headings):
+                wrong.append(f"{name}: no part {part}")
+        first = notebook.cells[0].source + notebook.cells[1].source
+        if "colab-badge.svg" not in first or re.findall(BADGE, first) != [f"{name}.ipynb"]:
+            wrong.append(f"{name}: no badge that opens it")
+        for index, cell in enumerate(notebook.cells):
+            title = load_execute().title(notebook.cells, index)
+            is_code = re.match(r"(from \w+ |import )|.*[=(]$", title)
+            if cell.cell_type == "code" and (not title or is_code):
+                wrong.append(f"{name}: the terminal shows {title!r} as the title of {cell.id}")
+        calls = sum(len(re.findall(r"^\s*show\(", cell.source, re.M)) for cell in notebook.cells)
+        if sum(len(codes) for _, codes in load_execute().shown_code(notebook)) != calls:
+            wrong.append(f"{name}: a call of show() that the comparison with today's code misses")
+    assert wrong == []
+
+
+def test_what_sources_name_exists():
+    """The mistakes: a file or a function moves, and a link or an import stays as it was."""
+    wrong = []
+    for (name, notebook), source in zip(built().items(), SOURCES):
+        for link in re.findall(r"\]\(([^)#\s]+)", prose(notebook)):
+            here = re.sub(OURS, "../", link)
+            if "://" not in here and not (NOTEBOOKS / here).exists():
+                wrong.append(f"{name}: {link}")
+        text = source.read_text(encoding="utf-8")
+        wrong += [f"{name}: {found.group()}" for found in LOCAL_PATH.finditer(text)]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("recipes_lib"):
+                module = importlib.import_module(node.module)
+                missing = [each.name for each in node.names if not is_in(module, each.name)]
+                wrong += [f"{name}: {node.module} has no {each}" for each in missing]
+    assert wrong == []
+
+
+def is_in(module, name):
+    """Whether `from module import name` works, for a submodule too."""
+    if hasattr(module, name):
+        return True
+    return hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}")

@@ -44,7 +44,7 @@
 # | 7 | pipeline parallel | the stack of blocks | [pipeline_parallel.py](../recipes_lib/parallel/pipeline_parallel/__init__.py) |
 # | 8 | context parallel | the sequence | [context_parallel.py](../recipes_lib/parallel/context_parallel/__init__.py) |
 # | 9 | mixture of experts | experts | [mixture_of_experts.py](../recipes_lib/architecture/mixture_of_experts/__init__.py) |
-# | 10 | data loading | rows, which are read while the step before runs | [data_loading.py](../recipes_lib/training/data_loading/__init__.py) |
+# | 10 | data loading | rows, which are read while the step before runs | [data_loading.py](../recipes_lib/training/data_loading.py) |
 # | 11 | checkpoints and restarts | what is saved: each rank writes its part | [checkpoint.py](../recipes_lib/parallel/checkpoint/__init__.py) |
 #
 # The first lines of each file explain its recipe. At the end there are files to start the same training with `torchrun`, accelerate, DeepSpeed, SLURM, Axolotl and Megatron.

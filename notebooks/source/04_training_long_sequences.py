@@ -68,6 +68,7 @@ if importlib.util.find_spec("recipes_lib") is None:
     install(code, extra="notebooks")
 
 # %%
+import gc
 from functools import partial
 
 import torch
@@ -80,6 +81,7 @@ from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 here = machine()
 tokenizer = load_tokenizer()
+gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
 print(here)
 print("SmolLM2 comes from:", model_source())
 if here.device == "cuda":
@@ -110,6 +112,7 @@ cpu = dict(
     rounds=3,  # of turns on the clock
     long_text=16384,  # tokens on which windows are timed
     window=1024,
+    trained="smollm2",  # the model whose losses say something
     reads=2048,  # tokens on which we ask what reading less costs
     row=2048,  # characters of a row of the curriculum
     steps=60,  # of the curriculum, at full length
@@ -132,8 +135,8 @@ gpu16 = cpu | dict(
 gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
 brief = cpu | dict(
-    layers=3,
-    limit=840 * 2**20,
+    shape="tiny-smollm2",
+    limit=200 * 2**20,
     common=64,
     lengths=(64, 4096, 8192),
     tile=2048,
@@ -143,6 +146,7 @@ brief = cpu | dict(
     rounds=1,
     long_text=2048,
     window=256,
+    trained="tiny-smollm2",
     reads=256,
     row=256,
     steps=6,
@@ -846,7 +850,7 @@ variants = {
 read_ids = text[:, : sizes.reads]
 price = {}
 for which, adapt in variants.items():
-    model = load_model().eval()
+    model = load_model(sizes.trained).eval()
     if adapt is not None:
         adapt(model)
     with torch.no_grad():
@@ -952,7 +956,7 @@ for near, far in ((3, 7), (1003, 1007)):
     score = (turned * turned_key).sum()
     print(f"query at {far}, key at {near}: score {score:.4f}")
 try:
-    check_length(load_model(), 16_384)
+    check_length(load_model(sizes.trained), 16_384)
 except ValueError as reason:
     print(reason)
 
@@ -970,7 +974,7 @@ from recipes_lib.report.records import recorded
 
 def along(kind, tokens, window, texts):
     """The losses along long texts, with this kind of scaling: one list per text."""
-    model = apply_flash_attention(load_model().eval())
+    model = apply_flash_attention(load_model(sizes.trained).eval())
     if kind in KINDS:
         apply_rope_scaling(model, kind=kind, factor=2)
     rows = text[:, : texts * tokens].view(texts, 1, tokens)

@@ -72,6 +72,7 @@ def efficient_net(
     *,
     width: float = 0.5,
     depth: float = 1.0,
+    stages: int = 7,
     classes: int = 10,
     image_size: int = 32,
     channels: int = 1,
@@ -86,6 +87,7 @@ def efficient_net(
     Args:
         width: multiplies all channels; they are rounded to multiples of 8.
         depth: multiplies the number of blocks of each stage, rounded up.
+        stages: how many of the seven there are; with few of them it is a toy for a test.
         image_size: pixels of a side, 32 or more.
         channels: of an image, 1 for grey and 3 for colours.
         output_stride: how many times fewer pixels a side has at the end: 8, 16 or 32. With 32, as
@@ -97,6 +99,7 @@ def efficient_net(
 
     check_whole(least=SMALLEST, image_size=image_size)
     check_choice(STRIDES, output_stride=output_stride)
+    check_whole(stages=stages, most=7)
     config = EfficientNetConfig(
         num_channels=channels,
         image_size=image_size,
@@ -108,6 +111,7 @@ def efficient_net(
         dropout_rate=0.2,
         drop_connect_rate=0.0,
     )
+    config.in_channels = config.in_channels[:stages]  # transformers makes one stage for each
     model = seeded(lambda: initialise_(EfficientNetForImageClassification(config)), seed)
     return replace_pooler(model).eval()
 

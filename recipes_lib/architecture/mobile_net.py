@@ -44,7 +44,7 @@ from recipes_lib.architecture._convolutions import (
     rounded_channels,
     seeded,
 )
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_whole
 
 # Channels and strides of the blocks after the first, at width 1 (table 2 of the paper).
 CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
@@ -102,6 +102,7 @@ def mobile_net(
     image_size: int = 32,
     channels: int = 1,
     output_stride: int = 32,
+    blocks: int = len(STRIDES),
     seed: int | None = None,
 ) -> Any:
     """A `MobileNetV2ForImageClassification` with first weights that can be trained, in eval mode.
@@ -119,11 +120,14 @@ def mobile_net(
             an image of 32 pixels ends as a single one. Less keeps more pixels, for more work:
             where a stride is left out, transformers spreads the later filters out, which is for
             segmentation and slow; here they stay 3 x 3.
+        blocks: how many of the 16 behind the stem there are; with few of them it is a toy for a
+            test.
         seed: of the first weights. None: the current random state.
     """
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
     check_choice(OUTPUT_STRIDES, output_stride=output_stride)
+    check_whole(blocks=blocks, most=len(STRIDES))
     config = MobileNetV2Config(
         num_channels=channels,
         image_size=image_size,
@@ -133,12 +137,15 @@ def mobile_net(
         finegrained_output=False,
         tf_padding=False,
         classifier_dropout_prob=0.2,
+        blocks=blocks,
     )
 
     def make() -> Any:
         model = MobileNetV2ForImageClassification(config)
         if output_stride < 32:
             _gather_filters(model)
+        if blocks < len(STRIDES):
+            _keep_first(model, blocks)
         return initialise_(model)
 
     return seeded(make, seed).eval()
@@ -154,10 +161,25 @@ def _gather_filters(model: Any) -> None:
     model.save_pretrained = _refuse_to_save
 
 
+def _keep_first(model: Any, blocks: int) -> None:
+    """The first blocks alone, in place, and a last convolution that takes their channels."""
+    trunk = model.mobilenet_v2
+    del trunk.layer[blocks:]
+    last = trunk.conv_1x1
+    trunk.conv_1x1 = type(last)(
+        model.config,
+        in_channels=trunk.layer[-1].reduce_1x1.convolution.out_channels,
+        out_channels=last.convolution.out_channels,
+        kernel_size=1,
+    )
+    model.save_pretrained = _refuse_to_save  # transformers makes all 16
+
+
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise ValueError(
-        "from_pretrained would spread the filters of this model out: save model.state_dict(), and "
-        "load it into mobile_net() with the same arguments; output_stride=32 has no such filters"
+        "from_pretrained would make another model of this file: save model.state_dict(), and load "
+        "it into mobile_net() with the same arguments; with output_stride=32 and all blocks this "
+        "model can be saved"
     )
 
 
@@ -231,18 +253,23 @@ def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
     last = LAST
     if not config.finegrained_output or config.depth_multiplier >= 1:
         last = _scaled(config, LAST)
-    yield _convolution(_scaled(config, CHANNELS[-1]), last, side=side)
+    yield _convolution(_scaled(config, CHANNELS[_block_count(config)]), last, side=side)
     yield Work((last + 1) * config.num_labels, last * config.num_labels)  # with a bias
 
 
 def _blocks(config: Any) -> Iterator[tuple[int, int, int]]:
     """Input channels, output channels and stride of the blocks after the stem."""
     reached = 2  # the first convolution halves the image
-    for index, stride in enumerate(STRIDES):
+    for index, stride in enumerate(STRIDES[: _block_count(config)]):
         if reached == config.output_stride:
             stride = 1  # transformers spreads the filters out instead: equal work
         reached *= stride
         yield _scaled(config, CHANNELS[index]), _scaled(config, CHANNELS[index + 1]), stride
+
+
+def _block_count(config: Any) -> int:
+    """A configuration of transformers itself says nothing about it: there are always 16."""
+    return getattr(config, "blocks", len(STRIDES))
 
 
 def _scaled(config: Any, channels: int) -> int:

@@ -130,6 +130,7 @@ def test_filters_stay_together_and_such_a_model_is_not_saved_as_another(tmp_path
         {},
         {"width": 0.1, "image_size": 31, "output_stride": 8, "channels": 3},
         {"width": 1.4, "image_size": 17, "output_stride": 16, "classes": 1},
+        {"blocks": 2},
     ],
 )
 def test_predicted_is_what_is_counted(options):

@@ -69,18 +69,22 @@ SHAPES = {
     "tiny-mistral": ModelShape(64, 160, 2, 4, 2, 128, False, "Mistral"),
     "tiny-gemma2": ModelShape(64, 160, 2, 4, 2, 128, True, "Gemma2"),
     "tiny-gpt2": ModelShape(64, 256, 2, 4, 4, 128, True, "GPT2"),
+    # For SmolLM2's tokenizer, where a notebook only has to show that it runs.
+    "tiny-smollm2": ModelShape(64, 192, 2, 8, 4, 49152, True, "Llama"),
 }
 
 
 def load_model(
     name: str = "smollm2", *, dtype: torch.dtype = torch.float32, device: str | None = None
 ) -> Any:
-    """Load a causal LM in training mode: `smollm2`, a hub id or a local folder.
+    """Load a causal LM in training mode: `smollm2`, a hub id, a local folder or a key of `SHAPES`.
 
-    Raises ValueError if there is none.
+    A shape has random weights. Raises ValueError if there is no such model.
     """
     from transformers import AutoModelForCausalLM
 
+    if name in SHAPES:
+        return model_of_shape(name, dtype=dtype, device=device)
     where = resolve(name)
     local = {"local_files_only": offline(where)}
     with _explained("a causal language model", name, where), quiet():

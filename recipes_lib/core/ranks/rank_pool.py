@@ -54,8 +54,9 @@ from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import machine
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# What the fork server imports, once for all pools of this process.
-IMPORTED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+# What the fork server imports, once for all pools of this process. The first one silences loggers.
+IMPORTED = ["recipes_lib.core.measure.machine", "torch.distributed.tensor"]
+IMPORTED += ["torch.distributed.fsdp", "torch.distributed.checkpoint"]
 IMPORTED += ["transformers.models.llama.modeling_llama"]
 START_SECONDS = 300.0  # for the imports, on a machine that is busy
 GRACE_SECONDS = 2.0  # for the other ranks to report an error of their own
