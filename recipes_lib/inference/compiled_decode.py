@@ -106,13 +106,13 @@ class CompiledDecoder(nn.Module):
                 f"cannot change; give compile_decoder(decoder, max_tokens={max_tokens}) or more"
             )
         free = self._free[batch]
-        storage = free.pop() if free else self._new_storage(batch)
+        if free:
+            storage = free.pop()
+        else:
+            storage = _Storage(self.decoder.new_cache(batch=batch, max_tokens=self.max_tokens))
         cache = StaticCache(storage, batch=batch, capacity=self.max_tokens)
         weakref.finalize(cache, free.append, storage)
         return cache
-
-    def _new_storage(self, batch: int) -> _Storage:
-        return _Storage(self.decoder.new_cache(batch=batch, max_tokens=self.max_tokens))
 
     def forward(
         self,

@@ -9,7 +9,6 @@ from torch._dynamo.utils import counters
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.compiling import require_kernels_for
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference import compiled_decode
 from recipes_lib.inference.batching import generate_batch
@@ -164,15 +163,6 @@ def test_layers_that_are_not_one_graph(decoder, graphs_only):
     compiled = compile_decoder(apply_int8(decoder, kind="dynamic"), max_tokens=16)
     with pytest.raises(ValueError, match="one graph, as with int8 layers on a CPU"):
         greedy(compiled, PROMPT, new_tokens=2)
-
-
-def test_bf16_on_a_card_without_it_is_refused(monkeypatch):
-    """PyTorch would compile nothing, and run the step as it is."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    device = torch.device("cuda")
-    with pytest.raises(ValueError, match=r"7\.5 has no bf16.*float16"):
-        require_kernels_for(device, {torch.float32, torch.bfloat16})
-    require_kernels_for(device, {torch.float16, torch.float32})
 
 
 @pytest.mark.gpu

@@ -50,22 +50,12 @@ YARN |= {"rope_theta": 10_000.0}
 
 READ = {
     "llama": ("Llama", {}),
-    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama, a head of keys for each query": ("Llama", {"num_key_value_heads": 6}),
     "llama, one head of keys": ("Llama", {"num_key_value_heads": 1}),
     "llama, biases everywhere": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, yarn": ("Llama", {"rope_parameters": YARN}),
-    "qwen2, biases": ("Qwen2", {}),
     "qwen3, norms of queries and keys": ("Qwen3", {"head_dim": 16}),
-    "mistral": ("Mistral", {}),
     "mistral, head_dim": ("Mistral", {"head_dim": 12, "num_key_value_heads": 3}),
 }
-
-
-@pytest.fixture(params=READ)
-def model(request):
-    family, options = READ[request.param]
-    return model_of(family, **options)
 
 
 @pytest.fixture
@@ -94,8 +84,11 @@ def logits_of(model, tokens):
 # --- equal to generate ----------------------------------------------------------------------------
 
 
-def test_tokens_are_those_of_generate(model):
+@pytest.mark.parametrize("name", READ)
+def test_tokens_are_those_of_generate(name):
     """The mistake: a head, a bias or a pair of dimensions in the wrong place."""
+    family, options = READ[name]
+    model = model_of(family, **options)
     decoder = apply_decode_loop(model)
     different = set()
     for length in (1, 2, 17):
@@ -106,24 +99,22 @@ def test_tokens_are_those_of_generate(model):
     assert len(different) > 5, "a model that repeats itself would hide mistakes"
 
 
-def test_logits_in_any_split(model):
+def test_logits_in_any_split(plain):
     """The mistake: a mask or a position that starts anew in the second call."""
     tokens = prompt_of(13)
-    decoder = apply_decode_loop(model)
+    decoder = apply_decode_loop(plain)
     for split in ([13], [5, 8], [1, 1, 11], [12, 1]):
         cache = decoder.new_cache(max_tokens=13)
         parts = torch.tensor([tokens]).split(split, dim=1)
         logits = torch.cat([decoder(part, cache) for part in parts], dim=1)
-        torch.testing.assert_close(logits, logits_of(model, tokens), atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, logits_of(plain, tokens), atol=2e-4, rtol=1e-4)
         assert cache.length == 13
 
 
-def test_the_step_by_hand_is_the_step(model):
+def test_the_step_by_hand_is_the_step(plain):
     """The mistake: the plain lines that readers copy are another block."""
-    decoder = apply_decode_loop(model)
+    decoder = apply_decode_loop(plain)
     block = decoder.blocks[0]
-    if block.query_key_norm is not None or "yarn" in str(model.config.rope_parameters):
-        pytest.skip("the plain lines leave out the norms of heads and YaRN's sharpening")
     tokens = torch.tensor([prompt_of(7)])
     cache = decoder.new_cache(max_tokens=7)
     decoder(tokens[:, :6], cache)
@@ -144,8 +135,7 @@ def test_rotation_by_complex_and_by_real_numbers():
     torch.testing.assert_close(rotate(x, torch.view_as_complex(real)), rotate(x, real))
 
 
-@pytest.mark.parametrize("eps", [1e-6, 1e-1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 1e-1), (torch.float16, 1e-6)])
 def test_the_norm_is_the_rms_norm(dtype, eps):
     """The mistake: squares in fp16, which overflow, or a forgotten eps, which small ones show."""
     weight = torch.rand(48).to(dtype)
@@ -180,10 +170,10 @@ def left_padded(prompts):
     return torch.tensor(rows), torch.tensor(starts)
 
 
-def test_padded_rows_answer_like_single_ones(model):
+def test_padded_rows_answer_like_single_ones(plain):
     """The mistake: padding that is seen, or counted as a position."""
     prompts = [prompt_of(3), prompt_of(11), prompt_of(1)]
-    decoder = apply_decode_loop(model)
+    decoder = apply_decode_loop(plain)
     tokens, starts = left_padded(prompts)
     cache = decoder.new_cache(batch=3, max_tokens=tokens.shape[1] + NEW_TOKENS)
     cache.starts = starts
@@ -274,23 +264,11 @@ def test_sixteen_bits(plain, dtype):
 TINY = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 REFUSED = {
-    "gpt2": ("GPT2", {}),
-    "gpt_neox": ("GPTNeoX", {}),
-    "gemma": ("Gemma", {"head_dim": 8}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
-    "gemma3": ("Gemma3Text", {"head_dim": 8}),
-    "phi": ("Phi", {}),
-    "phi3": ("Phi3", {}),
-    "stablelm": ("StableLm", {}),
-    "cohere": ("Cohere", {}),
-    "granite": ("Granite", {"embedding_multiplier": 3.0}),
-    "granite, residuals": ("Granite", {"residual_multiplier": 0.5}),
-    "olmo": ("Olmo", {}),
-    "olmo2": ("Olmo2", {}),
-    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "smollm3, layers without positions": ("SmolLM3", {"no_rope_layer_interval": 2}),
-    "mixtral": ("Mixtral", {"num_local_experts": 2}),
-    "qwen2_moe": ("Qwen2Moe", {"num_experts": 2, "moe_intermediate_size": 32}),
+    "other layers": ("GPT2", {}),
+    "another norm": ("Gemma", {"head_dim": 8}),
+    "another embedding": ("Granite", {"embedding_multiplier": 3.0}),
+    "layers without positions": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "experts": ("Qwen2Moe", {"num_experts": 2, "moe_intermediate_size": 32}),
     "rotary angles that change": ("Llama", {"rope_parameters": DYNAMIC}),
     "capped scores, which are small yet": ("Llama", {"attn_logit_softcapping": 1e6}),
 }
@@ -307,14 +285,6 @@ def test_other_families_are_refused(name):
     assert "\n" not in str(refusal.value)
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[key])
-
-
-def test_the_probe_sees_what_modules_do_not_show(plain):
-    """The mistake: every module is there, and somebody has changed a forward."""
-    block = plain.model.layers[2].self_attn
-    block.scaling = block.scaling * 1.1
-    with pytest.raises(ValueError, match="gives other logits"):
-        apply_decode_loop(plain)
 
 
 def test_a_prompt_longer_than_the_cache(plain):

@@ -97,16 +97,8 @@ def test_a_draft_decoder_gives_the_greedy_answer(same):
             assert got.acceptance == 1.0
 
 
-def test_a_model_that_drafts_for_itself_is_always_right():
-    """The mistake: a draft cache that lacks a token after a draft that was right to the end."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
-    prompt = torch.randint(0, 128, (9,)).tolist()
-    got = speculative_generate(decoder, decoder, prompt, new_tokens=21, draft_tokens=4)
-    assert got.tokens == greedy(decoder, prompt, new_tokens=21)
-    assert got.acceptance == 1.0 and got.calls == 4 and got.tokens_per_call == 5.0
-
-
 def test_the_index_finds_what_the_plain_search_finds():
+    """The mistake: the n-gram at the very end, which nothing follows, is found."""
     for number in range(50):
         draw = random.Random(number)
         ngram = draw.randint(1, 4)
@@ -119,6 +111,7 @@ def test_the_index_finds_what_the_plain_search_finds():
 
 
 def test_a_lookup_copies_the_latest_place_and_goes_on_in_its_copy():
+    """The mistake: the first place, or a draft that ends where the text does."""
     sizes = {"ngram": 3, "shortest": 1}
     assert looked_up([1, 2, 3, 9, 1, 2, 4, 1, 2], **sizes, most=2) == [4, 1]
     assert looked_up([5, 6, 5, 6], **sizes, most=5) == [5, 6, 5, 6, 5]
@@ -164,23 +157,18 @@ def test_row_by_row_is_exact(kind):
         decoder = bf16_decoder() if kind == "bf16" else int8_decoder(kind)
         if not products_are_exact(decoder):
             pytest.skip("the kernels of this machine compute a row differently among others")
-        for prompt in prompts(8):
+        for prompt in prompts(4):
             assert row_difference(decoder, prompt, tokens=8) == 0.0
         text = prompt[:12] * 2
         got = prompt_lookup_generate(decoder, text, new_tokens=30)
         assert got.tokens == greedy(decoder, text, new_tokens=30)
 
 
-def test_one_scale_for_a_call_is_never_exact():
-    """The mistake: `row_difference` says 0 where a token is rounded as others demand."""
-    decoder = int8_decoder("dynamic")
-    assert row_difference(decoder, next(prompts(1)), tokens=4) > 0.0
-
-
 def test_one_scale_for_a_call_is_refused():
     """The mistake: drafts change how a token is rounded, and the text is not the greedy one."""
     exact = int8_decoder("per_token")
     shared = int8_decoder("dynamic")
+    assert row_difference(shared, next(prompts(1)), tokens=4) > 0.0
     if not layers_with_one_scale(shared):
         pytest.skip("without packed weights each row has a scale of its own")
     message = 'one scale .*: quantize with kind="weight_only" or "per_token", or use greedy'
@@ -228,29 +216,6 @@ def test_predicted_speedup_is_the_published_formula():
     # A dear check and rare drafts: half of the calls give 4 tokens and take twice as long.
     some = {"verify_ratio": 2.0, "draft_share": 0.5}
     assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0, **some) == 2.5 / 1.5
-
-
-def test_predicted_tokens_per_call_are_those_that_random_acceptance_gives():
-    """The mistake: a formula that counts the model's own token twice, or not at all."""
-
-    class Coin(Scripted):
-        """Agrees with a counting model at 7 of 10 texts, the same each time."""
-
-        vocabulary = 12
-
-        def logits(self, text):
-            right = random.Random(f"{self.seed} {len(text)}").random() < self.chance
-            step = 1 if right else 2
-            return nn.functional.one_hot(torch.tensor((text[-1] + step) % 12), 12).float()
-
-    target = Coin(0)
-    target.chance = 1.0
-    draft = Coin(0)
-    draft.chance = 0.7
-    got = speculative_generate(target, draft, [0], new_tokens=4000, draft_tokens=3)
-    assert got.acceptance == pytest.approx(0.7, abs=0.03)
-    expected = predicted_speedup(got.acceptance, draft_tokens=3, cost_ratio=0.0)
-    assert got.tokens_per_call == pytest.approx(expected, rel=0.02)
 
 
 def test_verify_ratio_compares_both_calls_behind_the_prompt():
