@@ -38,9 +38,13 @@ from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_rows, rank_step
-from recipes_lib.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from recipes_lib.parallel.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    require_own_store,
+    save_checkpoint,
+)
 from recipes_lib.parallel.checkpoint.export import export_safetensors, require_new_folder
-from recipes_lib.parallel.checkpoint.restarts import require_own_store
 from recipes_lib.parallel.data_parallel import apply_data_parallel
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel

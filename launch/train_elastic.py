@@ -34,8 +34,12 @@ from torch.distributed.fsdp import fully_shard
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.parallel.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from recipes_lib.parallel.checkpoint.restarts import require_own_store
+from recipes_lib.parallel.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    require_own_store,
+    save_checkpoint,
+)
 from recipes_lib.training.data_loading import step_loader, to_device
 
 

@@ -383,7 +383,7 @@ print(f"mean of the ranks' means {mean_of_means:.5f}, mean {true_mean:.5f}")
 
 # %%
 from recipes_lib.core.measure import in_turns
-from recipes_lib.parallel.data_parallel.threads import make_replicas, threaded_step
+from recipes_lib.parallel.data_parallel import make_replicas, threaded_step
 
 seconds = {}
 for count in (1, 2):

@@ -8,10 +8,10 @@ Idea       Save everything that the next step reads, in one file, at once:
                trainable weights · buffers · optimizer states · schedule · loss scale ·
                random states · step · facts of the run
 
-           The data position is the step: `rows_of_step` in core/data/row_order.py computes the rows
-           of any step from the seed. Facts must be equal when the file is read (run_state.py): the
-           checkpoint of another run, model or base is refused. The file is written beside the old
-           one and put in its place by one rename, so a kill at any moment leaves a whole one.
+           The data position is the step: `rows_of_step` (core/data/row_order.py) computes the rows
+           of any step from the seed. A file with other facts, of another run, model or base, is
+           refused (run_state.py). One rename puts it in place of the old one, so a kill at any
+           moment leaves a whole one.
 Saves      All steps up to the last checkpoint.
 Costs      12 bytes per trainable parameter on disk with fp32 AdamW, with LoRA megabytes. Buffers of
            the `state_dict` are kept as well, where GPTQ and AWQ have the weights of a frozen base.
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.run_state import (
+    NO_PARTS,
     check_same_run,
     facts_of,
     in_python_numbers,
@@ -48,8 +48,6 @@ from recipes_lib.core.model.run_state import (
     save_loadable,
     set_random_states,
 )
-
-NO_PARTS: Mapping[str, Any] = MappingProxyType({})
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -93,8 +91,7 @@ def save_checkpoint(
     Args:
         run: facts that a resumed run must share, as JSON takes them: settings, length of the data.
         parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling.
-    Raises ValueError for what could not be loaded, and for an optimizer of parameters that are not
-    in the model. The checkpoint before stays then.
+    Raises ValueError for what could not be loaded, and leaves the checkpoint before.
     """
     check_whole(least=0, step=step)
     path = Path(path)
@@ -121,8 +118,8 @@ def load_checkpoint(
 ) -> int:
     """Put the state of the file `path` back; returns the number of steps that were done.
 
-    All facts are compared before anything is changed. Raises ValueError if one of the run differs,
-    or one of the model, its frozen base, the optimizer and the parts.
+    Raises ValueError, before anything is changed, if a fact of the run, the model, its frozen base,
+    the optimizer or the parts differs.
     """
     state = torch.load(path, map_location="cpu", weights_only=True)
     facts = facts_of(run, model, optimizer, parts)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from recipes_lib.parallel.checkpoint.restarts import require_own_store
+from recipes_lib.parallel.checkpoint import require_own_store
 from tests.launch.scripts import FORKED_TORCHRUN, LAUNCH, environment
 
 STEPS = 8

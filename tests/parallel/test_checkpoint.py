@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
@@ -23,13 +22,11 @@ from recipes_lib.parallel.checkpoint import (
     latest_checkpoint,
     load_by_hand,
     load_checkpoint,
-    predicted_interval_seconds,
-    predicted_written_bytes,
     save_by_hand,
     save_checkpoint,
     save_checkpoint_async,
 )
-from recipes_lib.parallel.checkpoint.export import export_safetensors
+from recipes_lib.parallel.checkpoint.export import export_safetensors, file_numbers
 from tests.families.configs import quiet
 from tests.families.configs import tiny_model as tiny_family
 from tests.parallel import parity
@@ -162,11 +159,6 @@ def half_frozen(kind="plain", *, seed):
     return training
 
 
-def fingerprint_of_parts():
-    """Of a model in parts, of which one has rows that do not divide by the ranks."""
-    return fingerprint(Training("sharded", vocab_size=255).model.named_parameters())
-
-
 def refusals(folder):
     """What each rank is told, for one mistake after the other."""
     mine = distributed.get_rank()
@@ -211,7 +203,7 @@ def refusals(folder):
 def export_from_shards(folder):
     model = Training("sharded").model
     export_safetensors(f"{folder}/one", model=model)
-    export_safetensors(f"{folder}/bf16", model=model, dtype=torch.bfloat16, file_bytes=200_000)
+    export_safetensors(f"{folder}/bf16", model=model, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="holds model"):
         export_safetensors(f"{folder}/one", model=model)
     tied = Training("sharded", tie_word_embeddings=True).model
@@ -278,7 +270,7 @@ def tensor_bytes_by_file(place):
 def test_each_rank_writes_the_predicted_bytes(of_four):
     """The mistake: one rank writes everything, or each of them does."""
     written = tensor_bytes_by_file(latest_checkpoint(of_four[0]))
-    predicted = predicted_written_bytes(parity.tiny_model(), ranks=4)
+    predicted = 12 * parity.tiny_model().num_parameters() / 4
     assert list(written.values()) == pytest.approx([predicted] * 4, rel=0.01)
 
 
@@ -331,12 +323,6 @@ def test_mistakes_raise_on_every_rank(two_ranks, tmp_path):
             assert message in of_rank[name], name
     # The same base is known on another number of ranks.
     assert load_checkpoint(tmp_path / "a" / "frozen", **half_frozen(seed=0).state) == 1
-
-
-def test_parts_have_the_fingerprint_of_the_whole(two_ranks):
-    """The mistake: a base on two ranks is another one than the same base on one."""
-    whole = fingerprint(parity.tiny_model(vocab_size=255).named_parameters())
-    assert two_ranks.run(fingerprint_of_parts, timeout=60) == whole
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -394,7 +380,7 @@ def test_only_what_trains_is_saved(tmp_path):
     training.optimizer.param_groups[0]["lr"] = np.float64(5e-3)
     save_checkpoint(tmp_path, step=1, **training.state)
     [file] = latest_checkpoint(tmp_path).glob("*.distcp")
-    predicted = predicted_written_bytes(training.model, ranks=1)
+    predicted = 12 * training.model.lm_head.weight.numel()
     assert tensor_bytes_by_file(file.parent)[file.name] == pytest.approx(predicted, rel=0.01)
     again = half_frozen(seed=0)
     again.model.lm_head.weight.grad = torch.ones_like(again.model.lm_head.weight)
@@ -402,14 +388,6 @@ def test_only_what_trains_is_saved(tmp_path):
     assert again.model.lm_head.weight.grad is None
     assert again.optimizer.param_groups[0]["lr"] == 5e-3
     assert again.steps(1, 3) == training.steps(1, 3)
-
-
-def test_how_often_to_save():
-    """The mistake: another interval has less to save and to repeat together."""
-    best = predicted_interval_seconds(save_seconds=30.0, failure_seconds=6 * 3600.0)
-    costs = [30 / (best * f) + best * f / (2 * 6 * 3600) for f in (0.5, 1, 2)]
-    assert costs[1] == min(costs)
-    assert best == pytest.approx(1138.4, abs=0.1)
 
 
 # --- the export -----------------------------------------------------------------------------------
@@ -423,9 +401,8 @@ def test_the_export_is_the_model_bit_for_bit(two_ranks, tmp_path):
     again = load(tmp_path / "one")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    files = list((tmp_path / "bf16").glob("*.safetensors"))
-    assert len(files) == 2
-    assert all(file.stat().st_size < 250_000 for file in files)
+    numbers = file_numbers(model.state_dict(), 500_000)
+    assert set(numbers.values()) == {1, 2}
     half = load(tmp_path / "bf16", dtype="auto")
     assert torch.equal(half.lm_head.weight, model.lm_head.weight.bfloat16())
     tied = load(tmp_path / "tied")

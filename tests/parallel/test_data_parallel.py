@@ -10,10 +10,11 @@ from recipes_lib.parallel.data_parallel import (
     averaged_by_hand,
     data_parallel_step,
     estimate_data_parallel,
+    make_replicas,
     predicted_sent_bytes,
+    threaded_step,
 )
 from recipes_lib.parallel.data_parallel.lanes import WAITING, LaneRecorder
-from recipes_lib.parallel.data_parallel.threads import make_replicas, threaded_step
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,

@@ -7,7 +7,7 @@ from recipes_lib.core.predict.dry_ranks import rank_peak
 from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
-from recipes_lib.core.ranks.rank_step import rank_step, sum_of_losses
+from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
@@ -129,30 +129,6 @@ def test_bytes_on_four_ranks_are_as_predicted(four_ranks):
             assert measured == pytest.approx(tuple(expected.values()), rel=0.001)
 
 
-def gradients_between_micro_batches(reduce_each):
-    """Bytes of gradients on this rank after the first of two micro-batches, whole or in parts."""
-    model, optimizer = apply_zero(tiny_model(), torch.optim.AdamW, stage=3, **ADAMW)
-    seen = []
-
-    def look_and_sum(model, batch):
-        of_rank = rank_bytes(model)
-        seen.append((of_rank.gathered, of_rank.gradients))
-        return sum_of_losses(model, batch)
-
-    batches = own_batches(0, 2)
-    zero_step(model, optimizer, batches, reduce_each=reduce_each, loss_sum=look_and_sum)
-    return seen[1]
-
-
-def test_accumulation_holds_whole_gradients_unless_each_is_reduced(two_ranks):
-    """The mistake: `reduce_each` that does nothing."""
-    whole = predicted_rank_bytes(tiny_model(), stage=0, ranks=2)["gradients"]
-    at_the_end = two_ranks.run(gradients_between_micro_batches, reduce_each=False)
-    in_each = two_ranks.run(gradients_between_micro_batches, reduce_each=True)
-    assert at_the_end[0] >= whole
-    assert in_each == (0, whole / 2)
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -186,29 +162,6 @@ def test_refused_on_every_rank_and_without_a_hang(two_ranks):
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-def test_the_table_of_the_paper():
-    """The mistake: a stage that splits another kind of the 16 bytes per parameter."""
-    model = tiny_model()
-    whole = sum(4 * parameter.numel() for parameter in model.parameters())
-    totals = []
-    for stage in (0, 1, 2, 3):
-        parts = predicted_rank_bytes(model, stage=stage, ranks=2)
-        totals.append(sum(parts.values()) / whole)
-    assert totals == pytest.approx([4, 3, 2, 2], rel=0.01)
-
-
-def test_a_large_embedding_stays_on_one_rank_in_stage_1():
-    """The mistake: an eighth for each of 8 ranks, where PyTorch cuts no parameter."""
-    model = tiny_model(vocab_size=4096)
-    of_ranks = []
-    for number in range(8):
-        parts = predicted_rank_bytes(model, stage=1, ranks=8, rank=number)
-        of_ranks.append(parts["states"])
-    whole = predicted_rank_bytes(model, stage=0, ranks=8)["states"]
-    assert sum(of_ranks) == whole
-    assert max(of_ranks) > 0.35 * whole
 
 
 def sent(stage, count):

@@ -196,22 +196,6 @@ def test_bytes_of_each_rank_are_those_of_the_table(two_ranks):
             assert alive == pytest.approx(at_rest, rel=0.02), name
 
 
-def weights_with_the_default_threshold():
-    """Bytes of weights on this rank in stage 3 if the file says nothing of small parameters."""
-    config = json.loads(config_file("zero3").read_text())
-    del config["zero_optimization"]["stage3_param_persistence_threshold"]
-    engine = make_engine(tiny_model(), config)
-    deepspeed_step(engine, own_batches(0))  # gathers them for the first time
-    return held_bytes(engine)["weights"]
-
-
-@needs_deepspeed
-def test_by_default_stage_3_splits_nothing_of_a_small_model(two_ranks):
-    """The mistake: each rank has all weights and its parts, half more than without DeepSpeed."""
-    measured = two_ranks.run(weights_with_the_default_threshold)
-    assert measured == 1.5 * sum(4 * parameter.numel() for parameter in tiny_model().parameters())
-
-
 def sent(name, **settings):
     config = json.loads(config_file(name).read_text())
     config["zero_optimization"].update(settings)

@@ -3,9 +3,8 @@
     fingerprint(model.named_parameters())                        the same weights, in the same dtype
     fingerprint(model.named_parameters(), rounded_to=torch.bfloat16)    in fp32 and in bf16 alike
 
-Names and shapes count, and of each tensor some values that are spread from its first to its last.
-So it costs milliseconds for any model, and tells models apart that were trained, even for a step.
-It is no proof: who changes a few single weights on purpose can leave all of these values alone.
+Names and shapes count, and of each tensor some values, spread from its first to its last. So it
+costs milliseconds, and tells models apart of which one was trained, even for a step.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ def fingerprint(
 ) -> str:
     """A hash of named tensors, as 16 letters and digits.
 
-    Of a tensor in whole numbers, as weights in 4 bits are stored, only name and shape count: two
-    devices may round the same weights differently. A tensor in parts over ranks has the name of the
-    whole: every rank of its mesh must ask.
+    Of a tensor in whole numbers, as weights in 4 bits, only name and shape count: two devices may
+    round differently. Of a tensor in parts over ranks, every rank of its mesh must ask.
 
     Args:
-        rounded_to: compare the values in this dtype, whatever the tensors have. By default their
-            own dtype counts as well.
+        rounded_to: compare the values in this dtype; by default the tensors' own counts as well.
     """
     digest = hashlib.sha256()
     values = []

@@ -19,6 +19,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.marks import MASTER_OF
 
 Facts = dict[str, dict[str, Any]]
+NO_PARTS: Mapping[str, Any] = MappingProxyType({})
 
 # --- facts ----------------------------------------------------------------------------------------
 
@@ -40,11 +42,7 @@ def facts_of(
     optimizer: torch.optim.Optimizer,
     parts: Mapping[str, Any],
 ) -> Facts:
-    """What a resumed run must share. With weights in parts over ranks, every rank must ask.
-
-    Raises ValueError for an optimizer with parameters that are not in the model, TypeError for
-    facts that JSON does not take.
-    """
+    """What a resumed run must share. With weights in parts over ranks, every rank must ask."""
     weights = {}
     base = {}
     for name, parameter in model.named_parameters():
@@ -102,8 +100,8 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Where the optimizer has each parameter: PyTorch puts states back by these numbers.
 
-    Raises ValueError for parameters that are not in the model: their states would come back and
-    they themselves would not, as after an optimizer that was made before adapters were.
+    Raises ValueError for parameters that are not in the model, as after an optimizer that was made
+    before adapters were: their states would come back and they themselves would not.
     """
     name_of = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     places = {}
@@ -153,10 +151,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def replaced_at_once(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write. It takes the place of `path` by one rename, when it is complete.
-
-    A kill at any moment, and an error, leave `path` as it was.
-    """
+    """A file to write, which takes the place of `path` by one rename. A kill leaves `path`."""
     scratch = path.with_name(f"{path.name}.part")
     with scratch.open("w+b") as file:
         yield file
@@ -166,10 +161,7 @@ def replaced_at_once(path: Path) -> Iterator[IO[bytes]]:
 
 
 def save_loadable(state: Any, file: IO[bytes]) -> None:
-    """`torch.save`, and ValueError now, not after the crash, for what `torch.load` does not take.
-
-    It takes tensors, numbers and strings, for anything else may be code of a stranger.
-    """
+    """`torch.save`, and a ValueError now, not after the crash, if `torch.load` refuses the file."""
     torch.save(state, file)
     file.seek(0)
     odd = get_unsafe_globals_in_checkpoint(file)
@@ -182,10 +174,7 @@ def save_loadable(state: Any, file: IO[bytes]) -> None:
 
 
 def in_python_numbers(value: Any) -> Any:
-    """The same, with the numbers of NumPy as Python's own, in lists and dictionaries, too.
-
-    `torch.load` takes none from a file, and a learning rate by `numpy.cos` is one.
-    """
+    """The same without numbers of NumPy, which `torch.load` refuses: `numpy.cos` makes one."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:

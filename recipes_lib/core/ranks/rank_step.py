@@ -135,6 +135,12 @@ def rank_step(
     Raises ValueError on every rank as `tokens_of_all_ranks`.
     """
     require_group()
+    averages = hasattr(model, "set_requires_gradient_sync") or hasattr(model, "no_sync")
+    if world_size() > 1 and not averages:
+        raise ValueError(
+            f"{type(model).__name__} averages no gradients, and every rank would train a model of "
+            f"its own: give what apply_data_parallel, apply_zero or apply_fully_sharded returned"
+        )
     if max_norm is not None:
         check_max_norm(max_norm)
     tokens = tokens_of_all_ranks(batches)

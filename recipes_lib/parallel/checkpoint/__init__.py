@@ -1,10 +1,8 @@
 """Sharded checkpoints: each rank writes its part, and any number of ranks reads them.
 
-Problem    Each rank holds a part of weights and optimizer states. To collect them on one rank takes
-           its memory and everybody's time. If each rank saves its part by itself, only as many
-           ranks can go on.
-Idea       Save parts together with their place in the whole tensor. Who loads asks for the places
-           that it needs:
+Problem    Each rank holds a part of weights and optimizer states. One rank has no room for all, and
+           parts that are saved as they are can be read by as many ranks only.
+Idea       Save parts together with their place in the whole tensor. Who loads asks for places:
 
                4 ranks save     rows 0-1 | rows 2-3 | rows 4-5 | rows 6-7      of a weight [8, D]
                2 ranks load     rows 0-3            | rows 4-7                 two files each
@@ -13,10 +11,11 @@ Idea       Save parts together with their place in the whole tensor. Who loads a
            A folder for each checkpoint, and a file LATEST that names the last whole one and is
            replaced by one rename. In the background: copy the parts, go on training, and write the
            copies from a thread.
-Saves      With N ranks each one writes 1/N. In the background a save stalls the training for as
-           long as the copy takes. A run that was killed loses the steps since the last checkpoint.
+Saves      Each of N ranks writes 1/N. In the background a save stalls the training only as long as
+           the copy takes. A run that was killed loses the steps since the last checkpoint.
 Costs      12 bytes per trainable parameter on disk with fp32 AdamW, as many as `keep` times; in the
-           background the same once more in host memory, divided by N.
+           background the same once more in host memory, divided by N. How often costs least: every
+           sqrt(2 x seconds of a save x seconds between two failures).
 Use when   Weights or states are sharded, a run may be killed, or go on with other GPUs.
 Not when   One process trains: `training/exact_resume.py` writes one file. The folder is not shared
            by all machines. A stranger wrote the checkpoint: PyTorch unpickles its list of parts,
@@ -36,54 +35,49 @@ Source     PyTorch, "Getting started with Distributed Checkpoint" and "Asynchron
     runs/a/step-00000400/                   being written, or left by a run that was killed
 
 export  safetensors files from shards, for every other program
-restarts  what a rank has to know of torchrun, which starts it again
-state  facts of all ranks, and this rank's parts of weights and states, by name
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.run_state import (
+    NO_PARTS,
+    Facts,
     check_same_run,
+    facts_of,
     in_python_numbers,
+    optimizer_name,
     random_states,
     replaced_at_once,
     save_loadable,
     set_random_states,
 )
-from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
-from recipes_lib.parallel.checkpoint.state import (
-    facts_of_all_ranks,
-    make_stager,
-    set_state,
-    state_of,
-)
 
-NO_PARTS: Mapping[str, Any] = MappingProxyType({})
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -127,11 +121,9 @@ def save_checkpoint(
 
     Args:
         folder: of the run, on a disk that all ranks share.
-        model: any module, sharded by FSDP2 or tensor parallelism, inside of DDP, or plain.
-        optimizer: of `torch.optim`, or a ZeroRedundancyOptimizer around one.
+        model: sharded by FSDP2 or tensor parallelism, inside of DDP, or plain.
         run: facts that a resumed run must share, as JSON takes them: settings, length of the data.
-        parts: what else has `state_dict()` and `load_state_dict()` and is the same on all ranks:
-            schedule, loss scaling.
+        parts: what else has a `state_dict()`, the same on all ranks: schedule, loss scaling.
         keep: how many checkpoints stay.
     Raises ValueError on every rank if the folder holds this step or a later one already, if the
     ranks differ, if something could not be loaded, or if a rank cannot write.
@@ -139,7 +131,7 @@ def save_checkpoint(
     folder = Path(folder)
     place = _begin(folder, step, model, optimizer, run, parts, keep)
     with files_of_all_ranks():
-        dcp.save(state_of(model, optimizer), storage_writer=dcp.FileSystemWriter(place))
+        dcp.save(_state_of(model, optimizer), storage_writer=dcp.FileSystemWriter(place))
     with same_error_on_all_ranks():
         if rank() == 0:
             _set_latest(place, keep)
@@ -164,13 +156,9 @@ def save_checkpoint_async(
             pending = save_checkpoint_async(..., after=pending)
         pending.wait()
 
-    The thread talks to the other ranks by a group of its own. In the group of the training its
-    collectives and those of the training would meet each other, and both would wait for ever.
-
-    Args:
-        after: the save before this one. It is waited for, and its group and its memory for the
-            copy are used again.
-    Raises ValueError as `save_checkpoint` does, and what the save before raised.
+    `after`, the save before this one, is waited for, and its group and its memory are used again.
+    The group is the thread's own: in that of the training its collectives would meet those of the
+    training, and both would wait for ever.
     """
     folder = Path(folder)
     if after is not None:
@@ -179,10 +167,12 @@ def save_checkpoint_async(
         stager = after.stager
     else:
         group = None if _alone() else distributed.new_group(backend="gloo")
-        stager = make_stager()
+        on_gpu = torch.cuda.is_available()
+        # use_async_staging=False: the copy is complete when this returns, and weights may change.
+        stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
     place = _begin(folder, step, model, optimizer, run, parts, keep)
     upload = dcp.async_save(
-        state_of(model, optimizer),
+        _state_of(model, optimizer),
         storage_writer=dcp.FileSystemWriter(place),
         process_group=group,
         async_stager=stager,
@@ -229,10 +219,9 @@ class PendingSave:
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:
-    """The last whole checkpoint below `folder`, or None if there is none yet.
+    """The last whole checkpoint below `folder`, or None. All ranks call it.
 
-    All ranks call it. Raises ValueError on every rank if they do not see the same one, as on
-    machines that do not share the folder.
+    Raises ValueError on every rank if they see others, as on machines that share no folder.
     """
     with same_error_on_all_ranks():
         place = _latest(Path(folder))
@@ -252,17 +241,16 @@ def load_checkpoint(
     """Put the last whole checkpoint below `folder` back. Returns the number of steps done.
 
     All ranks call it; there may be more or fewer than have saved, and sharded in another way.
-    Random states come back if there are as many ranks as have saved, else they stay as they are:
-    dropout then draws other numbers. Gradients are dropped.
+    Random states come back on as many ranks as have saved; on others dropout draws other numbers.
 
-    All facts are compared before anything is changed. Raises ValueError on every rank if there is
-    no checkpoint, if a fact of the run, the model, its frozen base, the optimizer or the parts
-    differs, or if ranks do not see the same checkpoint.
+    Raises ValueError on every rank, before anything is changed, if there is no checkpoint, if a
+    fact of the run, the model, its frozen base, the optimizer or the parts differs, or if ranks do
+    not see the same checkpoint.
     """
     place = latest_checkpoint(folder)
     if place is None:
         raise ValueError(f"there is no checkpoint in {folder}: start the run without resuming")
-    facts = facts_of_all_ranks(run, model, optimizer, parts)
+    facts = _facts_of_all_ranks(run, model, optimizer, parts)
     with same_error_on_all_ranks():
         shared = json.loads((place / "run.json").read_text(encoding="utf-8"))
         check_same_run(place, saved=shared["facts"], given=facts)
@@ -273,10 +261,10 @@ def load_checkpoint(
     # Gradients of before would be those of other weights. PyTorch, too, wants none: it makes the
     # states of a fresh optimizer by a step with gradients of zero.
     optimizer.zero_grad(set_to_none=True)
-    state = state_of(model, optimizer)
+    state = _state_of(model, optimizer)
     with files_of_all_ranks():
         dcp.load(state, storage_reader=dcp.FileSystemReader(place))
-    set_state(model, optimizer, state)
+    _set_state(model, optimizer, state)
     for name, part in parts.items():
         part.load_state_dict(own["parts"][name])
     if same_ranks:
@@ -297,7 +285,7 @@ def _begin(
     if not _alone():
         agree(step=step, keep=keep)
     check_whole(step=step, keep=keep)
-    facts = facts_of_all_ranks(run, model, optimizer, parts)
+    facts = _facts_of_all_ranks(run, model, optimizer, parts)
     place = folder / f"step-{step:08d}"
     with same_error_on_all_ranks():
         before = _latest(folder)
@@ -314,6 +302,74 @@ def _begin(
             shared = {"step": step, "ranks": world_size(), "facts": facts}
             (place / "run.json").write_text(json.dumps(shared, indent=1), encoding="utf-8")
     return place
+
+
+# --- what is compared, and what is saved of this rank ---------------------------------------------
+
+# Frozen weights come from the base model again. States are named by parameter, so that ranks with
+# other parameters, as pipeline stages have them, put them together.
+OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+
+
+def _facts_of_all_ranks(
+    run: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, Any],
+) -> Facts:
+    """Facts for any number of ranks. Those of the stages of a pipeline are put together."""
+    with same_error_on_all_ranks():
+        facts = facts_of(run, model, optimizer, parts)
+    facts["optimizer"] = {"class": optimizer_name(_inner(optimizer))}
+    facts["optimized"] = dict.fromkeys(facts["optimized"], True)  # states go by names here
+    if _alone():
+        return facts
+    of_ranks: list[Facts] = [{} for _ in range(world_size())]
+    distributed.all_gather_object(of_ranks, facts)
+    odd = set()
+    for given in of_ranks:
+        for kind, values in given.items():
+            for name, value in values.items():
+                if facts[kind].setdefault(name, value) != value:
+                    odd.add((kind, name))
+    for kind, name in sorted(odd):
+        if kind != "base":
+            raise ValueError(f"the ranks differ in {kind} {name}: give the same on all ranks")
+        # Rows of a frozen embedding, as `quantized_shards` cuts it, are other ones on each rank.
+        del facts[kind][name]
+    return facts
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's parts of the trainable weights and of their optimizer states, by name."""
+    inner = _inner(optimizer)
+    _copy_settings(optimizer, inner)
+    return {
+        "model": get_model_state_dict(model, options=OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, inner, options=OPTIONS),
+    }
+
+
+def _set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put them back into a model and an optimizer that may be divided in another way."""
+    # Not strict: frozen weights are missing, and names were compared already.
+    loose = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
+    set_model_state_dict(model, state["model"], options=loose)
+    inner = _inner(optimizer)
+    set_optimizer_state_dict(model, inner, state["optimizer"], options=OPTIONS)
+    _copy_settings(inner, optimizer)
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that has the states: ZeroRedundancyOptimizer keeps one over this rank's part."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Learning rate and the like. ZeroRedundancyOptimizer hands them on in its next step only."""
+    if source is not target:
+        for given, taken in zip(source.param_groups, target.param_groups, strict=True):
+            taken |= {name: value for name, value in given.items() if name != "params"}
 
 
 # --- folders and files ----------------------------------------------------------------------------
@@ -358,28 +414,23 @@ def _alone() -> bool:
     return not distributed.is_initialized()
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+# --- torchrun, which starts all ranks again when one of them has died -----------------------------
 
 
-def predicted_written_bytes(model: nn.Module, *, ranks: int) -> int:
-    """Bytes of tensors that each rank writes, with AdamW in the dtype of the weights.
+def require_own_store() -> None:
+    """Raise ValueError if torchrun may start ranks again that meet in the store of all attempts.
 
-    The weights and two averages, divided by the ranks, also where ranks hold copies, as in DDP.
-    PyTorch adds about a kilobyte to each part of a tensor. `model` is not sharded yet.
+    By default ranks meet in the store of torchrun itself, which lives through all attempts, so
+    later ranks can read addresses of dead ones, and fail or wait. Call it before
+    `init_process_group`. Without restarts, and without torchrun, it does nothing.
+
+    With several machines, `TORCHELASTIC_RESTART_COUNT` does not tell that ranks have died before:
+    each torchrun counts the failures of its own ranks. A checkpoint tells.
     """
-    check_whole(ranks=ranks)
-    return 3 * sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad) // ranks
-
-
-def predicted_interval_seconds(*, save_seconds: float, failure_seconds: float) -> float:
-    """How often to save, so that saving and repeating lost steps together cost least.
-
-    Young's formula: sqrt(2 x save x failure). A save costs save / interval of the time, and a
-    failure half an interval.
-
-    Args:
-        save_seconds: for which a save stalls the training.
-        failure_seconds: between two failures of the run. With N times the machines it is an N-th.
-    """
-    check_number(above=0, save_seconds=save_seconds, failure_seconds=failure_seconds)
-    return math.sqrt(2 * save_seconds * failure_seconds)
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts > 0 and shared:
+        raise ValueError(
+            f"torchrun may start these ranks {restarts} more time(s), and would show them "
+            f"addresses of ranks that have died: start it as `{OWN_STORE} torchrun …`"
+        )

@@ -16,13 +16,13 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.parallel.checkpoint import files_of_all_ranks
 
 PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is joined
+FILE_BYTES = 5 * 10**9  # of the weights of a file, if no single one has more
 
 
 def export_safetensors(
@@ -30,7 +30,6 @@ def export_safetensors(
     *,
     model: Any,
     dtype: torch.dtype | None = None,
-    file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write all weights of `model`, and its configuration, as a folder for `from_pretrained`.
 
@@ -38,25 +37,25 @@ def export_safetensors(
 
     Args:
         model: a Hugging Face model, sharded, inside of DDP, or plain.
-        dtype: of the files; None keeps that of the weights. What the model's class keeps in fp32
-            is written in fp32.
-        file_bytes: how many bytes of weights a file holds at most, if no single weight has more.
-    Raises ValueError on every rank if the folder holds a model already, or if ranks give other
-    arguments.
+        dtype: of the files, but for what the model's class keeps in fp32; None for the weights'.
+    Raises ValueError on every rank if the folder holds a model already.
     """
     folder = Path(folder)
     if distributed.is_initialized():
-        agree(folder=str(folder), dtype=dtype, file_bytes=file_bytes, there=_models_in(folder))
-    check_whole(file_bytes=file_bytes)
+        agree(folder=str(folder), dtype=dtype, there=_models_in(folder))
     inside = getattr(model, "module", model)  # of DDP
     require_new_folder(folder)
 
-    weights = _each_once(get_model_state_dict(model), inside)
+    # A tied weight under its first name only: `from_pretrained` ties the other one again.
+    names = dict(inside.named_parameters(remove_duplicate=False))
+    tied = names.keys() - dict(inside.named_parameters()).keys()
+    weights = get_model_state_dict(model)
+    weights = {name: tensor for name, tensor in weights.items() if name not in tied}
     if dtype is not None:
         weights = _in_dtype(weights, inside, dtype)
     writer = dcp.HuggingFaceStorageWriter(
         str(folder),
-        fqn_to_index_mapping=_file_numbers(weights, file_bytes),
+        fqn_to_index_mapping=file_numbers(weights, FILE_BYTES),
         # Both are needed. Without the first, the folder holds the part of one rank, and no error
         # tells. Without the second, each rank's file holds parts of tensors.
         save_distributed=True,
@@ -80,13 +79,6 @@ def require_new_folder(folder: Path) -> None:
         raise ValueError(f"{folder} holds {found[0]} already: give another folder")
 
 
-def _each_once(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """A tied weight under its first name only: `from_pretrained` ties the other one again."""
-    every = dict(model.named_parameters(remove_duplicate=False))
-    tied = every.keys() - dict(model.named_parameters()).keys()
-    return {name: tensor for name, tensor in weights.items() if name not in tied}
-
-
 def _in_dtype(
     weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
@@ -103,7 +95,7 @@ def _in_dtype(
     return cast
 
 
-def _file_numbers(weights: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+def file_numbers(weights: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
     """The number of the file of each weight, from 1 on, one after the other."""
     numbers = {}
     number = 1

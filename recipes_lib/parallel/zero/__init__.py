@@ -12,13 +12,12 @@ Idea       Each rank keeps one part of N, and the ranks exchange parts when they
                2       P         P / N       2 P / N   and the gradients
                3       P / N     P / N       2 P / N   and the weights
 
-           The step of a weight needs only its own gradient and states. So each rank steps its part,
-           and hands it out.
+           Each rank steps its part of the weights, and hands it out.
 Saves      Stage 1 half the memory of an fp32 AdamW as N grows, stage 3 all but 1 / N of it and one
            block.
 Costs      Stages 1 and 2 need not send more than data parallel: 2 (N-1) / N x P per step. Stage 3
-           gathers the blocks in backward once more: up to 3 (N-1) / N x P. PyTorch's stage 1 sends
-           as much, for it averages all gradients and then hands out the weights.
+           gathers the blocks in backward once more: up to 3 (N-1) / N x P. So does PyTorch's stage
+           1: it averages all gradients, and then hands out the weights.
 Use when   The states (1), the gradients (2) or the weights (3) are what does not fit.
 Not when   Everything fits: data parallel is the simplest. Activations are what does not fit: ZeRO
            splits none of them.
@@ -28,10 +27,9 @@ In production   DeepSpeed's `zero_optimization.stage` (deepspeed.py, launch/deep
 Source     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
            Models", SC 2020, arXiv 1910.02054.
 
-PyTorch's own stages are not quite those of the paper. Stage 1 is ZeroRedundancyOptimizer over DDP:
-it hands out whole parameters, so a large embedding lies on one rank, states and all. Stage 2 is
-`fully_shard` without resharding: the weights are whole from forward to backward, and split between
-the steps, where the paper keeps them whole. What is sent is the same.
+PyTorch's stages differ from the paper's. Stage 1 is ZeroRedundancyOptimizer over DDP: it hands out
+whole parameters, so a large embedding lies on one rank, states and all. Stage 2 is `fully_shard`
+without resharding: between the steps the weights are split, too. What is sent is the same.
 
 deepspeed  the same stages by DeepSpeed, from launch/deepspeed
 """
@@ -43,7 +41,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +51,7 @@ from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
-from recipes_lib.core.ranks.rank_step import Batch, LossSum, rank_step, sum_of_losses
+from recipes_lib.core.ranks.rank_step import Batch, rank_step
 from recipes_lib.parallel._shard_budget import sharded_budget, sharded_groups
 from recipes_lib.parallel._sharding import require_new_on_ranks, shard_ends
 
@@ -96,14 +94,12 @@ def apply_zero(
     itself. All ranks start with the weights of rank 0.
 
     Args:
-        optimizer_class: such as torch.optim.AdamW. A class and not an optimizer: one that was made
-            before would hold the parameters as they were.
+        optimizer_class: and not an optimizer, which would hold the parameters as they were.
         stage: 1 splits the states, 2 the gradients too, 3 the weights too.
         mesh: a DeviceMesh of one dimension; by default that of all ranks.
         optimizer_options: of the optimizer, such as lr.
-    Raises ValueError on every rank if there is no process group, if the ranks give other models,
-    stages or options than each other, for an unknown stage, a mesh of several dimensions, and for a
-    model that is no causal LM, is on ranks already, or has an optimizer that steps in backward.
+    Raises ValueError on every rank if the ranks differ in model, stage or options, and for a model
+    that is no causal LM, is on ranks already, or has an optimizer that steps in backward.
     """
     # First of all, so that no rank waits for one that has raised.
     agree(model=model, stage=stage, optimizer=optimizer_class, options=optimizer_options, mesh=mesh)
@@ -140,31 +136,13 @@ def zero_step(
     *,
     max_norm: float | None = None,
     reduce_each: bool = False,
-    loss_sum: LossSum = sum_of_losses,
 ) -> float:
-    """One step on this rank's micro-batches `batches`, with what `apply_zero` returned.
+    """`rank_step` of what `apply_zero` returned.
 
-    Args:
-        batches: micro-batches with `input_ids` and `labels` [B, S], IGNORED where there is no loss.
-        max_norm: clip the gradients of all ranks together to this norm.
-        reduce_each: average and split the gradients after each micro-batch. Otherwise stages 2 and
-            3 hold gradients of the whole model until the last one.
-        loss_sum: the sum of the losses of a micro-batch.
-    Returns the mean loss over all tokens of all ranks, the same on every rank.
-    Raises ValueError for a model that `apply_zero` has not split, and as `rank_step` does.
+    With several micro-batches, stages 2 and 3 hold gradients of the whole model until the last one,
+    unless `reduce_each` averages and splits them after each.
     """
-    if not isinstance(model, FSDPModule | DistributedDataParallel):
-        raise ValueError(
-            f"{type(model).__name__} averages no gradients: give the model that apply_zero returned"
-        )
-    return rank_step(
-        model,
-        optimizer,
-        batches,
-        max_norm=max_norm,
-        reduce_each=reduce_each,
-        loss_sum=loss_sum,
-    )
+    return rank_step(model, optimizer, batches, max_norm=max_norm, reduce_each=reduce_each)
 
 
 def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
