@@ -28,9 +28,13 @@ D hidden, F width of the feed-forward, H heads, K heads of keys and values, L bl
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from recipes_lib.core.checks import check_whole
+
+HEADS_PER_KV = 3  # heads of queries that share keys and values, where the number divides
+MULTIPLE_OF = 8  # of which the width of the feed-forward is a multiple
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -61,37 +65,28 @@ def choose_proportions(
     layers: int,
     vocabulary: int,
     head_dim: int = 64,
-    heads_per_kv: int = 3,
-    multiple_of: int = 8,
 ) -> Proportions:
     """The width that gives `layers` blocks about this many weights, tables and norms included.
 
     The hidden size is the nearest that has whole heads. What this leaves or takes goes into the
-    feed-forward, which is about 8/3 times as wide.
-
-    Args:
-        weights: of the whole model, with one table for embedding and output layer.
-        layers: how many blocks.
-        vocabulary: rows of the table.
-        head_dim: dimensions of a head.
-        heads_per_kv: heads of queries that share a head of keys and values; fewer where the number
-            of heads is not a multiple of it.
-        multiple_of: the width of the feed-forward is a multiple of this.
-    Raises ValueError if there is no width between one head and a feed-forward from 1 to 5 times as
-    wide.
+    feed-forward, which is about 8/3 times as wide. Raises ValueError if there is no width between
+    one head and a feed-forward from 1 to 5 times as wide.
     """
     check_whole(weights=weights, layers=layers)
     best = None
-    heads = 1
-    while True:
-        proportions = _with_heads(
-            heads, weights, layers, vocabulary, head_dim, heads_per_kv, multiple_of
-        )
-        if proportions is None:
+    for heads in itertools.count(1):
+        hidden = heads * head_dim
+        kv_heads = heads
+        if heads % HEADS_PER_KV == 0:
+            kv_heads = heads // HEADS_PER_KV
+        without = plain_block_weights(hidden, 0, kv_heads / heads)
+        left = weights - vocabulary * hidden - hidden - layers * without
+        middle = round(left / (layers * 3 * hidden * MULTIPLE_OF)) * MULTIPLE_OF
+        if middle < 1:
             break  # wider ones have nothing left for the feed-forward
+        proportions = Proportions(layers, hidden, middle, heads, kv_heads)
         if best is None or _from_usual(proportions) < _from_usual(best):
             best = proportions
-        heads += 1
     if best is None or not 1 <= best.intermediate_size / best.hidden_size <= 5:
         raise ValueError(
             f"weights={weights:,} for layers={layers} with a vocabulary of {vocabulary:,} and "
@@ -104,45 +99,19 @@ def choose_proportions(
 def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: Any) -> Any:
     """A `LlamaForCausalLM` of these proportions, with fresh weights and one table.
 
-    Args:
-        options: those of `choose_proportions`, and any of `LlamaConfig` that this does not choose.
-    Raises ValueError as `choose_proportions` does.
+    `options` are `head_dim`, and any of `LlamaConfig` that this does not choose.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    names = ("head_dim", "heads_per_kv", "multiple_of")
-    of_shape = {name: options.pop(name) for name in names if name in options}
+    head_dim = options.pop("head_dim", 64)
     proportions = choose_proportions(
-        weights=weights, layers=layers, vocabulary=vocabulary, **of_shape
+        weights=weights, layers=layers, vocabulary=vocabulary, head_dim=head_dim
     )
     sizes = proportions._asdict()
-    head_dim = proportions.hidden_size // proportions.num_attention_heads
     config = LlamaConfig(
         vocab_size=vocabulary, head_dim=head_dim, tie_word_embeddings=True, **sizes, **options
     )
     return LlamaForCausalLM(config)
-
-
-def _with_heads(
-    heads: int,
-    weights: int,
-    layers: int,
-    vocabulary: int,
-    head_dim: int,
-    heads_per_kv: int,
-    multiple_of: int,
-) -> Proportions | None:
-    """The model with so many heads; its feed-forward takes what is left, or None if nothing is."""
-    hidden = heads * head_dim
-    kv_heads = heads
-    if heads % heads_per_kv == 0:
-        kv_heads = heads // heads_per_kv
-    without = plain_block_weights(hidden, 0, kv_heads / heads)
-    left = weights - vocabulary * hidden - hidden - layers * without
-    middle = round(left / (layers * 3 * hidden * multiple_of)) * multiple_of
-    if middle < 1:
-        return None
-    return Proportions(layers, hidden, middle, heads, kv_heads)
 
 
 def _from_usual(proportions: Proportions) -> float:

@@ -1,7 +1,7 @@
 """RMSNorm instead of LayerNorm: divide by the length of the hidden state, and leave its mean alone.
 
-Problem    LayerNorm needs two sums over the hidden state, for its mean and for its variance. It
-           subtracts the mean and adds a bias. Experiments found that neither makes it work.
+Problem    LayerNorm needs two sums over the hidden state, subtracts the mean and adds a bias.
+           Experiments found that neither makes it work.
 Idea       LayerNorm    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
            RMSNorm      y =  x            / sqrt(mean(x²) + eps) * weight
 
@@ -13,9 +13,8 @@ Idea       LayerNorm    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
                with centred writers    LayerNorm(x) = RMSNorm(x) + bias, exactly
                without                 another model, which has to be trained
-Saves      A subtraction and a sum per norm. Whether that is time depends on the kernel: a norm is
-           limited by the bytes that it reads and writes, and both norms read and write the same.
-           What saves time is one kernel for the whole formula.
+Saves      A subtraction and a sum per norm. What saves time is one kernel for the whole formula: a
+           norm is limited by the bytes that it reads and writes, the same in both.
 Costs      Centred: nothing, but a table of its own for a tied output layer, which must not be
            centred with the embedding. Not centred: training.
 Use when   A new model is designed, as nearly all since Llama. Or code for decoding, compression
@@ -88,30 +87,26 @@ def apply_rms_norm(
 ) -> Any:
     """Replace every LayerNorm of the residual stream by an RMSNorm, in place; returns `model`.
 
-    Weights and epsilons stay. Norms of queries and keys stay as they are.
-
-    With `exact` the writers of the stream are centred, and the model computes the same, which a few
-    tokens prove. Make the optimizer after this: the writers have new weights, and a tied output
-    layer one of its own. What `save_pretrained` writes then loads as a model with LayerNorm, and
-    that computes the same, too. Training goes another way than with LayerNorm, because its
-    gradients move the mean.
-
-    Without `exact` no weight changes and the model is another one: train it. Its file loads as a
-    model with LayerNorm, which is another model again: apply this to the loaded one once more.
+    Weights and epsilons stay, and so do norms of queries and keys. Make the optimizer after this:
+    writers have new weights, and a tied output layer one of its own.
 
     Args:
-        exact: centre the writers and keep what the model computes.
+        exact: centre the writers and keep what the model computes. Its file loads as a model with
+            LayerNorm that computes the same. Trained, it goes another way than with LayerNorm,
+            because its gradients move the mean. Without, the model is another one: train it, and
+            apply this again to what was loaded.
         keep_bias: without `exact`, whether the biases of the norms stay. A new design has none.
         check: False trusts, and proves nothing.
-    Raises ValueError for a model without LayerNorm, for dropped biases with `exact`, and where the
-    proof shows that no centring makes the norms equal.
+    Raises ValueError for a model without LayerNorm, and where no centring makes the norms equal.
     """
     require_causal_lm(model)
     if not exact:
-        return proves("changes")(rms_norms)(model, keep_bias=keep_bias, check=check)
+        proven = proves("changes", called="apply_rms_norm")(rms_norms)
+        return proven(model, keep_bias=keep_bias, check=check)
     if not keep_bias:
         raise ValueError("keep_bias=False changes what the model computes: give exact=False, too")
-    return proves("rounds", bound=TOLERANCE)(rms_norms_and_centred_writers)(model, check=check)
+    proven = proves("rounds", bound=TOLERANCE, called="apply_rms_norm")
+    return proven(rms_norms_and_centred_writers)(model, check=check)
 
 
 def rms_norms_and_centred_writers(model: Any) -> Any:
@@ -146,11 +141,7 @@ def rms_norms(model: Any, *, keep_bias: bool = True) -> Any:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm in one call of PyTorch, with a bias if the LayerNorm that it replaces had one.
-
-    Attributes:
-        weight: [D], or None. bias: [D], or None.
-    """
+    """RMSNorm in one call of PyTorch, with a bias if the LayerNorm that it replaces had one."""
 
     def __init__(self, hidden: int, *, eps: float = 1e-6, bias: bool = False) -> None:
         super().__init__()

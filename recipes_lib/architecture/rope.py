@@ -246,11 +246,11 @@ def _rope_parameters(model: Any) -> dict[str, Any]:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_length(model: Any, *, factor: float = 1.0) -> int:
-    """Positions that `model` is meant for after a scaling by `factor`: trained length x factor."""
+def predicted_length(model: Any) -> int:
+    """Positions that `model` is meant for: its trained length, times the factor of a scaling."""
     rope = _rope_parameters(model)
     scaled_by = 1.0
     # The configuration of a dynamic scaling keeps the trained length; the others multiply it.
     if rope.get("rope_type") == "dynamic":
         scaled_by = rope["factor"]
-    return int(model.config.max_position_embeddings * scaled_by * factor)
+    return int(model.config.max_position_embeddings * scaled_by)

@@ -63,7 +63,7 @@ def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True
     require_causal_lm(model)
     check_choice(KEEP, keep=keep)
     promise = "function" if keep == "equal" else "changes"
-    return proves(promise)(one_table)(model, keep=keep, check=check)
+    return proves(promise, called="apply_tied_embeddings")(one_table)(model, keep=keep, check=check)
 
 
 def one_table(model: Any, *, keep: str) -> Any:
@@ -113,14 +113,3 @@ def _configure(causal: Any, *, tied: bool) -> None:
     # What `save_pretrained`, device maps and loading ask; it was made when the model was.
     causal.all_tied_weights_keys = keys
     causal.tie_weights()
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_bytes_saved(model: Any) -> int:
-    """Bytes of weights that a tied model does without: those of one table, V x D elements.
-
-    It is what `apply_tied_embeddings` saves, and what `untie_embeddings` takes.
-    """
-    return without_adapters(model).get_output_embeddings().weight.nbytes

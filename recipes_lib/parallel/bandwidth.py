@@ -50,6 +50,7 @@ from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
 from recipes_lib.core.ranks.traffic import ring_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
+ROUND_SECONDS = 0.05  # in which a small tensor is sent many times
 MOST_CALLS = 200  # in a round, of a tensor that is small
 FEWEST_SIZES = 3  # a line goes through any two points exactly, and says nothing of its error
 
@@ -110,7 +111,6 @@ def measure_bus_bandwidth(
     mesh: DeviceMesh | None = None,
     dtype: torch.dtype = torch.float32,
     rounds: int = 5,
-    round_seconds: float = 0.05,
 ) -> list[BusPoint]:
     """Time one kind of collective over sizes. All ranks call it, and all get the same points.
 
@@ -120,12 +120,10 @@ def measure_bus_bandwidth(
         mesh: of one axis; by default all ranks.
         dtype: of the tensor. Sums in 16 bits take longer on a CPU, the rest is the same.
         rounds: of which the fastest counts; whatever else runs can only slow them.
-        round_seconds: about how long a round lasts. A small tensor is sent many times in it.
 
-    Raises ValueError without a process group, if the ranks differ, for an unknown kind, and for
-    sizes that do not divide.
+    Raises ValueError if the ranks differ, for an unknown kind, and for sizes that do not divide.
     """
-    agree(kind=kind, sizes=list(sizes), dtype=dtype, rounds=rounds, round_seconds=round_seconds)
+    agree(kind=kind, sizes=list(sizes), dtype=dtype, rounds=rounds)
     check_choice(KINDS, kind=kind)
     mesh = default_mesh() if mesh is None else mesh
     require_one_dimension(mesh, such_as="shard")
@@ -135,7 +133,7 @@ def measure_bus_bandwidth(
     points = []
     for size in sizes:
         call = _collective(kind, size // dtype.itemsize, mesh, dtype)
-        seconds = _fastest_round(call, mesh, rounds, round_seconds)
+        seconds = _fastest_round(call, mesh, rounds)
         points.append(BusPoint(kind, size, mesh.size(), seconds))
     return points
 
@@ -169,14 +167,12 @@ def _collective(
     return calls[kind]
 
 
-def _fastest_round(
-    call: Callable[[], object], mesh: DeviceMesh, rounds: int, round_seconds: float
-) -> float:
+def _fastest_round(call: Callable[[], object], mesh: DeviceMesh, rounds: int) -> float:
     """Seconds per call of the slowest rank, in the fastest round."""
     _slowest([_timed(call, 1)], mesh)  # the first call sets up the links
     once = _slowest([_timed(call, 1)], mesh)[0]
     # All ranks know the same time by now, and so make as many calls.
-    calls = min(math.ceil(round_seconds / once), MOST_CALLS)
+    calls = min(math.ceil(ROUND_SECONDS / once), MOST_CALLS)
     taken = []
     for _ in range(rounds):
         distributed.barrier(group=mesh.get_group())
@@ -247,11 +243,9 @@ def fit_link(points: Sequence[BusPoint]) -> Link:
     The line goes through these two points. How far the others are from it is `largest_residual`.
     Of several points of one size the fastest counts: on a busy machine, measure again and give all.
 
-    Raises ValueError for fewer than three sizes, for points of several kinds or numbers of ranks,
-    and if the largest tensor takes no longer than the smallest.
+    Raises ValueError for fewer than three sizes, and if the largest tensor takes no longer than the
+    smallest.
     """
-    if len({(point.kind, point.ranks) for point in points}) > 1:
-        raise ValueError("give points of one kind of collective and one number of ranks")
     fastest: dict[int, BusPoint] = {}
     for point in sorted(points, key=lambda point: point.seconds, reverse=True):
         fastest[point.size] = point

@@ -51,17 +51,6 @@ def test_a_fresh_network_tells_images_apart_and_learns():
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
 
 
-def test_a_seed_decides_and_leaves_the_random_state():
-    """The mistake: two variants begin with other weights, and what follows draws other numbers."""
-    state = torch.get_rng_state()
-    options = {"width": 0.25, "depth": 0.3}
-    first, second, other = (efficient_net(seed=seed, **options) for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(first.classifier.weight, second.classifier.weight)
-    assert not torch.equal(first.classifier.weight, other.classifier.weight)
-    assert not first.training
-
-
 @pytest.mark.parametrize("size", [32, 75])
 def test_the_mean_is_the_same_without_a_window_beyond_the_map(size):
     """The mistake: another pooling that no backend takes, or one that computes something else."""

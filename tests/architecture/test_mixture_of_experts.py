@@ -22,18 +22,17 @@ from recipes_lib.architecture.mixture_of_experts import (
 from recipes_lib.architecture.mixture_of_experts.parallel import (
     apply_expert_parallel,
     average_gradients,
-    predicted_exchanged_bytes,
 )
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
-from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.meshes import default_mesh
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
 from tests.conftest import assert_near, run
+from tests.core.refusal import refusal
 from tests.families.configs import tiny_model
 from tests.parallel.parity import (
     MAX_NORM,
@@ -48,7 +47,6 @@ from tests.parallel.parity import (
     whole_parameters,
 )
 
-SHAPE = Shape(batch=ROWS, seq=TOKENS)
 ACTIVE = 2
 BALANCE = 0.01  # the weight of the third loss
 
@@ -140,19 +138,6 @@ def test_balance_is_that_of_transformers():
         torch.testing.assert_close(got, outputs.aux_loss)
     first = load_balance_loss(outputs.router_logits[:1], active=ACTIVE)
     torch.testing.assert_close(first, switch_loss(outputs.router_logits[0], active=ACTIVE))
-
-
-def test_balance_is_least_where_all_experts_get_as_much():
-    """And its gradient takes from the expert that gets the most."""
-    even = torch.eye(8).repeat(4, 1)
-    assert load_balance_loss([even], active=1).item() == pytest.approx(1)
-    uneven = even.clone()
-    uneven[:, 0] += 2
-    uneven.requires_grad_()
-    loss = load_balance_loss([uneven], active=1)
-    loss.backward()
-    assert loss > 1.5
-    assert uneven.grad.sum(dim=0).argmax() == 0
 
 
 # --- experts shared by ranks ----------------------------------------------------------------------
@@ -251,36 +236,9 @@ def test_shared_experts_train_as_in_one_process(two_ranks):
     predicted = predicted_bytes(model, ranks=2)
     assert held.parameters == predicted["weights"]
     assert held.gradients == predicted["gradients"]
-    of_one = Shape(batch=ROWS, seq=TOKENS, ranks=2)
-    assert traffic.sent_by_kind["all_to_all"] == pytest.approx(
-        predicted_exchanged_bytes(model, of_one, ranks=2), rel=0.15
-    )
-
-
-def test_four_ranks(four_ranks):
-    assert largest_difference(four_ranks.run(train_shared, steps=3)[0], train_alone(3)) < TOLERANCE
-
-
-def compare_with_transformers(folder):
-    """On ranks: the difference of an expert's gradient, ours and that of transformers."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    ranks = dist.get_world_size()
-    config = DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="all_to_all")
-    theirs = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).train()
-    ours = apply_expert_parallel(AutoModelForCausalLM.from_pretrained(folder).train())
-    mine = {name: tensor[rank_rows(ROWS)] for name, tensor in global_batch(0).items()}
-    gradients = []
-    for model in (theirs, ours):
-        model(**mine, use_cache=False).loss.backward()
-        gradients.append(experts_of(model)[0].down_proj.grad.full_tensor())
-    return (gradients[0] - gradients[1]).abs().max().item()
-
-
-def test_the_same_as_transformers(two_ranks, tmp_path):
-    tiny_mixture().save_pretrained(tmp_path)
-    assert two_ranks.run(compare_with_transformers, folder=str(tmp_path)) < 1e-6
+    # k rows of each token there and back, in forward and backward, of which half stay.
+    rows = 2 * 4 * ACTIVE * ROWS // 2 * TOKENS
+    assert traffic.sent_by_kind["all_to_all"] == pytest.approx(rows * 4 * 64 / 2, rel=0.15)
 
 
 # --- what it refuses ------------------------------------------------------------------------------
@@ -304,15 +262,6 @@ def test_bad_use_raises():
         apply_expert_parallel(small_mixture())
 
 
-def message(function, *args, **options):
-    """The text of the ValueError that `function` raises."""
-    try:
-        function(*args, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
 def misuse():
     """On ranks: what is said about each mistake."""
     shared = apply_expert_parallel(tiny_mixture())
@@ -320,12 +269,11 @@ def misuse():
         tied = shared.lm_head.weight
         tied.grad = torch.zeros_like(tied)
     return {
-        "experts": message(apply_expert_parallel, small_mixture(experts=5)),
-        "mesh": message(apply_expert_parallel, tiny_mixture(), mesh=mesh_of(data=1, expert=2)),
-        "dense": message(apply_expert_parallel, model_of_shape("tiny-llama", device="cpu")),
-        "twice": message(apply_expert_parallel, shared),
-        "ranks differ": message(apply_expert_parallel, small_mixture(experts=8 + 8 * rank())),
-        "no backward": message(average_gradients, shared),
+        "experts": refusal(apply_expert_parallel, small_mixture(experts=5)),
+        "dense": refusal(apply_expert_parallel, model_of_shape("tiny-llama", device="cpu")),
+        "twice": refusal(apply_expert_parallel, shared),
+        "ranks differ": refusal(apply_expert_parallel, small_mixture(experts=8 + 8 * rank())),
+        "no backward": refusal(average_gradients, shared),
     }
 
 
@@ -333,7 +281,6 @@ def test_mistakes_are_told_on_every_rank(two_ranks):
     told = two_ranks.run(misuse, timeout=60)
     expected = {
         "experts": "2 ranks do not divide 5 experts",
-        "mesh": "a mesh of all of them in one dimension",
         "dense": "has no experts",
         "twice": "already",
         "ranks differ": "model: rank 0 gives",

@@ -359,9 +359,9 @@ def test_one_rank_on_a_gpu_trains(dtype, autocast, tolerance):
 # --- balance and bytes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_the_zig_zag_is_balanced(ranks):
+def test_the_zig_zag_is_balanced():
     """The mistake: a layout in which some ranks wait for others in every step."""
+    ranks = 8
     balanced = predicted_ring_work(ranks)
     in_one_piece = predicted_ring_work(ranks, zig_zag=False)
     assert balanced == [[0.5] * ranks] * ranks
@@ -417,7 +417,6 @@ def wrong_parts():
         "length": refusal(shard_sequence, model, ids[:, :30], labels[:, :30]),
         "ranks differ": refusal(shard_sequence, model, ids[:mine], labels[:mine]),
         "twice": refusal(apply_context_parallel, model, kind="ulysses"),
-        "not applied": refusal(shard_sequence, tiny_model(), ids, labels),
     }
     return found, loss_of_all(model, model(**good).loss)
 
@@ -434,7 +433,6 @@ def test_wrong_parts_are_refused_on_every_rank(two_ranks):
         "length": "rows of 30 tokens: ring over 2 ranks cuts them into 4 pieces",
         "ranks differ": "input_ids: rank 0 gives [8, 32], rank 1 gives [4, 32]",
         "twice": "attention already",
-        "not applied": "call apply_context_parallel(model) first",
     }
     assert {name: text for name, text in expected.items() if text not in str(found[name])} == {}
     assert loss == pytest.approx(train_alone(steps=1).losses[0], abs=TOLERANCE)

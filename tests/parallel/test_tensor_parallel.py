@@ -27,7 +27,6 @@ from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.tensor_parallel import (
     apply_tensor_parallel,
     cut_mlp,
-    tensor_parallel_plan,
 )
 from recipes_lib.parallel.tensor_parallel.arithmetic import (
     estimate_tensor_parallel,
@@ -283,53 +282,7 @@ def test_loss_of_cut_logits(two_ranks):
     assert two_ranks.run(compare_losses, dtype=torch.bfloat16) < 1e-2
 
 
-# --- transformers' own plan -----------------------------------------------------------------------
-
-
-def compare_with_transformers(folder):
-    """On ranks: the difference to the gradients of tp_plan='auto'; bytes sent, and of gradients."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
-    theirs = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).train()
-    ours = apply_tensor_parallel(AutoModelForCausalLM.from_pretrained(folder).train())
-    gradients = []
-    sent = []
-    held = []
-    for model in (theirs, ours):
-        model(**global_batch(0), use_cache=False)  # the first forward compares the rows
-        with count_traffic() as traffic:
-            model(**global_batch(0), use_cache=False).loss.backward()
-        weight = decoder_blocks(model)[0].mlp.down_proj.weight
-        gradients.append(weight.grad.full_tensor())
-        sent.append(traffic.sent)
-        held.append(rank_bytes(model).gradients)
-    return (gradients[0] - gradients[1]).abs().max().item(), sent, held
-
-
-def test_the_same_as_transformers_for_fewer_bytes(two_ranks, tmp_path):
-    """It reduces the gradient of what Q, K and V read three times, and joins all logits.
-
-    And each of its ranks has the gradient of the whole embedding.
-    """
-    tiny_model().save_pretrained(tmp_path)
-    difference, sent, held = two_ranks.run(compare_with_transformers, folder=str(tmp_path))
-    assert difference < 1e-6
-    assert sent[1] < 0.6 * sent[0]
-    assert held[1] < held[0]
-
-
 # --- what it refuses ------------------------------------------------------------------------------
-
-
-def message(function, *args, **options):
-    """The text of the ValueError that `function` raises."""
-    try:
-        function(*args, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def misuse():
@@ -343,7 +296,6 @@ def misuse():
     wrapped.lm_head = nn.Sequential(wrapped.lm_head)
     wrapped.get_output_embeddings = lambda: wrapped.lm_head
     found["wrapped"] = refusal(apply_tensor_parallel, wrapped)
-    found["mesh"] = refusal(apply_tensor_parallel, tiny_model(), mesh=mesh_of(data=1, tensor=2))
     other = {"loss_parallel": rank() == 0}
     found["ranks differ"] = refusal(apply_tensor_parallel, tiny_model(), **other)
     model = apply_tensor_parallel(tiny_model())
@@ -360,7 +312,6 @@ def test_mistakes_are_told_on_every_rank(two_ranks):
         "unchanged": "True",
         "layers": "has no self_attn.q_proj",
         "wrapped": "only plain layers can be cut",
-        "mesh": "mesh['tensor']",
         "ranks differ": "loss_parallel: rank 0 gives True, rank 1 gives False",
         "twice": "not cut or sharded already",
         "rows": "different rows",
@@ -400,12 +351,3 @@ def test_peaks_are_as_estimated(ranks, case):
         plan = estimate_activation_checkpointing(plan, model, LONG)
     plan = estimate_tensor_parallel(plan, model, LONG, ranks=ranks, **options)
     assert plan.peak == pytest.approx(rank_peak(build, ranks=ranks).total, rel=0.05)
-
-
-def test_the_plan_can_be_read():
-    """Each layer once, by its name."""
-    plan = tensor_parallel_plan(tiny_model())
-    assert "Colwise" in repr(plan["model.layers.0.mlp.up_proj"])
-    assert "Rowwise" in repr(plan["model.layers.3.mlp.down_proj"])
-    assert "inputs=S(1)" in repr(plan["model.norm"])
-    assert len(plan) == 3 + 4 * (2 + 2 + 7)

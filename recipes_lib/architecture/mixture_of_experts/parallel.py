@@ -28,15 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from recipes_lib.architecture.mixture_of_experts import (
-    active_per_token,
     experts_of,
     grouped_experts,
     require_plain_experts,
 )
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.mixing import mix_in, require_forward_of_class
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import default_mesh
 
@@ -44,21 +41,18 @@ from recipes_lib.core.ranks.meshes import default_mesh
 LEFT_TO_THEMSELVES = "_ddp_params_and_buffers_to_ignore"
 
 
-def apply_expert_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
-    """Share the experts of `model` over the ranks of `mesh`, in place; returns `model`.
+def apply_expert_parallel(model: Any) -> Any:
+    """Share the experts of `model` over all ranks, in place; returns `model`.
 
     All ranks call this, and the weights of the first rank count. Each rank then gives the model its
     own rows. The weights of experts are DTensors: `.full_tensor()` joins them. After backward, call
     `average_gradients(model)`, or wrap the model in DistributedDataParallel before: it leaves the
     experts alone.
 
-    Args:
-        mesh: all ranks in one dimension, which is the default.
     Raises ValueError on every rank for a model without experts of this kind, if they are shared or
-    sharded already, if the ranks do not divide the experts, and
-    for a mesh of some ranks only: copies of experts elsewhere would learn something else.
+    sharded already, and if the ranks do not divide the experts.
     """
-    mesh = default_mesh() if mesh is None else mesh
+    mesh = default_mesh()
     agree(model=model)
     require_causal_lm(model)
     modules = experts_of(model)
@@ -110,13 +104,13 @@ class _Shared:
         return (out * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
 
 
-def average_gradients(model: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
+def average_gradients(model: nn.Module) -> None:
     """After backward: the mean over ranks of all gradients but those of DTensors, in place.
 
     With several micro-batches call it once, after the last backward. Raises ValueError where a
     parameter has a gradient on one rank and none on another: no rank may be without rows.
     """
-    mesh = default_mesh() if mesh is None else mesh
+    mesh = default_mesh()
     plain = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     missing = [name for name, each in plain.items() if each.requires_grad and each.grad is None]
     # Their names, not their number: two ranks can lack a gradient of different parameters.
@@ -156,11 +150,6 @@ def _exchange(rows: Tensor, receive: list[int], send: list[int], mesh: DeviceMes
 
 
 def _require_fitting(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    if mesh.ndim != 1 or mesh.size() != world_size():
-        raise ValueError(
-            f"mesh has the shape {tuple(mesh.shape)} and there are {world_size()} ranks: experts "
-            f"are shared by all ranks, so give a mesh of all of them in one dimension, or none"
-        )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             "this model is shared, cut or sharded already: apply expert parallelism once and first"
@@ -169,21 +158,3 @@ def _require_fitting(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> 
         experts = module.gate_up_proj.shape[0]
         if experts % mesh.size():
             raise ValueError(f"{mesh.size()} ranks do not divide {experts} experts")
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_exchanged_bytes(model: Any, shape: Shape, *, ranks: int) -> int:
-    """Bytes that one rank sends for its experts in a micro-batch, when tokens go to all alike.
-
-    k rows per token travel there and back, in forward and in backward, of which 1/N stay here. The
-    counts of rows travel before, 8 bytes for each expert.
-    """
-    sent = 0
-    for module in experts_of(model):
-        experts, hidden, _ = module.down_proj.shape
-        row = hidden * module.down_proj.element_size()
-        sent += 4 * shape.tokens * active_per_token(model) * row
-        sent += 8 * experts
-    return sent * (ranks - 1) // ranks

@@ -144,10 +144,9 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     Args:
         mesh: one dimension, the ranks that share a sequence; by default all ranks.
         kind: "ring", or "ulysses".
-    Raises ValueError on every rank, before anything is changed, for a model that is no causal LM,
-    is changed already, has a window, a cap or dropout in its attention, or heads that the ranks do
-    not divide (Ulysses), for GPUs with a dtype that the ring has no kernel for, and if the ranks
-    disagree.
+    Raises ValueError on every rank for a model that is no causal LM, is changed already, has a
+    window, a cap or dropout in its attention, or heads that the ranks do not divide (Ulysses), for
+    GPUs with a dtype that the ring has no kernel for, and if the ranks disagree.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -217,15 +216,13 @@ def shard_sequence(
     ranks is the loss.
 
     Args:
-        model: as `apply_context_parallel` returned it.
         input_ids: [B, S], the same on every rank.
         labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
         position_ids: [B, S] that restart where a document begins; only for Ulysses.
-        tokens: what the sum is divided by; by default the labels of these rows that count. With
+        tokens: what the sum is divided by, by default the labels of these rows that count; with
             several groups of ranks that have rows of their own, the number of all of them.
-    Raises ValueError on every rank for a model without context parallelism, for lengths that the
-    ranks do not divide (twice, for the zig-zag of a ring), for documents in a ring, for ranks with
-    tensors of other shapes, and if no label counts.
+    Raises ValueError on every rank for lengths that the ranks do not divide (twice, for the zig-zag
+    of a ring), for documents in a ring, for ranks with other shapes, and if no label counts.
     """
     context = context_of(model)
     agree(input_ids=[*input_ids.shape], labels=[*labels.shape])

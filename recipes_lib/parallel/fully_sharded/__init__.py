@@ -9,10 +9,12 @@ Idea       A rank keeps a part of each parameter. A block is put together when i
                rank 1  [W1]  --all-gather-->  [W0 W1]  forward, or backward
                                               [G0 G1]  --reduce-scatter-->  [G0] rank 0, [G1] rank 1
 
-           AdamW then works on the parts, and nobody ever needs the whole.
-Saves      Of 16 bytes per parameter P, a rank holds 16 P / N, and one block as a whole beside it.
-           While backward is in that block there are up to four copies of it: gathered, the next
-           one arriving, its gradients, and those on their way.
+           AdamW works on the parts, and nobody ever needs the whole. With a mesh of two dimensions
+           (HSDP), parts are spread over the second one, such as the GPUs of a machine, and copied
+           along the first: weights stay inside of a machine, parts of gradients cross.
+Saves      Of 16 bytes per parameter P, a rank holds 16 P / N, and one block as a whole beside it:
+           in its backward up to four times: gathered, the next one arriving, its gradients, and
+           those on their way.
 Costs      Weights cross the network twice and gradients once per micro-batch: half as much again as
            DDP. The next block is fetched while this one computes, so a slow network is what shows.
 Use when   Weights, gradients and states do not fit beside each other on one device.
@@ -23,10 +25,6 @@ In production   `fully_shard` itself (torchtitan); `accelerate launch` with `fsd
            `TrainingArguments(fsdp=…)`, where accelerate on CPUs silently gives DDP instead.
 Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "ZeRO" (arXiv
            1910.02054); PyTorch, torch.distributed.fsdp.fully_shard.
-
-With a mesh of two dimensions (HSDP), parts are spread over the second one, such as the GPUs of a
-machine, and copied along the first. Weights then stay inside of a machine, and of the gradients
-only the parts cross to the others.
 
 The order of recipes: adapters, then checkpoints and compiled blocks, then this, then the optimizer.
 
@@ -118,22 +116,19 @@ def apply_fully_sharded(
     ranks. Parameters are DTensors afterwards; `parameter.full_tensor()` puts one together.
 
     Args:
-        mesh: of one dimension; or of two, copies along the first and parts along the second. By
-            default all ranks share one copy.
-        parameter_dtype: in which blocks are gathered and compute; the parts stay as they are, and
-            so do gradients and states. None computes in the dtype of the parts.
-        reduce_dtype: in which gradients are summed over the ranks; by default fp32 if
-            `parameter_dtype` is bf16.
-        reshard_after_forward: take a block apart again after its forward. False keeps all blocks
-            whole until backward, as ZeRO-2 does, and sends a third less.
+        mesh: of one dimension, by default all ranks; or of two, copies and parts.
+        parameter_dtype: in which blocks are gathered and compute; parts, gradients and states stay.
+        reduce_dtype: in which gradients are summed; by default fp32 if `parameter_dtype` is bf16.
+        reshard_after_forward: False keeps all blocks whole until backward, as ZeRO-2 does, and
+            sends a third less.
         offload: keep parts, gradients and states in host memory, where the optimizer then works.
-        compile_blocks: compile each block before it is sharded, as torchtitan does. Compiled
-            afterwards, the hooks that gather weights would break its graph.
+        compile_blocks: compile each block before it is sharded, as torchtitan does: afterwards the
+            hooks that gather weights would break its graph.
         prefetch: how many blocks are fetched ahead. With 1, PyTorch chooses when.
 
-    Raises ValueError on every rank: without a process group; if the ranks disagree about arguments,
-    shapes or weights; for a model that is no causal LM, is on ranks already, has weights in 4 bits,
-    or an optimizer that steps in backward; for fp16, and for `prefetch` below 1.
+    Raises ValueError on every rank if the ranks disagree about arguments, shapes or weights; for a
+    model that is no causal LM, is on ranks already, has weights in 4 bits, or an optimizer that
+    steps in backward; and for fp16.
     """
     require_group()
     if not dry():  # first of all, so that no rank waits for one that has raised

@@ -4,9 +4,8 @@
     dtypes["weights at rest"]           torch.float32
     dtypes["weights in a block"]        torch.bfloat16
 
-Mixed precision under `fully_shard` is another one than autocast. Autocast casts at each matrix
-product, and leaves the residual stream and the norms in fp32. Here a block's parameters are rounded
-as they are gathered, norms among them, and so is what flows through it:
+Autocast casts at each matrix product, and leaves the residual stream and the norms in fp32. Here a
+block's parameters are rounded as they are gathered, norms among them, and so is what flows through:
 
     fp32   parts of the weights, gradients after they are summed, AdamW states, the loss, buffers
     bf16   gathered weights, the residual stream, gradients as backward makes them

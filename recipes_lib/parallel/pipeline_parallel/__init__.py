@@ -128,17 +128,12 @@ def apply_pipeline_parallel(
         schedule: one of SCHEDULES.
         micro_batches: into how many the batch of a step is cut.
         stages_per_rank: by default 2 for "interleaved"; the other schedules have 1.
-    Raises ValueError on every rank, before anything is changed, for a model of another family than
-    FAMILIES, for one that is in a pipeline already, for numbers that the schedule cannot work with,
-    and if the ranks disagree.
+    Raises ValueError on every rank for a model of another family than FAMILIES, for one that is in
+    a pipeline already, for numbers that the schedule cannot work with, and if the ranks disagree.
     """
     # A rank that raises alone would leave the others waiting.
-    agree(
-        model=model,
-        schedule=schedule,
-        micro_batches=micro_batches,
-        stages_per_rank=stages_per_rank,
-    )
+    numbers = (micro_batches, stages_per_rank)
+    agree(model=model, schedule=schedule, micro_batches=numbers)
     require_causal_lm(model)
     require_family(model)
     mesh = default_mesh() if mesh is None else mesh
@@ -234,14 +229,14 @@ class Pipeline:
     ) -> float:
         """Forward and backward of a whole batch. Gradients are added to `.grad`. Returns the loss.
 
-        The loss is the sum over all tokens that count, divided by their number. It is the same on
-        every rank, and the same number as without a pipeline.
+        The loss is the sum over all tokens that count, divided by their number: the same on every
+        rank, and the same as without a pipeline.
 
         Args:
             input_ids: [B, S], the same on every rank.
             labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
             position_ids: [B, S]; where they restart, a new document begins. By default 0, 1, 2, …
-            tokens: what the sum is divided by; by default the labels of this batch that count. With
+            tokens: what the sum is divided by, by default the labels of this batch that count; with
                 several pipelines side by side, the number of all of them.
             record: keep begin and end of each action for `recorded`.
         Raises ValueError, on every rank, for a batch that does not divide into micro-batches, for

@@ -102,23 +102,19 @@ def apply_quantized_shards(
     Every rank calls it, with the same base and the same adapters, before the optimizer is made.
     Seed the ranks alike before adapters are drawn. A step is `core.ranks.rank_step.rank_step`.
 
+    Options that are not here are those of `apply_fully_sharded`.
+
     Args:
-        mesh: of one dimension; or of two, copies along the first and parts along the second. By
-            default all ranks share one copy.
         adapter_dtype: store adapters in bf16, as well as their gradients and states. None leaves
             them as they are: peft makes them fp32.
         parameter_dtype: in which adapters, norms, embedding and output layer are gathered and
             compute. The codes of the base are whole numbers and stay as they are.
-        reduce_dtype: in which gradients are summed; by default fp32 if `parameter_dtype` is bf16.
-        reshard_after_forward: take a block apart again after its forward.
-        offload: keep all parts in host memory, and the adapters' gradients and states.
-        prefetch: how many blocks are fetched ahead. With 1, PyTorch chooses when.
         cut_vocabulary: gather a frozen embedding and output layer a few rows at a time, and never
-            as a whole, which would take twice their size. False gathers them as PyTorch does.
+            as a whole, which would take twice their size.
 
-    Raises ValueError on every rank: without a process group; if the ranks disagree; for a model
-    that is no causal LM, has no 4-bit layers, is on ranks already, or has an optimizer that steps
-    in backward; for layers that `layer.packed` refuses; and for fp16.
+    Raises ValueError on every rank if the ranks disagree; for a model that is no causal LM, has no
+    4-bit layers, is on ranks already, or has an optimizer that steps in backward; for layers that
+    `layer.packed` refuses; and for fp16.
     """
     require_group()
     if not dry():  # first of all, so that no rank waits for one that has raised

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -31,24 +30,19 @@ def dry_quantized_rank(
     seq: int,
     rank: int = 16,
     layers: int | None = None,
-    offload: bool = False,
-    adapter_dtype: torch.dtype | None = torch.bfloat16,
     cut_vocabulary: bool = True,
 ) -> RankPeak:
     """The peak of rank 0 of `ranks` in a step of QLoRA with AdamW, every block checkpointed.
 
-    With `offload` the device holds `beside_shards` of it.
+    With offload the device would hold `beside_shards` of it. All is in bf16.
 
     Args:
-        shape: a key of `core.model.SHAPES`; the base computes in bf16.
-        ranks: that share one copy of the base.
+        shape: a key of `core.model.SHAPES`.
         rows: of `seq` tokens, for each rank.
         rank: r, of an adapter on every linear layer of the blocks.
         layers: fewer blocks than the shape has.
-        adapter_dtype: in which adapters, their gradients and states are stored.
         cut_vocabulary: gather embedding and output layer a few rows at a time.
     """
-    check_whole(rows=rows, seq=seq, rank=rank)
 
     def build(mesh: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
         model = packed_model(shape, rank=rank, layers=layers)
@@ -57,8 +51,7 @@ def dry_quantized_rank(
         model = apply_quantized_shards(
             model,
             mesh=mesh,
-            adapter_dtype=adapter_dtype,
-            offload=offload,
+            adapter_dtype=torch.bfloat16,
             cut_vocabulary=cut_vocabulary,
         )
         adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]

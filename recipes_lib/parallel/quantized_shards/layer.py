@@ -132,19 +132,14 @@ class _Product(torch.autograd.Function):
 def packed(name: str, layer: Any) -> PackedLinear:
     """The codes and scales of bitsandbytes' `Linear4bit` as a `PackedLinear`, without a copy.
 
-    Raises ValueError for a layer that is not in NF4 with double quantization, for rows that blocks
-    of scales do not divide, and for weights that were repacked for inference or never quantized.
+    Raises ValueError for a layer that is not in NF4 with double quantization, and for rows that
+    blocks of scales do not divide.
     """
     state = getattr(layer.weight, "quant_state", None)
-    if state is None:
+    if state is None or state.quant_type != "nf4" or not state.nested:
         raise ValueError(
-            f"{name} holds no quantized weight: move it to a device, which quantizes it, and do "
-            f"not run it in eval mode before, which repacks it for inference on some CPUs"
-        )
-    if state.quant_type != "nf4" or not state.nested:
-        raise ValueError(
-            f"{name} is in {state.quant_type}, nested={state.nested}: quantize it as NF4 with "
-            f"double quantization, as apply_qlora does"
+            f"{name} has no weight in NF4 with double quantization, as apply_qlora makes it; on "
+            f"some CPUs a forward in eval mode repacks it for inference"
         )
     outputs, inputs = state.shape
     if inputs % state.blocksize:

@@ -55,7 +55,6 @@ from torch.distributed.tensor.parallel import (
 
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
-from recipes_lib.core.model.marks import COMPILED, any_marked
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
@@ -95,20 +94,17 @@ def apply_tensor_parallel(
 
     All ranks call this, and the weights of the first rank count. Then all give the model the same
     rows, and `model(input_ids=…, labels=…).loss.backward()` is that of the whole model on each of
-    them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts. For a norm of all
-    gradients, and to clip by it, use `recipes_lib.core.ranks.gradient_norm.clip_gradients`.
+    them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts, and
+    `core.ranks.gradient_norm.clip_gradients` clips them by the norm of the whole.
 
     Args:
-        mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default of all
-            ranks.
+        mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default all ranks.
         sequence_parallel: norms and residuals see a part of the tokens. Without it each rank sees
-            all of them, and an all-reduce takes the place of reduce-scatter and all-gather.
-        loss_parallel: each rank makes the logits of a part of the vocabulary, and the logits that
-            the model returns are a DTensor, but for those of `generate`. Without it each rank gets
-            all logits.
-    Raises ValueError for a model that is no causal LM of this kind, has adapters or quantized
-    weights, is cut or compiled already or is on another device than the mesh, and where the ranks
-    do not divide the heads, the heads of keys, the feed-forward width or the vocabulary. The first
+            all, and an all-reduce takes the place of reduce-scatter and all-gather.
+        loss_parallel: the logits are DTensors, a part of the vocabulary on each rank, but for those
+            of `generate`. Without it each rank gets all logits.
+    Raises ValueError for a model without the plain layers of Llama, or that is cut already, and
+    where the ranks do not divide heads, heads of keys, feed-forward width or vocabulary. The first
     forward raises one if the ranks got different rows.
     """
     mesh = default_mesh() if mesh is None else mesh
@@ -118,11 +114,6 @@ def apply_tensor_parallel(
     require_causal_lm(model)
     require_layers(model)
     require_divisible(model, ranks=mesh.size())
-    if any_marked(decoder_blocks(model), COMPILED):
-        raise ValueError(
-            "the blocks are compiled already, for layers that are whole: call "
-            "remove_compiled_blocks(model) first"
-        )
     plan = tensor_parallel_plan(
         model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
     )
@@ -221,26 +212,25 @@ def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
 def require_layers(model: Any) -> None:
     """Raise ValueError unless the plan's layers are there, as plain ones that are whole."""
     embedding = model.get_input_embeddings()
-    layers = {"the embedding": embedding, "the output layer": model.get_output_embeddings()}
+    layers = [embedding, model.get_output_embeddings()]
     for block in decoder_blocks(model):
         for name in BY_OUTPUT + BY_INPUT:
             try:
-                layers[f"{id(block)} {name}"] = block.get_submodule(name)
+                layers.append(block.get_submodule(name))
             except AttributeError:
                 raise ValueError(
                     f"{type(model).__name__} has no {name}: tensor parallelism knows decoders with "
                     f"the layers of Llama (Llama, Mistral, Qwen, Gemma); for others use "
                     f"transformers' tp_plan='auto'"
                 ) from None
-    for name, layer in layers.items():
-        kind = nn.Embedding if layer is embedding else nn.Linear
-        plain = isinstance(layer, kind) and not list(layer.children())
+    for layer in layers:
+        plain = isinstance(layer, nn.Linear | nn.Embedding) and not list(layer.children())
         if layer is embedding and not hasattr(embedding, "embed_scale"):  # as Gemma's has
             plain = type(embedding).forward is nn.Embedding.forward  # CutTable has its own
         if not plain or not layer.weight.is_floating_point() or isinstance(layer.weight, DTensor):
             raise ValueError(
-                f"{name.split()[-1]} is a {type(layer).__name__}: only plain layers can be cut, "
-                f"without adapters, not quantized, and not cut or sharded already"
+                f"there is a {type(layer).__name__}: only plain layers can be cut, without "
+                f"adapters, not quantized, and not cut or sharded already"
             )
 
 

@@ -68,6 +68,7 @@ def proves(
     narrow: Options | None = None,
     kernel: bool = False,
     autocast: str | None = None,
+    called: str | None = None,
 ) -> Callable:
     """Let `apply(model, …)` prove itself on the model, unless it is called with `check=False`.
 
@@ -79,9 +80,12 @@ def proves(
         narrow: options of a pattern of attention under which something must change.
         kernel: whether the attention that the configuration names must have been called.
         autocast: the option that names the dtype of autocast in which the model will train.
+        called: the name in messages, where a technique has several ways behind one public name.
     """
 
     def decorate(apply: Callable) -> Callable:
+        if called is not None:
+            apply.__name__ = called
         signature = inspect.signature(apply)
 
         @functools.wraps(apply)
