@@ -20,7 +20,7 @@ Costs      Accuracy falls far at once, and comes back with training. The same sm
            from the start, for as long as both trainings together, may be as good: compare with it.
 Use when   Time or memory is what is small, and a trained model and its data are there.
 Not when   There is no data. Where a narrower model of the same family is trained already. For
-           8 bits that save as much and need no training.
+           8 bits that save as much and need no training. Layers with masks or adapters.
 In production   torch-pruning (`tp.pruner.BasePruner` with `GroupMagnitudeImportance`), which traces
            any network for what depends on what; NVIDIA Model Optimizer `mtp.prune(mode="fastnas")`.
 Source     Molchanov et al., "Importance Estimation for Neural Network Pruning", arXiv 1906.10771;
@@ -69,12 +69,10 @@ def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
         kept: for each name of `inner_channels(model)` the numbers of the channels that stay, in
             rising order, as `choose_channels` returns them. A name that is missing stays whole.
     Raises ValueError, before anything changes, for a model that is no MobileNetV2 of transformers,
-    or whose layers have masks, adapters or quantized weights; and for channels that do not exist or
-    are in no order.
+    and for channels that do not exist or are in no order.
     """
     inner = inner_channels(model)
     check_kept(inner, kept)
-    _require_plain_layers(inner)
     for name, channels in kept.items():
         part = inner[name]
         channels = torch.as_tensor(channels, device=part.reader.weight.device)
@@ -221,18 +219,6 @@ def _require_mobile_net(model: Any) -> None:
             f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "
             f"networks take torch-pruning, and for language models compression/student"
         )
-
-
-def _require_plain_layers(inner: Mapping[str, Inner]) -> None:
-    """A technique that has changed a layer before keeps tensors of its own, of the old size."""
-    for name, part in inner.items():
-        convolutions = [layer.convolution for layer in part.makers]
-        for layer in (*convolutions, part.reader):
-            if type(layer) not in (nn.Conv2d, nn.Linear):
-                raise ValueError(
-                    f"the {name} has a {type(layer).__name__} of its own kind, with a mask, an "
-                    f"adapter or quantized weights: prune channels before that, or remove it"
-                )
 
 
 def check_kept(inner: Mapping[str, Inner], kept: Mapping[str, Tensor]) -> None:

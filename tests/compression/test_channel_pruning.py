@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
 from recipes_lib.architecture.mobile_net import initialise_, mobile_net
@@ -99,29 +98,6 @@ def test_work_falls_and_it_trains_and_is_pruned_again(network, images, kept):
     assert apply_channel_pruning(pruned, kept=again)(images).logits.isfinite().all()
     with pytest.raises(ValueError, match="could not load it"):
         pruned.save_pretrained("anywhere")
-
-
-@torch.no_grad()
-def test_half_precision_and_frozen_layers(network, images):
-    """The mistake: frozen layers train again, or come out in fp32."""
-    half = copy.deepcopy(network).bfloat16()
-    half.mobilenet_v2.conv_stem.requires_grad_(False)
-    found = choose_channels(channel_importance(half, images), share=0.5, multiple_of=4)
-    apply_channel_pruning(half, kept=found)
-    assert half(images.bfloat16()).logits.isfinite().all()
-    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    frozen = half.mobilenet_v2.conv_stem.parameters()
-    assert not any(parameter.requires_grad for parameter in frozen)
-
-
-def test_masks_and_grids_come_after(network, kept):
-    """Without the guard: half of the layers are cut, and the next one refuses its mask."""
-    masked = copy.deepcopy(network)
-    nn.utils.parametrizations.weight_norm(masked.mobilenet_v2.layer[5].reduce_1x1.convolution)
-    before = {name: value.shape for name, value in masked.state_dict().items()}
-    with pytest.raises(ValueError, match=r"block 5 has a Parametrized.*before that"):
-        apply_channel_pruning(masked, kept=kept)
-    assert {name: value.shape for name, value in masked.state_dict().items()} == before
 
 
 def test_refuses_what_is_not_there(network, images):

@@ -66,8 +66,7 @@ def test_two_of_four():
         apply_two_four(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
-def test_zeros_stay_zero_in_training_and_the_others_learn_as_before(optimizer_class):
+def test_zeros_stay_zero_in_training_and_the_others_learn_as_before():
     """The mistake: weight decay, momentum or a copied model brings removed weights back."""
     model = copy.deepcopy(apply_pruning(network(), share=0.5))
     plain = network()
@@ -76,7 +75,7 @@ def test_zeros_stay_zero_in_training_and_the_others_learn_as_before(optimizer_cl
         layer.weight.data *= mask
     for each in (model, plain):
         torch.manual_seed(1)
-        optimizer = optimizer_class(each.parameters(), lr=0.01, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             each(torch.randn(4, 1, 6, 6)).square().sum().backward()

@@ -31,7 +31,6 @@ WINDOWS = {"head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"}
 FAMILIES = {
     "Llama": GROUPED | {"attention_bias": True, "tie_word_embeddings": True},
     "Gemma2": GROUPED | WINDOWS,  # every second block has a window
-    "SmolLM3": GROUPED | {"no_rope_layer_interval": 2},
     "Phi3": GROUPED,  # stacked layers
     "Phi": {"num_key_value_heads": 4, "intermediate_size": 48},  # no groups
     "GPT2": {"n_inner": 48},  # transposed weights

@@ -20,7 +20,8 @@ Costs      A forward of the teacher in every step, and its weights. 16-bit weigh
 Use when   A student is to replace a trained model that is too slow or too large, and both have the
            same tokens (`require_same_tokens`). After parts were cut away: see `student`.
 Not when   The teacher is hardly better than the student, or the text is not what the teacher is
-           good at: then the text itself is the better teacher. A loss with a router's part.
+           good at: then the text itself is the better teacher. A loss with a router's part. Inputs
+           that are embeddings of the student.
 In production   NVIDIA Model Optimizer `modelopt.torch.distill` (after its Minitron pruning);
            TRL `trl.experimental.gkd.GKDTrainer`, also on the student's own answers, and with
            `use_liger_kernel` chunk by chunk; Liger `LigerFusedLinearJSDLoss`; torchtune
@@ -120,9 +121,9 @@ def apply_distillation(
             are brought together: `hidden_state_loss` of each pair, their mean times
             `hidden_weight`, is added to the loss.
         chunk_size: most rows of logits at a time. None: 32 MiB of them, 128 on a GPU.
-    Raises ValueError for options outside their bounds, for vocabularies of different sizes, for a
-    student that is its own teacher, for an output layer with adapters or in few bits, and for
-    models whose loss or logits are not the usual ones.
+    Raises ValueError for vocabularies of different sizes, for a student that is its own teacher,
+    for an output layer with adapters or in few bits, and for models whose loss or logits are not
+    the usual ones.
     """
     require_causal_lm(student)
     require_causal_lm(teacher)
@@ -182,7 +183,6 @@ class Taught:
         kwargs = options_by_name(super().forward, args, kwargs)
         if kwargs.get("labels") is None or not self.training:
             return super().forward(**kwargs)
-        _check_inputs(kwargs)
         teaching = self.teaching
         teacher = without_adapters(teaching.teacher)
         inputs = {name: value for name, value in kwargs.items() if name not in OF_THE_LOSS}
@@ -329,12 +329,3 @@ def _check_models(student: Any, teacher: Any) -> None:
             f"{sizes[1]:,}: give models with the same tokens; where only unused rows at the end "
             f"differ, teacher.resize_token_embeddings({sizes[0]}) cuts or adds them"
         )
-
-
-def _check_inputs(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for inputs that mean nothing to the teacher."""
-    for name in ("inputs_embeds", "past_key_values"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} belongs to the student, and the teacher cannot read it: give input_ids"
-            )

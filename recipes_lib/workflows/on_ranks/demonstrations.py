@@ -69,9 +69,9 @@ def who_is_there() -> list[tuple[int, int, float]]:
 # --- ideas by hand --------------------------------------------------------------------------------
 
 
-def ring_by_hand(*, numbers: int = 1024) -> float:
+def ring_by_hand() -> float:
     """A ring of sends against the all-reduce of the library."""
-    ours = torch.randn(numbers, device=group_device()) + rank()
+    ours = torch.randn(1024, device=group_device()) + rank()
     theirs = ours.clone()
     ring_all_reduce(ours)
     distributed.all_reduce(theirs)
@@ -104,11 +104,11 @@ def zero_by_hand() -> float:
     return _largest(plain, trained.module, of="data")
 
 
-def sharded_layer_by_hand(*, rows: int = 6, inputs: int = 16, outputs: int = 12) -> float:
+def sharded_layer_by_hand() -> float:
     """A layer whose weight is gathered when it is used, against the whole layer."""
     device = group_device()
-    whole = torch.randn(outputs, inputs, device=device)  # all ranks have the same seed
-    x = torch.randn(world_size(), rows, inputs, device=device)
+    whole = torch.randn(12, 16, device=device)  # all ranks have the same seed
+    x = torch.randn(world_size(), 6, 16, device=device)
     shard = whole.chunk(world_size())[rank()].clone().requires_grad_()
     y = linear_of_shards(x[rank()], shard)
     y.square().sum().backward()

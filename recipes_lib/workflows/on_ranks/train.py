@@ -48,8 +48,8 @@ WARM_UP_STEPS = 2  # the second one counts the traffic, which takes time
 # --- a model and its batches ----------------------------------------------------------------------
 
 
-def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
-    """A Llama-like model over bytes in fp32, the same on every rank for the same seed.
+def small_llama(*, sizes: dict[str, int], tokens: int) -> Any:
+    """A Llama-like model over bytes in fp32, the same on every rank.
 
     Args:
         sizes: as in `transformers.LlamaConfig`; what is missing comes from SIZES.
@@ -69,11 +69,11 @@ def small_llama(*, sizes: dict[str, int], tokens: int, seed: int = 0) -> Any:
         eos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):  # the weights are drawn on the CPU
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def byte_batches(*, steps: int, rows: int, tokens: int, seed: int = 0) -> list[Batch]:
+def byte_batches(*, steps: int, rows: int, tokens: int) -> list[Batch]:
     """One batch per step: input_ids and labels [rows, tokens], from Python's standard library.
 
     A byte is a token. The first tokens of a row are its prompt and have no loss. So rows have
@@ -83,7 +83,7 @@ def byte_batches(*, steps: int, rows: int, tokens: int, seed: int = 0) -> list[B
     count = steps * rows
     places = len(text) // tokens
     check_whole(most=places, rows=count)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(places, generator=generator)[:count].tolist()
     pieces = [list(text[place * tokens : (place + 1) * tokens]) for place in chosen]
     input_ids = torch.tensor(pieces).view(steps, rows, tokens)
@@ -108,7 +108,6 @@ def train_on_ranks(
     rows: int,
     tokens: int,
     micro_batches: int = 4,
-    seed: int = 0,
 ) -> RankRun:
     """Train a small model with one strategy. Every rank calls it; rank 0's result holds for all.
 
@@ -117,10 +116,8 @@ def train_on_ranks(
         sizes: of the model, see `small_llama`.
         steps: three or more: the first two warm up, and have losses as the others.
         rows: of the whole batch of a step.
-        tokens: of a row.
         micro_batches: of the pipeline.
-    Raises ValueError without a process group, for an unknown strategy, for numbers out of range,
-    for what the strategy cannot divide, and for "one process" on several ranks.
+    Raises ValueError for what the strategy cannot divide, and for "one process" on several ranks.
     """
     require_group()
     check_choice(STRATEGIES, strategy=strategy)
@@ -130,14 +127,14 @@ def train_on_ranks(
             f"itself; use one rank, or choose a strategy that divides the work"
         )
     check_whole(least=WARM_UP_STEPS + 1, steps=steps)
-    model = small_llama(sizes=sizes, tokens=tokens, seed=seed).to(group_device())
+    model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
     options = Options(micro_batches=micro_batches)
     training = STRATEGIES[strategy](model, options)
     held = _measured_in_step(training)
     losses = []
     seconds = []
     traffic = Traffic()
-    for number, batch in enumerate(byte_batches(steps=steps, rows=rows, tokens=tokens, seed=seed)):
+    for number, batch in enumerate(byte_batches(steps=steps, rows=rows, tokens=tokens)):
         batch = {name: tensor.to(group_device()) for name, tensor in batch.items()}
         distributed.barrier()
         begin = time.perf_counter()
