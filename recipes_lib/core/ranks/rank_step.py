@@ -1,15 +1,13 @@
 """One optimizer step on rows that are spread over ranks: every token weighs the same.
 
-Each rank has its own rows, and rows have unequal numbers of tokens that count. The wrappers of
-PyTorch average the gradients of the ranks. So the loss of a rank is not the mean over its own
-tokens:
+Rows have unequal numbers of tokens that count, and the wrappers of PyTorch average the gradients of
+the ranks. So the loss of a rank is not the mean over its own tokens:
 
     the whole batch   L   = sum over all tokens of CE / T        T = tokens of all ranks
     rank r            L_r = sum over its tokens of CE * N / T    the same T, N ranks
     the average       (1 / N) * sum over r of L_r = L            and likewise the gradients
 
-A mean over the rank's own tokens would give a token on a rank of short rows more weight than one on
-a rank of long rows. No error would say so.
+A mean over the rank's own tokens would give those of short rows more weight, without an error.
 
 With several micro-batches the ranks have to talk only once, after the last of them. DDP decides
 that in the *forward*, so the forward belongs into `no_sync` as well as the backward. What a sharded
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_whole
@@ -124,7 +123,7 @@ def rank_step(
 ) -> float:
     """Train one step on the micro-batches `batches` of this rank; every rank calls it.
 
-    `model` is wrapped by DistributedDataParallel or by `fully_shard`.
+    `model` is wrapped by DistributedDataParallel, sharded, or cut by tensor parallelism.
 
     Args:
         batches: micro-batches with `input_ids` and `labels` [B, S]; their sizes may differ.
@@ -135,8 +134,8 @@ def rank_step(
     Raises ValueError on every rank as `tokens_of_all_ranks`.
     """
     require_group()
-    averages = hasattr(model, "set_requires_gradient_sync") or hasattr(model, "no_sync")
-    if world_size() > 1 and not averages:
+    divided = hasattr(model, "no_sync") or any(isinstance(p, DTensor) for p in model.parameters())
+    if world_size() > 1 and not divided:
         raise ValueError(
             f"{type(model).__name__} averages no gradients, and every rank would train a model of "
             f"its own: give what apply_data_parallel, apply_zero or apply_fully_sharded returned"

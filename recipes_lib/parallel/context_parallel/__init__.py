@@ -293,31 +293,28 @@ def context_of(model: Any) -> Context:
 
 
 def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each forward: the positions have to be those of this rank's tokens."""
+    """Before each forward: the positions and labels have to be those of this rank's tokens."""
     context = context_of(model)
-    ids = kwargs.get("input_ids")
-    positions = kwargs.get("position_ids")
-    if args or ids is None or positions is None:
-        raise ValueError(
-            "this model gets parts of sequences, and without positions it would count from 0 on "
-            "every rank: call model(**shard_sequence(model, input_ids, labels))"
-        )
-    if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not False:
+    given = {name for name, value in kwargs.items() if value is not None}
+    way_out = "call model(**shard_sequence(model, input_ids, labels))"
+    if args or not {"input_ids", "position_ids"} <= given:
+        raise ValueError(f"without positions every rank would count from 0: {way_out}")
+    if "attention_mask" in given or kwargs.get("use_cache") is not False:
         raise ValueError(
             "with sequences over ranks there is no attention_mask and no KV cache: give "
             "use_cache=False, and rows that are padded on the right with labels of -100"
         )
-    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-        raise ValueError(
-            "labels that are shifted behind the cut lose a token: give what shard_sequence returns"
-        )
-    if kwargs.get("documents") is not None:
+    if "labels" in given and "shift_labels" not in given:
+        raise ValueError(f"labels that are shifted behind the cut lose a token: {way_out}")
+    if "documents" in given:
         return  # positions restart, and shard_sequence has checked them
-    mine = context.tokens_of_rank(ids.shape[1] * context.mesh.size()).to(positions.device)
+    positions = kwargs["position_ids"]
+    seq = kwargs["input_ids"].shape[1] * context.mesh.size()
+    mine = context.tokens_of_rank(seq).to(positions.device)
     if not torch.equal(positions, mine.expand_as(positions)):
         raise ValueError(
             f"these are not the positions of rank {context.mesh.get_local_rank()} of "
-            f"{context.mesh.size()}: give what shard_sequence returns"
+            f"{context.mesh.size()}: {way_out}"
         )
 
 

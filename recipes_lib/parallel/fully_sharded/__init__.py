@@ -21,8 +21,9 @@ Use when   Weights, gradients and states do not fit beside each other on one dev
 Not when   They fit: DDP sends less. Micro-batches are so small that a block computes faster than
            the next one arrives. The base is in 4 bits: quantized_shards. Gradients of a block are
            summed as one, so all that trains in it has one dtype.
-In production   `fully_shard` itself (torchtitan); `accelerate launch` with `fsdp_version: 2`;
-           `TrainingArguments(fsdp=…)`, where accelerate on CPUs silently gives DDP instead.
+In production   `for block in blocks: fully_shard(block)`, then `fully_shard(model)` (torchtitan);
+           `accelerate launch` with `fsdp_version: 2`; `TrainingArguments(fsdp=…)`, where accelerate
+           on CPUs silently gives DDP instead.
 Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "ZeRO" (arXiv
            1910.02054); PyTorch, torch.distributed.fsdp.fully_shard.
 
@@ -130,19 +131,8 @@ def apply_fully_sharded(
     model that is no causal LM, is on ranks already, has weights in 4 bits, or an optimizer that
     steps in backward; and for fp16.
     """
-    require_group()
-    if not dry():  # first of all, so that no rank waits for one that has raised
-        numbers = {"reshard_after_forward": reshard_after_forward, "offload": offload}
-        dtypes = {"parameter_dtype": parameter_dtype, "reduce_dtype": reduce_dtype}
-        agree(model=model, mesh=mesh, prefetch=prefetch, **numbers, **dtypes)
-    check_whole(prefetch=prefetch)
-    require_new_on_ranks(model)
-    if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
-        raise ValueError(
-            "this model has weights in 4 bits, whose scales would stay whole on every rank: use "
-            "apply_quantized_shards"
-        )
-    require_same_weights(model)
+    numbers = (reshard_after_forward, offload, parameter_dtype, reduce_dtype)
+    _require_alike(model, mesh=mesh, prefetch=prefetch, options=numbers)
     if mesh is None:
         mesh = default_mesh()
     options = sharding_options(mesh, parameter_dtype, reduce_dtype, offload)
@@ -159,6 +149,20 @@ def apply_fully_sharded(
     if prefetch > 1:
         fetch_ahead(blocks, prefetch)
     return model
+
+
+def _require_alike(model: Any, **options: Any) -> None:
+    """Raise ValueError on every rank for what would hang, or train something else."""
+    require_group()
+    if not dry():  # first of all, so that no rank waits for one that has raised
+        agree(model=model, **options)
+    require_new_on_ranks(model)
+    if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
+        raise ValueError(
+            "this model has weights in 4 bits, whose scales would stay whole on every rank: use "
+            "apply_quantized_shards"
+        )
+    require_same_weights(model)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ Use when   The model needs several hosts, or GPUs without a fast link, and M is 
 Not when   Sharding (FSDP) fits and its traffic hides behind compute; few micro-batches; P does not
            divide the blocks. Padding on the left: stages see no mask, and rows are padded on the
            right with labels of -100.
-In production   `torch.distributed.pipelining`, which runs here; torchtitan
+In production   `Schedule1F1B(PipelineStage(…), n_microbatches=8, loss_fn=…).step(ids)` of
+           `torch.distributed.pipelining`, which runs here; torchtitan
            `parallelism.pipeline_parallel_degree`; Megatron-LM `--pipeline-model-parallel-size`.
 Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream-Flush (2006.09503)
            and "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"

@@ -23,7 +23,8 @@ Use when   One layer is too large for a card, or a batch too small to share; ins
 Not when   The model fits: fully_sharded exchanges weights, which can be hidden behind computing.
            Together with it: tensor parallelism first, on the dimension of the mesh with the fast
            link, and fully_sharded after it on the other one. Adapters and quantized weights.
-In production   transformers `from_pretrained(…, tp_plan="auto")`; Megatron-LM
+In production   `parallelize_module(model, mesh, {"layers.0.mlp.up_proj": ColwiseParallel(), …})`,
+           as torchtitan does; transformers `from_pretrained(…, tp_plan="auto")`; Megatron-LM
            `--tensor-model-parallel-size 8 --sequence-parallel`; vLLM `tensor_parallel_size`.
 Source     Shoeybi et al., "Megatron-LM" (arXiv 1909.08053); Korthikanti et al., "Reducing
            Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).

@@ -3,32 +3,29 @@
     engine = apply_deepspeed(model, torch.optim.AdamW, config=config_file("zero2"), rows=4, lr=1e-4)
     loss = deepspeed_step(engine, batches)
 
-DeepSpeed lays all parameters end to end and cuts that row into N parts, inside of parameters too.
-So parts are equal, whatever the largest parameter is. It keeps an fp32 copy of its part as well,
-the master weights of bf16, even if the model is fp32 already. P bytes of fp32 weights, AdamW:
+DeepSpeed lays all parameters end to end and cuts that row into N equal parts. It keeps an fp32 copy
+of its part, the master weights of bf16, even if the model is fp32. P bytes of fp32 weights, AdamW:
 
     stage   weights   gradients   masters   states
     1       P         P           P / N     2 P / N
     2       P         P / N       P / N     2 P / N
     3       P / N     P / N       P / N     2 P / N    and small parameters whole, on every rank
 
-In (N-1) / N x P bytes, a rank sends 3 per step in stages 1 and 2, for DeepSpeed averages all
-gradients on all ranks. `"use_multi_rank_bucket_allreduce": false` makes it 2, in as many calls as
-there are parameters. Stage 3 sends 2: see below.
+In (N-1) / N x P bytes, a rank sends 3 per step in stages 1 and 2, for all gradients are averaged on
+all ranks (`"use_multi_rank_bucket_allreduce": false` makes it 2), and 2 in stage 3: see below.
 
 What it does without a word, and what is done about it here:
 
-    it compiles        At the start DeepSpeed compiles C++ for minutes: its own all-reduce for CPUs.
-                       Here it uses PyTorch's, and it is given an optimizer of PyTorch's.
-    buckets of 2 GB    The default bucket for gradients has 500,000,000 elements, and the memory for
-                       it is taken in every backward, whatever the size of the model; twice with
-                       `overlap_comm`. The files say "auto": hidden size squared.
-    stage 3 keeps all  Parameters of up to 100,000 elements stay whole on every rank by default. In
-                       a small model that is all of them. The files say "auto": 10 x hidden size.
+    it compiles        Its own all-reduce for CPUs and its optimizers, for minutes. Here both are
+                       PyTorch's.
+    buckets of 2 GB    500,000,000 elements by default, taken in every backward, whatever the size
+                       of the model; twice with `overlap_comm`. The files say "auto": hidden size
+                       squared.
+    stage 3 keeps all  Parameters of up to 100,000 elements stay whole on every rank by default: all
+                       of a small model. The files say "auto": 10 x hidden size.
     and still keeps    Up to 1,000,000,000 numbers that stage 3 has gathered stay whole until
-                       backward. A smaller model is whole from forward to backward on every rank. To
-                       split it then, set `stage3_max_live_parameters` and
-                       `stage3_max_reuse_distance` to 0: it saves memory, and sends 3.
+                       backward. With `stage3_max_live_parameters` and `stage3_max_reuse_distance` 0
+                       they are split: it saves memory, and sends 3.
     a mean of means    It averages over ranks and micro-batches, whatever their tokens are.
                        `deepspeed_step` undoes both.
     another count      `engine.step()` counts micro-batches by itself. With another number of them
@@ -59,7 +56,7 @@ from recipes_lib.core.model.sizes import storage_bytes
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.rank_step import Batch, LossSum, sum_of_losses, tokens_of_all_ranks
+from recipes_lib.core.ranks.rank_step import Batch, sum_of_losses, tokens_of_all_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "launch" / "deepspeed"
 AUTO = "auto"
@@ -90,9 +87,8 @@ def apply_deepspeed(
         micro_batches: of one step.
         max_norm: clip the gradients of all ranks together to this norm.
         optimizer_options: of the optimizer, such as lr.
-    Raises ValueError on every rank if there is no process group, if the ranks give other models or
-    options than each other, for a configuration that has no stage or its own optimizer, and for a
-    model that is no causal LM; ImportError without DeepSpeed.
+    Raises ValueError on every rank if the ranks differ in model or options, for a configuration
+    that has no stage or its own optimizer, and for a model that is no causal LM.
     """
     # First of all, so that no rank waits for one that has raised.
     with same_error_on_all_ranks():
@@ -119,18 +115,11 @@ def apply_deepspeed(
     return engine
 
 
-def deepspeed_step(
-    engine: Any, batches: Sequence[Batch], *, loss_sum: LossSum = sum_of_losses
-) -> float:
+def deepspeed_step(engine: Any, batches: Sequence[Batch]) -> float:
     """One step on this rank's micro-batches `batches`, each token weighing the same.
 
-    Args:
-        engine: what `apply_deepspeed` returned.
-        batches: as many micro-batches as were configured, with `input_ids` and `labels` [B, S].
-        loss_sum: the sum of the losses of a micro-batch.
-    Returns the mean loss over all tokens of all ranks, the same on every rank.
-    Raises ValueError on every rank for another number of micro-batches, and if no token has a
-    label.
+    Returns the mean loss over all tokens of all ranks, the same on every rank. Raises ValueError on
+    every rank for another number of micro-batches than was configured, and if no token has a label.
     """
     tokens = tokens_of_all_ranks(batches)
     configured = engine.gradient_accumulation_steps()
@@ -143,7 +132,7 @@ def deepspeed_step(
     own_sum = 0.0
     with _no_deprecations():
         for batch in batches:
-            loss = loss_sum(engine, batch)
+            loss = sum_of_losses(engine, batch)
             # DeepSpeed would divide by the number of micro-batches once more.
             engine.backward(loss * weight, scale_wrt_gas=False)
             engine.step()  # does nothing before the last one
