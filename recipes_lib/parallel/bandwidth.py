@@ -46,7 +46,7 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, exchange, reduce_scatter
-from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.traffic import ring_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
@@ -125,8 +125,7 @@ def measure_bus_bandwidth(
     """
     agree(kind=kind, sizes=list(sizes), dtype=dtype, rounds=rounds)
     check_choice(KINDS, kind=kind)
-    mesh = default_mesh() if mesh is None else mesh
-    require_one_dimension(mesh, such_as="shard")
+    mesh = one_axis(mesh, such_as="shard")
     least = mesh.size() * dtype.itemsize
     if any(size % least for size in sizes):
         raise ValueError(f"sizes={list(sizes)}: give multiples of {least}, ranks x bytes")

@@ -128,16 +128,6 @@ def test_demonstrations(two_ranks, tmp_path):
     assert all(seconds > 0 for seconds in stalls.values())
 
 
-def test_a_checkpoint_of_four_ranks_is_continued_by_two(two_ranks, four_ranks, tmp_path):
-    """Catches parts in the wrong places, and states that begin anew."""
-    shape = dict(sizes=SIZES, **BATCH)
-    saving = demonstrations.losses_across_a_checkpoint
-    through = two_ranks.run(saving, folder=str(tmp_path / "a"), steps=4, first=0, **shape)
-    before = four_ranks.run(saving, folder=str(tmp_path / "b"), steps=2, first=0, **shape)
-    after = two_ranks.run(saving, folder=str(tmp_path / "b"), steps=2, first=2, **shape)
-    assert before + after == pytest.approx(through, abs=1e-5)
-
-
 def test_the_same_by_libraries(two_ranks, alone):
     options = {"steps": 3, **BATCH}
     experts = [
@@ -197,12 +187,6 @@ def test_one_rank_on_a_gpu_is_the_same_training(name, alone, one_gpu):
     weights = 4 * small_llama(sizes=SIZES, tokens=BATCH["tokens"]).num_parameters()
     assert run.parameters == run.gradients == weights
     assert 2 * weights <= run.states < 2.01 * weights
-
-
-@pytest.mark.gpu
-def test_the_ideas_by_hand_on_a_gpu(one_gpu):
-    """Catches the same: this is what the notebook runs first, on its own tensors."""
-    assert max(one_gpu.run(all_by_hand).values()) < 1e-4
 
 
 @pytest.mark.gpu

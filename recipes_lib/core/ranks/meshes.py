@@ -12,7 +12,6 @@ Source: PyTorch, "Getting started with DeviceMesh" (tutorials).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -20,20 +19,18 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.ranks import group_device, require_group, world_size
 
 
-def default_mesh(device_type: str | None = None) -> DeviceMesh:
+def default_mesh() -> DeviceMesh:
     """All ranks along one axis, which is called "ranks". Raises ValueError without a group."""
     require_group()
-    return mesh_of(device_type=device_type, ranks=world_size())
+    return mesh_of(ranks=world_size())
 
 
-def mesh_of(*, device_type: str | None = None, **dims: int) -> DeviceMesh:
+def mesh_of(**dims: int) -> DeviceMesh:
     """All ranks along named axes: `mesh_of(replicate=2, shard=4)`.
 
     Neighbours on the last axis have consecutive numbers. So the axis with the most traffic comes
-    last: its ranks are on one machine. `device_type` is by default that of the process group.
-
-    Raises ValueError without a process group, and for sizes whose product is not the number of
-    ranks.
+    last: its ranks are on one machine. Raises ValueError without a process group, and for sizes
+    whose product is not the number of ranks.
     """
     require_group()
     check_whole(**dims)
@@ -43,28 +40,20 @@ def mesh_of(*, device_type: str | None = None, **dims: int) -> DeviceMesh:
             f"{sizes} is a mesh of {math.prod(dims.values())}, and there are {world_size()} ranks: "
             f"give sizes whose product is {world_size()}"
         )
-    if device_type is None:
-        device_type = group_device().type
-    return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    return init_device_mesh(group_device().type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
-def require_mesh(mesh: Any) -> None:
-    """Raise ValueError for what is no mesh."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh is of type {type(mesh).__name__}: give what default_mesh() or mesh_of(...) made"
-        )
-
-
-def require_one_dimension(mesh: DeviceMesh, *, such_as: str) -> None:
-    """Raise ValueError for a mesh of several axes, of which the technique could use one only.
+def one_axis(mesh: DeviceMesh | None, *, such_as: str) -> DeviceMesh:
+    """`mesh`, or all ranks. Raises ValueError if it has several axes.
 
     Args:
         such_as: the name of an axis, as an example in the message.
     """
-    require_mesh(mesh)
+    if mesh is None:
+        return default_mesh()
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}: give one of them, "
             f"such as mesh[{such_as!r}]"
         )
+    return mesh

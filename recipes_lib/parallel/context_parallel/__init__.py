@@ -57,7 +57,7 @@ from recipes_lib.core.model.causal_lm import (
 )
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.parallel.context_parallel.kernels import AMPERE
 from recipes_lib.parallel.context_parallel.ring import part_of, ring_attention, tokens_of
 from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
@@ -153,8 +153,7 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     agree(model=model, kind=kind)
     require_causal_lm(model)
     check_choice(KINDS, kind=kind)
-    mesh = default_mesh() if mesh is None else mesh
-    require_one_dimension(mesh, such_as="context")
+    mesh = one_axis(mesh, such_as="context")
     causal = without_adapters(model)
     _require_plain_attention(causal)
     _require_heads(causal, kind, mesh.size())

@@ -45,7 +45,7 @@ from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.rank_step import Batch, rank_step, sum_of_losses
 from recipes_lib.parallel._sharding import require_new_on_ranks
 
@@ -81,9 +81,7 @@ def apply_data_parallel(
     agree(model=model, bucket_megabytes=bucket_megabytes, mesh=mesh)
     check_number(bucket_megabytes=bucket_megabytes, above=0)
     require_new_on_ranks(model)
-    if mesh is None:
-        mesh = default_mesh(next(model.parameters()).device.type)
-    require_one_dimension(mesh, such_as="replicate")
+    mesh = one_axis(mesh, such_as="replicate")
     wrapper = DistributedDataParallel(
         model,
         process_group=mesh.get_group(),

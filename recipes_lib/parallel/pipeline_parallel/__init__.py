@@ -51,7 +51,7 @@ from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
-from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
 from recipes_lib.parallel.pipeline_parallel.clock import Clock, TimedStage
 from recipes_lib.parallel.pipeline_parallel.stage import Stage, drop_all_but, require_family
@@ -137,8 +137,7 @@ def apply_pipeline_parallel(
     agree(model=model, schedule=schedule, micro_batches=numbers)
     require_causal_lm(model)
     require_family(model)
-    mesh = default_mesh() if mesh is None else mesh
-    require_one_dimension(mesh, such_as="pipeline")
+    mesh = one_axis(mesh, such_as="pipeline")
     stages_per_rank = checked_stages(model, schedule, mesh.size(), micro_batches, stages_per_rank)
     return Pipeline(model, mesh, schedule, micro_batches, stages_per_rank)
 

@@ -58,7 +58,7 @@ from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
 from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights
 
@@ -108,8 +108,7 @@ def apply_tensor_parallel(
     where the ranks do not divide heads, heads of keys, feed-forward width or vocabulary. The first
     forward raises one if the ranks got different rows.
     """
-    mesh = default_mesh() if mesh is None else mesh
-    require_one_dimension(mesh, such_as="tensor")
+    mesh = one_axis(mesh, such_as="tensor")
     if mesh.size() == world_size() and not dry():
         agree(model=model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     require_causal_lm(model)

@@ -50,7 +50,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.meshes import default_mesh, require_one_dimension
+from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.rank_step import Batch, rank_step
 from recipes_lib.parallel._shard_budget import sharded_budget, sharded_groups
 from recipes_lib.parallel._sharding import require_new_on_ranks, shard_ends
@@ -105,9 +105,7 @@ def apply_zero(
     agree(model=model, stage=stage, optimizer=optimizer_class, options=optimizer_options, mesh=mesh)
     check_choice(STAGES, stage=stage)
     require_new_on_ranks(model)
-    if mesh is None:
-        mesh = default_mesh(next(model.parameters()).device.type)
-    require_one_dimension(mesh, such_as="shard")
+    mesh = one_axis(mesh, such_as="shard")
     group = mesh.get_group()
 
     if stage == 1:  # DDP averages all gradients, and each rank steps the parameters that it owns

@@ -6,7 +6,7 @@ import torch
 from recipes_lib.core.ranks import group_device, rank, require_group, world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter, sums_over_ranks
-from recipes_lib.core.ranks.meshes import default_mesh, mesh_of, require_one_dimension
+from recipes_lib.core.ranks.meshes import default_mesh, mesh_of, one_axis
 from tests.core.refusal import refusal
 
 
@@ -45,7 +45,7 @@ def meshes_of_four():
         "along one": sums_over_ranks(rank(), mesh=both["shard"]),
         "along both": sums_over_ranks(rank(), 1, mesh=both),
         "wrong product": refusal(mesh_of, replicate=2, shard=3),
-        "two axes": refusal(require_one_dimension, both, such_as="shard"),
+        "two axes": refusal(one_axis, both, such_as="shard"),
     }
 
 
