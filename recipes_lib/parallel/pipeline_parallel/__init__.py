@@ -133,8 +133,8 @@ def apply_pipeline_parallel(
     a pipeline already, for numbers that the schedule cannot work with, and if the ranks disagree.
     """
     # A rank that raises alone would leave the others waiting.
-    numbers = (micro_batches, stages_per_rank)
-    agree(model=model, schedule=schedule, micro_batches=numbers)
+    numbers = {"micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
+    agree(model=model, schedule=schedule, **numbers)
     require_causal_lm(model)
     require_family(model)
     mesh = one_axis(mesh, such_as="pipeline")
