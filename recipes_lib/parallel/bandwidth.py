@@ -40,13 +40,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import synchronize
+from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, exchange, reduce_scatter
-from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.traffic import ring_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
@@ -108,7 +107,6 @@ def measure_bus_bandwidth(
     kind: str,
     sizes: Sequence[int],
     *,
-    mesh: DeviceMesh | None = None,
     dtype: torch.dtype = torch.float32,
     rounds: int = 5,
 ) -> list[BusPoint]:
@@ -117,7 +115,6 @@ def measure_bus_bandwidth(
     Args:
         kind: one of KINDS; "send" is a ring, in which each rank sends to the next.
         sizes: bytes of the whole tensor, each a multiple of the ranks x the bytes of an element.
-        mesh: of one axis; by default all ranks.
         dtype: of the tensor. Sums in 16 bits take longer on a CPU, the rest is the same.
         rounds: of which the fastest counts; whatever else runs can only slow them.
 
@@ -125,58 +122,54 @@ def measure_bus_bandwidth(
     """
     agree(kind=kind, sizes=list(sizes), dtype=dtype, rounds=rounds)
     check_choice(KINDS, kind=kind)
-    mesh = one_axis(mesh, such_as="shard")
-    least = mesh.size() * dtype.itemsize
+    ranks = world_size()
+    least = ranks * dtype.itemsize
     if any(size % least for size in sizes):
         raise ValueError(f"sizes={list(sizes)}: give multiples of {least}, ranks x bytes")
     points = []
     for size in sizes:
-        call = _collective(kind, size // dtype.itemsize, mesh, dtype)
-        seconds = _fastest_round(call, mesh, rounds)
-        points.append(BusPoint(kind, size, mesh.size(), seconds))
+        call = _collective(kind, size // dtype.itemsize, dtype)
+        seconds = _fastest_round(call, rounds)
+        points.append(BusPoint(kind, size, ranks, seconds))
     return points
 
 
-def _collective(
-    kind: str, elements: int, mesh: DeviceMesh, dtype: torch.dtype
-) -> Callable[[], object]:
+def _collective(kind: str, elements: int, dtype: torch.dtype) -> Callable[[], object]:
     """A function that runs the collective once, on tensors that are there already."""
-    group = mesh.get_group()
-    ranks = mesh.size()
-    me = mesh.get_local_rank()
-    device = torch.device(mesh.device_type)
+    ranks = world_size()
+    me = rank()
+    device = group_device()
     whole = torch.ones(elements, dtype=dtype, device=device)
     other = torch.ones(elements, dtype=dtype, device=device)
     part = torch.ones(elements // ranks, dtype=dtype, device=device)
-    first = distributed.get_global_rank(group, 0)
 
     def send() -> None:
         to, source = (me + 1) % ranks, (me - 1) % ranks
-        for work in exchange(whole, other, target=to, source=source, group=group):
+        for work in exchange(whole, other, target=to, source=source):
             work.wait()
 
     calls = {
-        "all_reduce": lambda: distributed.all_reduce(whole, group=group),
-        "all_gather": lambda: all_gather(whole, part, group=group),
-        "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
-        "all_to_all": lambda: distributed.all_to_all_single(other, whole, group=group),
+        "all_reduce": lambda: distributed.all_reduce(whole),
+        "all_gather": lambda: all_gather(whole, part),
+        "reduce_scatter": lambda: reduce_scatter(part, whole),
+        "all_to_all": lambda: distributed.all_to_all_single(other, whole),
         "send": send,
-        "broadcast": lambda: distributed.broadcast(whole, src=first, group=group),
+        "broadcast": lambda: distributed.broadcast(whole, src=0),
     }
     return calls[kind]
 
 
-def _fastest_round(call: Callable[[], object], mesh: DeviceMesh, rounds: int) -> float:
+def _fastest_round(call: Callable[[], object], rounds: int) -> float:
     """Seconds per call of the slowest rank, in the fastest round."""
-    _slowest([_timed(call, 1)], mesh)  # the first call sets up the links
-    once = _slowest([_timed(call, 1)], mesh)[0]
+    _slowest([_timed(call, 1)])  # the first call sets up the links
+    once = _slowest([_timed(call, 1)])[0]
     # All ranks know the same time by now, and so make as many calls.
     calls = min(math.ceil(ROUND_SECONDS / once), MOST_CALLS)
     taken = []
     for _ in range(rounds):
-        distributed.barrier(group=mesh.get_group())
+        distributed.barrier()
         taken.append(_timed(call, calls) / calls)
-    return min(_slowest(taken, mesh))
+    return min(_slowest(taken))
 
 
 def _timed(call: Callable[[], object], calls: int) -> float:
@@ -189,10 +182,10 @@ def _timed(call: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - start
 
 
-def _slowest(seconds: list[float], mesh: DeviceMesh) -> list[float]:
+def _slowest(seconds: list[float]) -> list[float]:
     """Each of the times, on the rank that took longest for it."""
-    times = torch.tensor(seconds, dtype=torch.float64, device=mesh.device_type)
-    distributed.all_reduce(times, op=distributed.ReduceOp.MAX, group=mesh.get_group())
+    times = torch.tensor(seconds, dtype=torch.float64, device=group_device())
+    distributed.all_reduce(times, op=distributed.ReduceOp.MAX)
     return times.tolist()
 
 

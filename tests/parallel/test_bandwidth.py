@@ -8,7 +8,6 @@ from torch import distributed
 
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.parallel.bandwidth import (
     KINDS,
@@ -71,20 +70,6 @@ def test_every_kind_has_a_curve(two_ranks):
         # Small tensors pay for the messages: their bandwidth is a fraction of that of large ones.
         assert points[0].bus_bandwidth < points[-1].bus_bandwidth
         assert points[0].seconds < points[-1].seconds
-
-
-def groups_of_two():
-    """Along one axis of a mesh, both groups at the same time."""
-    mesh = mesh_of(replicate=2, shard=2)
-    points = []
-    for kind in ("send", "broadcast", "all_reduce"):
-        points += measure_bus_bandwidth(kind, [2**12], mesh=mesh["shard"], **SHORT)
-    return [point.ranks for point in points]
-
-
-def test_along_one_axis_of_a_mesh(four_ranks):
-    """The mistake: numbers of all ranks as places in the group; the second group would hang."""
-    assert four_ranks.run(groups_of_two) == [2, 2, 2]
 
 
 def wrong():

@@ -26,7 +26,7 @@ from recipes_lib.parallel.checkpoint import (
     save_checkpoint,
     save_checkpoint_async,
 )
-from recipes_lib.parallel.checkpoint.export import export_safetensors, file_numbers
+from recipes_lib.parallel.checkpoint.export import export_safetensors
 from tests.families.configs import quiet
 from tests.families.configs import tiny_model as tiny_family
 from tests.parallel import parity
@@ -203,7 +203,7 @@ def refusals(folder):
 def export_from_shards(folder):
     model = Training("sharded").model
     export_safetensors(f"{folder}/one", model=model)
-    export_safetensors(f"{folder}/bf16", model=model, dtype=torch.bfloat16)
+    export_safetensors(f"{folder}/bf16", model=model, dtype=torch.bfloat16, file_bytes=200_000)
     with pytest.raises(ValueError, match="holds model"):
         export_safetensors(f"{folder}/one", model=model)
     tied = Training("sharded", tie_word_embeddings=True).model
@@ -401,8 +401,7 @@ def test_the_export_is_the_model_bit_for_bit(two_ranks, tmp_path):
     again = load(tmp_path / "one")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    numbers = file_numbers(model.state_dict(), 500_000)
-    assert set(numbers.values()) == {1, 2}
+    assert len(list((tmp_path / "bf16").glob("*.safetensors"))) == 2
     half = load(tmp_path / "bf16", dtype="auto")
     assert torch.equal(half.lm_head.weight, model.lm_head.weight.bfloat16())
     tied = load(tmp_path / "tied")

@@ -22,7 +22,6 @@ from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.parallel.checkpoint import files_of_all_ranks
 
 PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is joined
-FILE_BYTES = 5 * 10**9  # of the weights of a file, if no single one has more
 
 
 def export_safetensors(
@@ -30,6 +29,7 @@ def export_safetensors(
     *,
     model: Any,
     dtype: torch.dtype | None = None,
+    file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write all weights of `model`, and its configuration, as a folder for `from_pretrained`.
 
@@ -38,6 +38,7 @@ def export_safetensors(
     Args:
         model: a Hugging Face model, sharded, inside of DDP, or plain.
         dtype: of the files, but for what the model's class keeps in fp32; None for the weights'.
+        file_bytes: of the weights of a file at most, if no single one has more.
     Raises ValueError on every rank if the folder holds a model already.
     """
     folder = Path(folder)
@@ -55,7 +56,7 @@ def export_safetensors(
         weights = _in_dtype(weights, inside, dtype)
     writer = dcp.HuggingFaceStorageWriter(
         str(folder),
-        fqn_to_index_mapping=file_numbers(weights, FILE_BYTES),
+        fqn_to_index_mapping=_file_numbers(weights, file_bytes),
         # Both are needed. Without the first, the folder holds the part of one rank, and no error
         # tells. Without the second, each rank's file holds parts of tensors.
         save_distributed=True,
@@ -95,7 +96,7 @@ def _in_dtype(
     return cast
 
 
-def file_numbers(weights: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+def _file_numbers(weights: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
     """The number of the file of each weight, from 1 on, one after the other."""
     numbers = {}
     number = 1

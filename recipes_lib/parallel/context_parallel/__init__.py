@@ -59,7 +59,7 @@ from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.parallel.context_parallel.kernels import AMPERE
-from recipes_lib.parallel.context_parallel.ring import part_of, ring_attention, tokens_of
+from recipes_lib.parallel.context_parallel.ring import ring_attention, tokens_of
 from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
 
 KINDS = ("ring", "ulysses")
@@ -367,8 +367,10 @@ def predicted_ring_work(ranks: int, *, zig_zag: bool = True) -> list[list[float]
     that of its busiest rank. With the zig-zag all ranks have half a unit in every step. Without it
     some have a whole one in every step, and the others wait.
     """
+    if zig_zag:
+        return [[0.5] * ranks for _ in range(ranks)]
     steps = []
     for step in range(ranks):
-        parts = [part_of(rank, (rank - step) % ranks, zig_zag=zig_zag) for rank in range(ranks)]
-        steps.append([part.work for part in parts])
+        from_earlier = [1.0 if rank >= step else 0.0 for rank in range(ranks)]
+        steps.append(from_earlier if step > 0 else [0.5] * ranks)
     return steps

@@ -14,7 +14,7 @@ Shapes: B batch, H heads, KV key and value heads, S tokens of this rank, E head 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -22,28 +22,6 @@ from torch import Tensor, distributed
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.parallel.context_parallel.kernels import attend, attend_backward
-
-
-class Part(NamedTuple):
-    """Which queries of a rank meet which keys of another, in tokens from the front or the back."""
-
-    queries: str  # "all", "late" or "none"
-    keys: str  # "all" or "early"
-    causal: bool
-    work: float  # the share of all pairs of a query and a key
-
-
-def part_of(rank: int, source: int, *, zig_zag: bool) -> Part:
-    """What `rank` computes with the keys of `source`."""
-    if source == rank:
-        return Part("all", "all", causal=True, work=0.5)
-    if zig_zag and source < rank:
-        return Part("all", "early", causal=False, work=0.5)
-    if zig_zag:
-        return Part("late", "all", causal=False, work=0.5)
-    if source < rank:
-        return Part("all", "all", causal=False, work=1.0)
-    return Part("none", "all", causal=False, work=0.0)
 
 
 def tokens_of(rank: int, ranks: int, seq: int, *, zig_zag: bool) -> Tensor:
@@ -55,23 +33,29 @@ def tokens_of(rank: int, ranks: int, seq: int, *, zig_zag: bool) -> Tensor:
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float, zig_zag: bool = True
-) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float) -> Tensor:
     """Causal attention of this rank's queries to the keys of all ranks of `group`.
 
     q [B, H, S, E], k and v [B, KV, S, E] of the tokens that `tokens_of` names -> [B, H, S, E].
     """
-    return _RingAttention.apply(q, k, v, group, scale, zig_zag)
+    return _RingAttention.apply(q, k, v, group, scale)
+
+
+def _who_meets(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
+    """Which queries of `rank` meet which keys of `source`, of `tokens` each."""
+    everything = slice(0, tokens)
+    if source == rank:
+        return everything, everything
+    if source < rank:
+        return everything, slice(0, tokens // 2)
+    return slice(tokens // 2, tokens), everything
 
 
 class _RingAttention(torch.autograd.Function):
     """Forward and backward each go round the ring once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, scale: float, zig_zag: bool
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, scale: float) -> Tensor:
         rank = distributed.get_rank(group)
         ranks = distributed.get_world_size(group)
         held = torch.stack([k, v])  # [2, B, KV, S, E]: one message
@@ -81,12 +65,11 @@ class _RingAttention(torch.autograd.Function):
             message = None
             if step < ranks - 1:
                 message = Message(held, group)  # travels while this rank computes
-            part = part_of(rank, (rank - step) % ranks, zig_zag=zig_zag)
             if step == 0:
                 out, sums, ctx.rest = attend(q, held[0], held[1], causal=True, scale=scale)
                 out = out.to(torch.promote_types(q.dtype, torch.float32))  # a sum over the ranks
-            elif part.queries != "none":
-                queries, keys = _slices(part, q.shape[2])
+            else:
+                queries, keys = _who_meets(rank, (rank - step) % ranks, q.shape[2])
                 more, more_sums, _ = attend(
                     q[:, :, queries], *held[:, :, :, keys], causal=False, scale=scale
                 )
@@ -96,14 +79,14 @@ class _RingAttention(torch.autograd.Function):
         # Token by token in memory, as the output projection reads it: it need not copy.
         out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, own, out, sums)
-        ctx.options = (group, scale, zig_zag)
+        ctx.options = (group, scale)
         return out
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, held, out, sums = ctx.saved_tensors
-        group, scale, zig_zag = ctx.options
+        group, scale = ctx.options
         rank = distributed.get_rank(group)
         ranks = distributed.get_world_size(group)
         exact = torch.promote_types(q.dtype, torch.float32)  # sums over ranks are made in fp32
@@ -114,25 +97,21 @@ class _RingAttention(torch.autograd.Function):
             message = None
             if step < ranks - 1:
                 message = Message(held, group)
-            part = part_of(rank, (rank - step) % ranks, zig_zag=zig_zag)
-            more = None
-            if part.queries != "none":
-                queries, keys = _slices(part, q.shape[2])
-                more_dq, *more = attend_backward(
-                    gradient[:, :, queries],
-                    (q[:, :, queries], *held[:, :, :, keys]),
-                    out[:, :, queries],
-                    sums[:, :, queries],
-                    ctx.rest,
-                    causal=part.causal,
-                    scale=scale,
-                )
-                dq[:, :, queries] += more_dq
+            queries, keys = _who_meets(rank, (rank - step) % ranks, q.shape[2])
+            more_dq, more_dk, more_dv = attend_backward(
+                gradient[:, :, queries],
+                (q[:, :, queries], *held[:, :, :, keys]),
+                out[:, :, queries],
+                sums[:, :, queries],
+                ctx.rest,
+                causal=step == 0,
+                scale=scale,
+            )
+            dq[:, :, queries] += more_dq
             if gradients is not None:
                 dkv = gradients.arrived()
-            if more is not None:
-                dkv[0][:, :, keys] += more[0]
-                dkv[1][:, :, keys] += more[1]
+            dkv[0][:, :, keys] += more_dk
+            dkv[1][:, :, keys] += more_dv
             if ranks > 1:
                 gradients = Message(dkv, group)  # they travel with what they belong to
             if message is not None:
@@ -140,7 +119,7 @@ class _RingAttention(torch.autograd.Function):
         if gradients is not None:
             dkv = gradients.arrived()  # home again
         dk, dv = dkv.to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
 class Message:
@@ -159,14 +138,6 @@ class Message:
         for work in self._works:
             work.wait()
         return self._arriving
-
-
-def _slices(part: Part, tokens: int) -> tuple[slice, slice]:
-    """The queries and the keys of a part, of `tokens` each."""
-    half = tokens // 2
-    queries = slice(half, tokens) if part.queries == "late" else slice(0, tokens)
-    keys = slice(0, half) if part.keys == "early" else slice(0, tokens)
-    return queries, keys
 
 
 def _merge_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
