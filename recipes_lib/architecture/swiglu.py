@@ -81,9 +81,8 @@ def apply_swiglu(
         )
     for block in decoder_blocks(causal):
         name = _name_of_mlp(block)
-        setattr(
-            block, name, _swiglu_like(getattr(block, name), width=width, multiple_of=multiple_of)
-        )
+        swiglu = _swiglu_like(getattr(block, name), width=width, multiple_of=multiple_of)
+        setattr(block, name, swiglu)
     return model
 
 
