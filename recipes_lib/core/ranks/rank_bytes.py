@@ -4,8 +4,8 @@
     held.parameters, held.gradients, held.states        each in bytes, on this rank alone
     held.total / 2**20
 
-Of a DTensor, only this rank's part counts. Memory that two tensors share counts once: tied weights,
-gradients that lie in one bucket. What easily escapes a count is here, too:
+Of a DTensor this rank's part counts, and memory that two tensors share counts once. What easily
+escapes a count is here, too:
 
     buckets             DistributedDataParallel copies all gradients into buckets, which stay. With
                         `gradient_as_bucket_view=True` the gradients are views of them.

@@ -6,9 +6,8 @@
     traffic.bytes       {"all_gather": 2_888_192, …}        of the whole tensors
     traffic.sent        bytes that this rank sends
 
-`bytes` counts the tensor that all ranks together have, before or after: the gathered one of an
-all-gather, the one that is to be reduced of a reduce-scatter. What a rank sends of these B bytes
-follows from N ranks in a ring, each of which passes chunks to its neighbour:
+`bytes` counts the tensor that all ranks together have: gathered, or to be reduced. What a rank sends
+of these B bytes follows from N ranks in a ring, each of which passes chunks to its neighbour:
 
     reduce_scatter, all_gather      (N-1)/N x B     N-1 times a chunk of B/N
     all_reduce                    2 (N-1)/N x B     the two above, one after the other
@@ -16,12 +15,8 @@ follows from N ranks in a ring, each of which passes chunks to its neighbour:
     broadcast, reduce, gather, …    (N-1)/N x B     on average over the ranks
     send                                    B
 
-A library may use a tree instead of a ring, or a switch that reduces. The volume is that of a ring
-for large tensors on NCCL and gloo.
-
-Counted are the calls of this thread and of its backward: those of DistributedDataParallel,
-`fully_shard`, DTensor, pipelines and of `torch.distributed` itself. Barriers carry no tensor, and
-receiving is the other side of a send.
+So do NCCL and gloo with large tensors. Counted are the calls of this thread and of its backward:
+those of DistributedDataParallel, `fully_shard`, DTensor, pipelines and `torch.distributed` itself.
 
 Source: "Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE.md); Thakur et al.,
 "Optimization of collective communication operations in MPICH", 2005.

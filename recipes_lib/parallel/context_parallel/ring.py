@@ -1,10 +1,9 @@
 """Ring attention: queries stay on their rank, keys and values go round, and so do their gradients.
 
     step 0   every rank: its queries, its keys, causal
-    step s   what has come round from s ranks before: all of it, a half, or nothing
+    step s   what has come round from s ranks before: a half
 
-In the zig-zag each rank has an early and a late piece of the sequence. So what comes round is never
-masked token by token:
+In the zig-zag each rank has an early and a late piece of the sequence, so no token is masked:
 
     from a lower rank     all queries meet the early half of the keys; its late half is the future
     from a higher rank    the late half of the queries meets all keys; the early half sees nothing

@@ -7,11 +7,8 @@
 
 The compute lane is cut where a block begins: its forward when hidden states come in, its backward
 when the gradient of its output arrives. The last gradient of the model ends it, and what follows is
-waiting. The communication lane has one interval for each bucket, from the moment when it is full to
-the moment when its average is there. Buckets that wait for others on the way count from when they
-are full.
-
-On a GPU the moments are events in the stream of the work, not times of the Python that queues it.
+waiting. The communication lane has an interval for each bucket, from when it is full to when its
+average is there. On a GPU the moments are events in the stream of the work.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """When each action of a pipeline began and ended, measured on every rank.
 
-All ranks count from the moment at which rank 0 began, so that their times fit into one grid. Each
-rank measures by itself, and knows from the time of day how much later than rank 0 it began. Ranks
-of one machine have one time of day. Those of several machines differ by what their clocks differ.
-
-On a GPU events are recorded, and the clock does not slow the step down by waiting for them.
+All ranks count from the moment at which rank 0 began: each knows from the time of day how much later
+it began itself. So several machines differ by what their clocks differ. On a GPU events are
+recorded, and nothing waits for them within the step.
 """
 
 from __future__ import annotations

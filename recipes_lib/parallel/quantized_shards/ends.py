@@ -1,14 +1,12 @@
 """A frozen embedding and output layer, of which each rank keeps rows, gathered a few at a time.
 
-A vocabulary of 128,256 and a width of 8,192 make a table of 2 GiB in bf16. To gather it as a group,
-PyTorch takes twice that for a moment: the buffer in which it arrives, and the table itself. In a
-model whose blocks are in 4 bits, that moment is the peak. But nobody needs the whole table at once:
+A vocabulary of 128,256 and a width of 8,192 make a table of 2 GiB in bf16, and to gather it as a
+group PyTorch takes twice that: in a model in 4 bits, the peak. Nobody needs the whole at once:
 
     embedding      rows are looked up: gather some rows, take those that were asked for, go on
     output layer   logits stand beside each other: gather some rows, make their logits, go on
 
-Frozen rows get no gradient, so backward gathers them once more for the gradient of the input, and
-that is all.
+Frozen rows get no gradient: backward gathers them once more, for the gradient of the input.
 
 V vocabulary, D width, N ranks, P = V / N rows of a rank, B x S tokens.
 """
