@@ -6,8 +6,8 @@
     traffic.bytes       {"all_gather": 2_888_192, …}        of the whole tensors
     traffic.sent        bytes that this rank sends
 
-`bytes` counts the tensor that all ranks together have: gathered, or to be reduced. What a rank sends
-of these B bytes follows from N ranks in a ring, each of which passes chunks to its neighbour:
+`bytes` counts the tensor that all ranks have together. What a rank sends of these B
+bytes follows from N ranks in a ring, each of which passes chunks to its neighbour:
 
     reduce_scatter, all_gather      (N-1)/N x B     N-1 times a chunk of B/N
     all_reduce                    2 (N-1)/N x B     the two above, one after the other

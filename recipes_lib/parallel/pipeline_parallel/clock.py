@@ -1,8 +1,8 @@
 """When each action of a pipeline began and ended, measured on every rank.
 
-All ranks count from the moment at which rank 0 began: each knows from the time of day how much later
-it began itself. So several machines differ by what their clocks differ. On a GPU events are
-recorded, and nothing waits for them within the step.
+All ranks count from the moment at which rank 0 began: each knows from the time of day how much
+later it began itself. So machines differ by what their clocks differ. On a GPU events are recorded,
+and nothing waits for them within the step.
 """
 
 from __future__ import annotations
