@@ -274,23 +274,6 @@ def test_each_rank_writes_the_predicted_bytes(of_four):
     assert list(written.values()) == pytest.approx([predicted] * 4, rel=0.01)
 
 
-def test_every_part_of_the_checkpoint_is_needed(of_four):
-    """The mistake: the tests above would pass without a part, for the model hardly learns."""
-    folder, expected, _ = of_four
-    for forget in ("model", "optimizer", "schedule"):
-        training = Training(seed=1)
-        load_checkpoint(folder, **training.state)
-        if forget == "model":
-            training.model.load_state_dict(Training(seed=1).model.state_dict())
-        elif forget == "optimizer":
-            training.optimizer.state.clear()
-        else:
-            training.optimizer.param_groups[0]["lr"] = 1e-2
-            training.schedule.last_epoch = 0
-        losses = training.steps(SAVED_AFTER, STEPS)
-        assert abs(losses[-1] - expected[-1]) > 1e-4, forget
-
-
 def test_a_save_in_the_background_stalls_less_and_holds_the_state_of_its_step(two_ranks, tmp_path):
     """The mistake: the thread writes weights that the next step has changed, or waits for ever."""
     stalls, early, done, losses, again = two_ranks.run(

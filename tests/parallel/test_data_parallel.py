@@ -1,17 +1,11 @@
 import pytest
-import torch
 
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.data_parallel import (
     apply_data_parallel,
-    averaged_by_hand,
     data_parallel_step,
-    estimate_data_parallel,
     make_replicas,
-    predicted_sent_bytes,
     threaded_step,
 )
 from recipes_lib.parallel.data_parallel.lanes import WAITING, LaneRecorder
@@ -23,7 +17,6 @@ from tests.parallel.parity import (
     counted_tokens,
     global_batch,
     largest_difference,
-    loss_sum,
     own_batches,
     sgd,
     tiny_model,
@@ -47,28 +40,6 @@ def train(steps=4, count=1, seed_of_rank=False, max_norm=MAX_NORM, **options):
 
 
 # --- the same training ----------------------------------------------------------------------------
-
-
-def train_by_hand(steps=4):
-    model = tiny_model()
-    optimizer = sgd(model.parameters())
-    world = torch.distributed.get_world_size()
-    for step in range(steps):
-        (batch,) = own_batches(step)
-        tokens = counted_tokens(global_batch(step)["labels"])
-        logits = model(input_ids=batch["input_ids"]).logits
-        (loss_sum(logits, batch["labels"]) * world / tokens).backward()
-        averaged_by_hand(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole_parameters(model)
-
-
-def test_by_hand_equals_one_process(two_ranks):
-    """The mistake: the idea divides by the tokens of one rank."""
-    got = two_ranks.run(train_by_hand)
-    assert largest_difference(got, train_alone().parameters) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -189,24 +160,3 @@ def test_refused_on_every_rank_and_without_a_hang(two_ranks):
     assert "before the ranks average" in messages["steps in backward"]
     assert "on several ranks already" in messages["twice"]
     assert "lm_head.weight" in messages["trains since"]
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def test_gradients_are_there_all_the_time_in_the_estimate():
-    """The mistake: buckets count as free after the step, or the rows of all ranks as one's."""
-    model = tiny_model()
-    shape = Shape(batch=8, seq=32, ranks=2)
-    alone = budget_of(model, Shape(batch=4, seq=32))
-    budget = estimate_data_parallel(budget_of(model, shape), model, shape)
-    assert budget.activations == alone.activations  # of the rows of one rank
-    assert budget.carried == budget.gradients == alone.gradients
-    assert (budget.weights, budget.states) == (alone.weights, alone.states)
-
-
-def test_sent_bytes():
-    """The mistake: a ring that sends everything to everybody."""
-    assert predicted_sent_bytes(gradient_bytes=100, ranks=1) == 0
-    assert predicted_sent_bytes(gradient_bytes=100, ranks=2) == 100
-    assert predicted_sent_bytes(gradient_bytes=100, ranks=4) == 150

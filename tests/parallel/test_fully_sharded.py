@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.sizes import tensor_bytes
@@ -17,7 +17,6 @@ from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.fully_sharded import (
     apply_fully_sharded,
     estimate_fully_sharded,
-    linear_of_shards,
     predicted_sent_bytes,
 )
 from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
@@ -60,23 +59,6 @@ def train(make="sgd", micro_batches=1, reduce_each=False, copies=1, tied=False, 
 def several(runs):
     """Several calls of `train` in one visit of the ranks."""
     return {name: train(**options) for name, options in runs.items()}
-
-
-def idea_against_fsdp():
-    """A linear layer of shards, by hand and by fully_shard: output and gradient of a part."""
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(6, 8, bias=False)
-    torch.manual_seed(1 + rank())
-    x = torch.randn(3, 6)
-    rows = 8 // world_size()
-    shard = linear.weight.detach()[rank() * rows : (rank() + 1) * rows].clone().requires_grad_()
-    by_hand = linear_of_shards(x, shard)
-    by_hand.square().sum().backward()
-    fully_shard(linear)
-    expected = linear(x)
-    expected.square().sum().backward()
-    part = linear.weight.grad.to_local()
-    return (by_hand - expected).abs().max().item(), (shard.grad - part).abs().max().item()
 
 
 def bytes_and_traffic(copies=1):
@@ -183,13 +165,6 @@ def test_bf16_stays_near(two_ranks):
     run = two_ranks.run(train, parameter_dtype=torch.bfloat16)
     reference = train_alone(steps=STEPS)
     assert 1e-6 < largest_difference(run, reference) < 0.02
-
-
-def test_the_idea_is_what_fully_shard_does(two_ranks):
-    """The mistake: a sum over ranks where `fully_shard` has the mean."""
-    output, gradient = two_ranks.run(idea_against_fsdp)
-    assert output < 1e-6
-    assert gradient < 1e-6
 
 
 # --- bytes and traffic ----------------------------------------------------------------------------

@@ -14,10 +14,8 @@ from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.zero import (
     apply_zero,
     estimate_zero,
-    owners_of,
     predicted_rank_bytes,
     predicted_sent_bytes,
-    step_of_own_part,
     zero_step,
 )
 from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
@@ -27,10 +25,7 @@ from tests.parallel.parity import (
     TOLERANCE,
     Run,
     adamw,
-    counted_tokens,
-    global_batch,
     largest_difference,
-    loss_sum,
     own_batches,
     tiny_model,
     train_alone,
@@ -55,28 +50,6 @@ def train(stage, steps=4, count=1, reduce_each=False, seed_of_rank=False, max_no
 
 
 # --- the same training ----------------------------------------------------------------------------
-
-
-def train_by_hand(steps=4):
-    model = tiny_model()
-    parameters = list(model.parameters())
-    owners = owners_of([parameter.numel() for parameter in parameters], ranks=world_size())
-    own = [parameter for parameter, owner in zip(parameters, owners) if owner == rank()]
-    optimizer = adamw(own)
-    for step in range(steps):
-        (batch,) = own_batches(step)
-        tokens = counted_tokens(global_batch(step)["labels"])
-        logits = model(input_ids=batch["input_ids"]).logits
-        (loss_sum(logits, batch["labels"]) * world_size() / tokens).backward()
-        step_of_own_part(parameters, owners, optimizer)
-        model.zero_grad()
-    return whole_parameters(model)
-
-
-def test_by_hand_equals_one_process(two_ranks):
-    """The mistake: a rank keeps the old value of a weight that another rank has stepped."""
-    expected = train_alone(optimizer=adamw, max_norm=NO_CLIPPING).parameters
-    assert largest_difference(two_ranks.run(train_by_hand), expected) < TOLERANCE
 
 
 @STAGES

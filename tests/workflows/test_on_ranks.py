@@ -99,6 +99,7 @@ def all_by_hand():
 
 
 def test_the_ideas_by_hand_are_the_real_things(two_ranks):
+    """The mistakes: a sum over ranks in place of the mean, and a rank that keeps an old weight."""
     assert max(two_ranks.run(all_by_hand).values()) < 1e-4
 
 
