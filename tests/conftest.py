@@ -1,4 +1,4 @@
-"""Small models of five families, batches of unequal lengths, and comparisons for all tests."""
+"""Small models of a few families, batches of unequal lengths, and comparisons for all tests."""
 
 import gc
 import os
@@ -12,7 +12,8 @@ from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks.rank_pool import RankPool
 
-FAMILIES = ["tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
+# Norms of Q and K; an output layer of its own; soft caps; LayerNorm, biases and Conv1D.
+FAMILIES = ["tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
 
 
 def pytest_configure(config):
@@ -87,9 +88,9 @@ def four_ranks():
         yield pool
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=["tiny-llama", "tiny-gemma2"])
 def tiny(request):
-    """A two-block random model of each family."""
+    """A two-block random model of two families."""
     return model_of_shape(request.param, device="cpu")
 
 

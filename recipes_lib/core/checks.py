@@ -54,8 +54,7 @@ def check_number(
         bounds.append(f"below {below:g}")
     allowed = " ".join(["a finite number", " and ".join(bounds)]).strip()
     for name, value in given.items():
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        inside = number and math.isfinite(value)
+        inside = isinstance(value, numbers.Real) and math.isfinite(value)
         inside = inside and (above is None or value > above)
         inside = inside and (least is None or value >= least)
         inside = inside and (below is None or value < below)
@@ -66,24 +65,16 @@ def check_number(
 def check_share(**given: Any) -> None:
     """Each of `given` is a share of a whole, from 0 to 1. Raises ValueError."""
     for name, value in given.items():
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not number or not 0 <= value <= 1:  # NaN is not between them either
+        if not 0 <= value <= 1:  # NaN is not between them either
             raise ValueError(f"{name}={value!r}: give a number from 0 to 1")
 
 
 def check_choice(allowed: Iterable[Any], **given: Any) -> None:
-    """Each of `given` is one of `allowed`. Raises ValueError.
-
-    True is no 1 here, although Python calls the two equal.
-    """
+    """Each of `given` is one of `allowed`. Raises ValueError."""
     choices = list(allowed)
     for name, value in given.items():
-        if not any(_are_the_same(value, choice) for choice in choices):
+        if value not in choices:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
-
-
-def _are_the_same(value: Any, choice: Any) -> bool:
-    return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def check_flag(**given: Any) -> None:
