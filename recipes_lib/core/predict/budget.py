@@ -369,8 +369,6 @@ def _with_blocks_that_agree(before: Budget, after: Budget, order: Order, name: s
 
 
 def _check_shape(budget: Budget, shape: Shape, order: Order, name: str) -> None:
-    if not isinstance(shape, Shape):
-        raise ValueError(f"shape={shape!r}: give a recipes_lib.core.predict.budget.Shape")
     known = budget.shape
     if known is None or known == shape:
         return

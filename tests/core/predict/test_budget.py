@@ -90,23 +90,7 @@ def test_every_part_of_a_moment_has_its_own_name():
     assert budget().moments()["backward begins"]["loss"] == 6
 
 
-def test_text_names_every_term():
-    text = str(budget(weights=5 * 2**20))
-    assert "weights" in text and "5 MiB" in text and "embedding copies" in text
-    assert text.splitlines()[-1].startswith("predicted peak")
-    # What a budget knows beside its terms is no term.
-    assert "shape" not in text and "applied" not in text
-
-
 # --- the shape ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, 4.0, True, "8", None])
-@pytest.mark.parametrize("name", ["batch", "seq", "micro_batches", "ranks"])
-def test_numbers_that_are_no_size(name, wrong):
-    sizes = {"batch": 8, "seq": 16} | {name: wrong}
-    with pytest.raises(ValueError, match=f"{name}=.*give a whole number of 1 or more"):
-        Shape(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -178,26 +162,12 @@ def test_real_recipes_composed_in_any_order():
         assert compose(budget_of(model, shape), model, shape, given) == by_hand
 
 
-@pytest.mark.parametrize("late", [Order.BATCH, Order.ADAPTERS, Order.LOSS])
+@pytest.mark.parametrize("late", [Order.BATCH, Order.LOSS])
 def test_a_wrong_order_raises(late):
     """It would give a wrong number: a checkpoint of the precision that comes later."""
     checkpointed = recorder(Order.CHECKPOINTS, [])(budget(), None, SHAPE)
     with pytest.raises(ValueError, match=r"note has to come before note.*compose"):
         recorder(late, [])(checkpointed, None, SHAPE)
-
-
-def test_a_wrong_order_of_real_recipes_raises():
-    model = model_of_shape("tiny-llama", device="meta")
-    plan = estimate_chunked_cross_entropy(budget_of(model, SHAPE), model, SHAPE)
-    message = "estimate_lora has to come before estimate_chunked_cross_entropy"
-    with pytest.raises(ValueError, match=message):
-        estimate_lora(plan, model, SHAPE)
-
-
-def test_two_of_one_place_are_no_wrong_order():
-    plan = recorder(Order.CHECKPOINTS, [])(budget(), None, SHAPE)
-    plan = recorder(Order.CHECKPOINTS, [])(plan, None, SHAPE)
-    assert len(plan.applied) == 2
 
 
 @pytest.mark.parametrize(
@@ -208,11 +178,6 @@ def test_a_shape_of_other_tokens_is_refused(other):
     model = model_of_shape("tiny-llama", device="meta")
     with pytest.raises(ValueError, match="give both the same shape"):
         estimate_chunked_cross_entropy(budget_of(model, SHAPE), model, other)
-
-
-def test_numbers_in_place_of_a_shape_are_refused():
-    with pytest.raises(ValueError, match=r"give a recipes_lib\.core\.budget\.Shape"):
-        recorder(Order.LOSS, [])(budget(), None, (4, 32))
 
 
 def test_micro_batches_that_nobody_has_split_are_refused():

@@ -43,7 +43,7 @@ def measured_peak(model, shape):
 
 @pytest.mark.parametrize("shape", [MANY_TOKENS, ONE_ODD_ROW, FEW_TOKENS])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prediction_of_five_families(family, shape):
+def test_prediction_of_each_family(family, shape):
     model = model_of_shape(family, layers=8, device="cpu")
     predicted = budget_of(model, shape).peak
     assert predicted == pytest.approx(measured_peak(model, shape), rel=0.03)
