@@ -209,6 +209,3 @@ def test_tokens_are_those_of_the_whole_text():
     (row,) = tokenize_chat(tokenizer, chat)
     whole = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
     assert row["input_ids"] == tokenizer(whole, add_special_tokens=False)["input_ids"]
-
-
-# --- files ----------------------------------------------------------------------------------------
