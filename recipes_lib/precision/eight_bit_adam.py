@@ -201,7 +201,9 @@ def _torchao_adamw() -> type[torch.optim.Optimizer]:
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             stance = contextlib.nullcontext()
-            if _get_current_dispatch_mode() is not None or (_on_cpu(self) and not _cpp_compiler()):
+            compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+            without = _on_cpu(self) and compiler is None
+            if without or _get_current_dispatch_mode() is not None:
                 stance = torch.compiler.set_stance("force_eager")
             with stance, warnings.catch_warnings():
                 # From torch.compile's cache, about torchao's tensors.
@@ -209,10 +211,6 @@ def _torchao_adamw() -> type[torch.optim.Optimizer]:
                 return super().step(closure)
 
     return AdamW8bit
-
-
-def _cpp_compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -185,12 +185,12 @@ def sixteen_bit_path(
     Raises ValueError for a dtype that is neither bf16 nor fp16.
     """
     device = torch.device(device)
-    native = native_bf16_on_cpu()
-    fastest = torch.bfloat16 if native else torch.float16
-    if device.type != "cpu":
-        fastest = _gpu_dtype(device)
+    native = device.type != "cpu" or native_bf16_on_cpu()
+    if device.type == "cuda":
+        # `torch.cuda.is_bf16_supported()` says yes where bf16 is emulated, as on a T4.
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
     if dtype is None:
-        dtype = fastest
+        dtype = torch.bfloat16 if native else torch.float16
     check_choice(DTYPES, dtype=dtype)
     if device.type != "cpu":
         return SixteenBitPath(dtype, "cuBLAS", "cuBLAS", None)
@@ -201,10 +201,3 @@ def sixteen_bit_path(
         return SixteenBitPath(dtype, one_row, "a bf16 product of oneDNN", None)
     lacks = "this CPU has no native bf16 products: prompts are computed in fp32"
     return SixteenBitPath(dtype, one_row, "an fp32 product", lacks)
-
-
-def _gpu_dtype(device: torch.device) -> torch.dtype:
-    # `torch.cuda.is_bf16_supported()` says yes where bf16 is emulated, as on a T4.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return torch.float16
-    return torch.bfloat16

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from recipes_lib.attention import flash
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import load_model, model_of_shape
+from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import plain_step
 from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.plain_step import budget_of
@@ -86,8 +86,9 @@ def test_loss_scaling_by_hand_is_the_scalers(llama, batch):
 # --- the step -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("tiny-llama", torch.bfloat16), ("tiny-gpt2", torch.float16)]
+)
 def test_close_to_fp32_with_fp32_gradients(family, batch, dtype):
     """The mistake: gradients that arrive in 16 bits, or are still scaled."""
     tiny = model_of_shape(family, device="cpu")
@@ -99,10 +100,9 @@ def test_close_to_fp32_with_fp32_gradients(family, batch, dtype):
     assert 0 < relative_error(got, expected) < digits
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fits_gradient_accumulation(llama, batch, dtype):
+def test_fits_gradient_accumulation(llama, batch):
     """The mistake: micro-batches whose losses are scaled, and whose sum is not."""
-    mp = mixed_precision(dtype=dtype)
+    mp = mixed_precision(dtype=torch.float16)
     _, expected = backward(llama, batch, mp)
     llama.zero_grad()
     accumulate_gradients(llama, batch, micro_batches=2, autocast=mp.autocast, backward=mp.backward)
@@ -141,20 +141,7 @@ def test_the_first_step_is_taken():
     assert mp.step(torch.optim.SGD(layer.parameters(), lr=0.1))
 
 
-@pytest.mark.gpu
-def test_few_steps_of_a_real_model_are_all_taken():
-    """On a T4, notebook 01 trains four steps in fp16."""
-    model = load_model("smollm2", device="cuda")
-    batch = {name: tensor.cuda() for name, tensor in make_batch(vocab=49152).items()}
-    mp = mixed_precision(dtype=torch.float16, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    for _ in range(3):
-        backward(model, batch, mp)
-        assert mp.step(optimizer)
-
-
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "max_grad_norm"), [(False, 1.0), (True, None)])
 def test_infinite_gradients_skip_the_step(llama, batch, fused, max_grad_norm):
     """The mistake: a step with NaN, after which every weight is NaN."""
     mp = mixed_precision(dtype=torch.float16)
@@ -170,7 +157,7 @@ def test_infinite_gradients_skip_the_step(llama, batch, fused, max_grad_norm):
     assert not torch.equal(llama.lm_head.weight, before["lm_head.weight"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_clips_the_norm_of_unscaled_gradients(llama, batch, dtype):
     """SGD at learning rate 1 moves the weights by exactly the clipped norm."""
     mp = mixed_precision(dtype=dtype)
@@ -255,8 +242,10 @@ def estimated(model, shape):
     return estimate_mixed_precision(budget_of(model, shape), model, shape)
 
 
-@pytest.mark.parametrize("shape", [Shape(4, 64), Shape(1, 37)])
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2", "tiny-gpt2"])
+PEAKS = [("tiny-llama", Shape(1, 37)), ("tiny-gemma2", Shape(4, 64)), ("tiny-gpt2", Shape(4, 64))]
+
+
+@pytest.mark.parametrize(("family", "shape"), PEAKS)
 def test_peak_as_estimated(family, shape):
     """Every family saves something else; an odd row is rounded nowhere."""
     model = model_of_shape(family, layers=6, device="cpu")
@@ -264,38 +253,25 @@ def test_peak_as_estimated(family, shape):
     assert estimated(model, shape).peak == pytest.approx(measured, rel=0.03)
 
 
-def test_saves_activations_and_costs_copies_of_the_weights():
-    """256 tokens shrink; with 37 tokens the copies of the weights cost more than that."""
-    model = model_of_shape("tiny-llama", layers=4, device="cpu")
-    plain = mixed_precision(dtype=torch.float32)
-    mixed = mixed_precision(dtype=torch.bfloat16)
-    large = Shape(4, 64)
-    small = Shape(1, 37)
-    assert peak(model, mixed, large) < 0.85 * peak(model, plain, large)
-    assert peak(model, mixed, small) > peak(model, plain, small)
-
-
-@pytest.mark.parametrize(("trained", "shape"), [("q_proj", Shape(16, 64)), ("proj", Shape(4, 64))])
-def test_estimate_under_checkpointing(trained, shape):
+def test_estimate_under_checkpointing():
     """What checkpointing keeps, the inputs of the blocks, stays in fp32.
 
-    What it makes anew is in 16 bits. With many tokens the kept inputs are the peak, with few the
-    block that is made anew.
+    What it makes anew is in 16 bits.
     """
+    shape = Shape(16, 64)
     model = model_of_shape("tiny-llama", layers=12, device="cpu")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
+        parameter.requires_grad_("q_proj" in name)
     plan = estimate_activation_checkpointing(estimated(model, shape), model, shape)
     apply_activation_checkpointing(model)
     measured = peak(model, mixed_precision(dtype=torch.bfloat16), shape)
     assert plan.peak == pytest.approx(measured, rel=0.06)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
-def test_estimate_with_a_frozen_base(targets):
+def test_estimate_with_a_frozen_base():
     """Frozen layers keep the 16-bit copy of their weight, but not their input."""
     model = model_of_shape("tiny-llama", layers=6, device="cpu")
-    adapted = apply_lora(model, rank=4, target_modules=targets)
+    adapted = apply_lora(model, rank=4, target_modules=["q_proj", "v_proj"])
     shape = Shape(4, 64)
     measured = peak(adapted, mixed_precision(dtype=torch.bfloat16), shape)
     assert estimated(adapted, shape).peak == pytest.approx(measured, rel=0.05)

@@ -134,6 +134,7 @@ def test_what_is_exported_is_what_was_trained():
     masters = remove_quantization_aware(trained)
     assert type(masters.lm_head) is nn.Linear
     rounded = apply_rounding(copy.deepcopy(masters), group=GROUP)
+    assert rounded.lm_head.weight is rounded.get_input_embeddings().weight  # with one grid
     masters.lm_head.weight = nn.Parameter(masters.lm_head.weight.detach().clone())
     quantize_by_torchao(masters, None)
     for name, layer in masters.named_modules():
@@ -145,8 +146,9 @@ def test_what_is_exported_is_what_was_trained():
         assert torch.allclose(masters(input_ids=IDS).logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation_bits", [8, 4, None])
-@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (64,)])
+@pytest.mark.parametrize(
+    ("activation_bits", "shape"), [(8, (2, 3, 64)), (4, (64,)), (None, (5, 64))]
+)
 def test_the_layer_is_its_plain_formula(shape, activation_bits):
     """Forward, the gradient of the input and that of the weight, with what was cut off."""
     linear = nn.Linear(64, 24)
@@ -260,12 +262,11 @@ def test_tables_with_two_grids(output_bits):
     assert not model.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Gemma3Text"])
-def test_a_table_with_a_factor_has_one_grid(family):
+def test_a_table_with_a_factor_has_one_grid():
     """Gemma multiplies each row: rounded behind the factor, another level is the nearest one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "head_dim": 16, "query_pre_attn_scalar": 16}
-    model = apply_quantization_aware(small_model(family, **sizes), group=GROUP)
+    model = apply_quantization_aware(small_model("Gemma3Text", **sizes), group=GROUP)
     embedding = model.get_input_embeddings()
     table = to_grid(embedding.weight.detach(), bits=8).weight()
     factor = embedding.embed_scale
@@ -275,12 +276,6 @@ def test_a_table_with_a_factor_has_one_grid(family):
     assert embedding.weight.grad.max() == factor * 1, "each of these tokens is read once"
     convert_quantization_aware(model)
     assert torch.equal(model(input_ids=IDS, use_cache=False).logits, expected)
-
-
-def test_tables_with_one_grid_stay_one():
-    """The mistake: a model that is larger by a table after training."""
-    model = apply_rounding(causal_lm(), group=GROUP)
-    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_losses_that_go_past_the_output_layer():
@@ -299,7 +294,7 @@ def test_losses_that_go_past_the_output_layer():
 # --- convolutions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits", [8, 3])
 def test_a_convolution_is_what_pytorch_rounds(bits):
     """Its own operators for fake quantization, with our scales: forward and gradients."""
     net = conv_net().eval()
@@ -348,19 +343,6 @@ def test_ranges_of_training_and_of_images():
     assert torch.equal(net(3 * images), expected)
 
 
-def test_batch_norm_can_be_folded_behind_training():
-    """A factor of a channel moves no weight but the largest, which is half-way between levels."""
-    net = apply_quantization_aware(conv_net(), weight_bits=4)
-    for _ in range(3):
-        net.train()(torch.randn(8, 3, 9, 9))
-    remove_quantization_aware(net.eval())
-    weight = net[0].weight.flatten(1)
-    folded = nn.utils.fuse_conv_bn_eval(net[0], net[1]).weight.flatten(1)
-    moved = to_grid(folded, bits=4).levels != to_grid(weight, bits=4).levels
-    largest = weight.abs() == weight.abs().amax(dim=1, keepdim=True)
-    assert not (moved & ~largest).any()
-
-
 # --- guards ---------------------------------------------------------------------------------------
 
 
@@ -382,16 +364,18 @@ def test_what_would_mean_something_else_is_refused(llama):
         apply_quantization_aware(model_of_shape("tiny-gpt2", device="cpu"), group=GROUP)
 
 
-@pytest.mark.parametrize(
-    "images", [None, torch.full((1, 3, 8, 8), torch.nan), torch.ones(1, 1, 8, 8)]
-)
-def test_without_ranges_the_network_stays_as_it_is(images):
-    """The mistake: layers that have changed when the calibration fails."""
+def test_without_ranges_the_network_stays_as_it_is():
+    """The mistake: layers that have changed, or weights that are rounded for good."""
     net = conv_net()
-    with pytest.raises(ValueError, match="is as it was"):
-        apply_rounding(net, calibration=images)
+    with pytest.raises(ValueError, match=r"is as it was.*has seen no batch"):
+        apply_rounding(net)
     assert type(net[0]) is nn.Conv2d
     assert "0.activation_limits" not in net.state_dict()
+    apply_quantization_aware(net)
+    before = net[0].weight.clone()
+    with pytest.raises(ValueError, match="has seen no batch"):
+        convert_quantization_aware(net)
+    assert torch.equal(net[0].weight, before)
 
 
 class Centred(nn.Conv2d):
@@ -421,15 +405,3 @@ def test_on_gpu():
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=0.02)
-
-
-def test_a_conversion_without_a_batch_changes_nothing():
-    """The weights would be rounded for good, and no forward could run any more."""
-    net = apply_quantization_aware(conv_net())
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    with pytest.raises(ValueError, match=r"has seen no batch.*train a step"):
-        convert_quantization_aware(net)
-    for name, tensor in net.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], equal_nan=True, rtol=0, atol=0)
-    net.train()(torch.randn(2, 3, 8, 8))
-    assert convert_quantization_aware(net)(torch.randn(2, 3, 8, 8)).isfinite().all()

@@ -81,21 +81,19 @@ def test_no_element_is_rounded_by_the_same_bits_in_each_step():
     assert stored.mean().item() == pytest.approx(expected, rel=0.005)
 
 
-@pytest.mark.parametrize(("beta1", "tolerance"), [(0.9, 0.04), (0.99, 0.01)])
-def test_the_first_average_follows_the_gradients(beta1, tolerance):
+def test_the_first_average_follows_the_gradients():
     """From 1 to 0.3. To nearest, with beta1 0.99, it would stay 0.39 of its value away."""
     weight = ones(4096)
-    optimizer = sixteen_bit_adamw([weight], lr=0.0, betas=(beta1, 0.999), seed=0)
+    optimizer = sixteen_bit_adamw([weight], lr=0.0, betas=(0.99, 0.999), seed=0)
     repeat(optimizer, weight, 1.0, 1000)
     repeat(optimizer, weight, 0.3, 1000)
     follows = optimizer.state[weight]["exp_avg"].float().mean().item()
-    assert follows == pytest.approx(0.3, rel=tolerance)
+    assert follows == pytest.approx(0.3, rel=0.01)
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
-def test_trains_as_fp32_adamw(family, batch):
+def test_trains_as_fp32_adamw(batch):
     """200 steps with gradients that shrink as the loss does."""
-    model = model_of_shape(family, device="cpu")
+    model = model_of_shape("tiny-gpt2", device="cpu")
     reference = copy.deepcopy(model)
     options = {"lr": 1e-3, "weight_decay": 0.01}
     expected = train(reference, torch.optim.AdamW(reference.parameters(), **options), batch, 200)

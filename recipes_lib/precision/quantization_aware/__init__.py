@@ -161,16 +161,8 @@ def convert_quantization_aware(model: Any) -> Any:
     It gives the same outputs as before in eval mode, and faster: weights are rounded once.
     Activations are still rounded as they come. Nothing trains any more. Embedding and output layer
     get a table each, where their grids differ. Raises ValueError, before anything changes, for a
-    model that `apply_quantization_aware` has not changed, and for a convolution that has seen no
-    batch: it has no range of its input.
+    model that is not on a grid, and for a convolution that has seen no batch.
     """
-    for layer in _aware_layers(model):
-        in_range = not isinstance(layer, AwareConv2d) or getattr(layer, LIMITS).isfinite().all()
-        if layer.activation_bits is not None and not in_range:
-            raise ValueError(
-                "a convolution has seen no batch, so there is no range of its input: train a step, "
-                "or give calibration=images to apply_quantization_aware"
-            )
     return _fixed(model, by="convert_quantization_aware")
 
 
@@ -192,11 +184,7 @@ def apply_rounding(
     a network with convolutions needs `calibration` for the ranges of its activations.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
-    _aware(model, grids, calibration)
-    ranges = [getattr(layer, LIMITS) for layer in model.modules() if isinstance(layer, AwareConv2d)]
-    if activation_bits is not None and not all(limits.isfinite().all() for limits in ranges):
-        raise ValueError("give calibration=images, from which the ranges of activations come")
-    return _fixed(model, by="apply_rounding")
+    return _fixed(_aware(model, grids, calibration), by="apply_rounding")
 
 
 # --- which layers get which grid ------------------------------------------------------------------
@@ -325,7 +313,13 @@ def _mixin(layer: nn.Module) -> type | None:
 
 @torch.no_grad()
 def _fixed(model: Any, *, by: str) -> Any:
-    """Round all weights for good."""
+    """Round all weights for good. Raises ValueError, before that, for a convolution of no range."""
+    for layer in _convolutions(model):
+        if layer.activation_bits is not None and not getattr(layer, LIMITS).isfinite().all():
+            raise ValueError(
+                "a convolution has seen no batch, so there is no range of its input: train a step, "
+                "or give calibration=images"
+            )
     shared = False
     if is_causal_lm(model):
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -350,13 +344,14 @@ def _fixed(model: Any, *, by: str) -> Any:
 @torch.no_grad()
 def _observe(model: nn.Module, calibration: Tensor) -> None:
     """Let the ranges of all convolutions be those of these images."""
-    convolutions = [layer for layer in model.modules() if isinstance(layer, AwareConv2d)]
-    for layer in convolutions:
+    for layer in _convolutions(model):
         layer.observing = True
-    try:
-        with evaluating(model):
-            for images in calibration.split(IMAGES_AT_A_TIME):
-                model(images)
-    finally:
-        for layer in convolutions:
-            layer.observing = False
+    with evaluating(model):
+        for images in calibration.split(IMAGES_AT_A_TIME):
+            model(images)
+    for layer in _convolutions(model):
+        layer.observing = False
+
+
+def _convolutions(model: nn.Module) -> list[AwareConv2d]:
+    return [layer for layer in model.modules() if isinstance(layer, AwareConv2d)]

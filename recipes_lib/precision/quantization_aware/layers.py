@@ -9,8 +9,7 @@ Part of quantization_aware. Each is mixed into a layer, which keeps its name and
 Both round what they read, in the same way. So a converted layer gives the same numbers. A converted
 embedding is a plain one: it reads rows of a table that is rounded.
 
-Backward rounds once more instead of keeping what forward has rounded: it keeps the weight and the
-input, which a plain layer keeps as well.
+Backward rounds once more: it keeps what a plain layer keeps, and not what forward has rounded.
 
 Shapes: [..., K] inputs of a linear layer, W weight [N, K].
 """
