@@ -136,10 +136,10 @@ gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
 brief = cpu | dict(
     shape="tiny-smollm2",
-    limit=200 * 2**20,
-    common=64,
-    lengths=(64, 4096, 8192),
-    tile=2048,
+    limit=80 * 2**20,
+    common=32,
+    lengths=(32, 256, 1024),
+    tile=512,
     small_tile=16,
     one_layer=(256, 512),
     loss=(512, 64, 8192),
@@ -152,7 +152,7 @@ brief = cpu | dict(
     steps=6,
     seeds=(0,),
     least_speedup=0,  # such small sizes say nothing
-    least_slope=1.3,
+    least_slope=1,
     stretched=(200, 100, 1),
 )
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)

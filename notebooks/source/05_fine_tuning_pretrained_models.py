@@ -99,6 +99,7 @@ full = dict(
     rounds=3,  # of timing, in recipe 6 and for the ladder
     steps=3,  # optimizer steps of each row of the ladder
     own_steps=24,  # optimizer steps of the command in recipe 9
+    own_rows=2,  # pairs in each of them
     compile=True,  # compile torchao's optimizer
     certain=True,  # fail at the end if a verdict could be chance
 )
@@ -113,6 +114,7 @@ brief = full | dict(
     packed_tokens=128,
     rounds=1,
     own_steps=6,
+    own_rows=32,  # so that a step takes long enough to be killed in it
     compile=False,  # which takes longer than such small sizes
     certain=False,
 )
@@ -982,7 +984,7 @@ options = [
     f"--output={folder / 'run'}",
     f"--steps={sizes.own_steps}",
     "--save-steps=3",
-    "--rows-per-step=2",
+    f"--rows-per-step={sizes.own_rows}",
     "--seq-len=auto",
     "--dropout=0.1",  # random numbers, which a resumed run must repeat
 ]

@@ -108,12 +108,12 @@ full = dict(
 )
 # Continuous integration checks that the code works, not how good or fast it is.
 brief = full | dict(
-    train=200,
+    train=130,
     test=100,
-    few=130,
+    few=70,
     # A few blocks, which are soon exported, and wide: so their weights are most of a file.
-    teacher=dict(width=4.0, depth=0.5, stages=2),
-    student=dict(width=1.5, blocks=2),
+    teacher=dict(width=2.0, depth=0.5, stages=2),
+    student=dict(width=1.0, blocks=2),
     teacher_epochs=1,
     student_epochs=1,
     few_epochs=1,

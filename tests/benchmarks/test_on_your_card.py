@@ -118,6 +118,7 @@ def test_the_check_of_gradients_fits_beside_the_baseline(tier):
     names = {
         "fresh": asks_for(sizes.shape, sizes.layers),
         "load_model": asks_for("smollm2-135m", None),
+        "sizes": sizes,
     }
     exec(cell, names)
     with pytest.raises(Asked) as asked:
