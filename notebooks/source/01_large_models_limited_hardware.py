@@ -108,7 +108,7 @@ sizes = choose_sizes(
     gpu24=llama | dict(layers=11) | full,
     gpu80=llama | dict(shape="llama-3.2-3b", layers=None) | full,
     # Continuous integration checks that the code works, not how fast it is.
-    fast=dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=48)
+    fast=dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=64)
     | brief,
 )
 sizes

@@ -69,6 +69,7 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 # %%
 import copy
+import gc
 from functools import partial
 
 import torch
@@ -105,6 +106,7 @@ full = dict(
     text_windows=8,  # of 256 tokens, to measure perplexity
     new_tokens=48,  # that the language model writes for a measurement
     rounds=5,  # of timing
+    budget_off=0.1,  # of a file, at most: what is expected of it by its weights
 )
 # Continuous integration checks that the code works, not how good or fast it is.
 brief = full | dict(
@@ -125,6 +127,7 @@ brief = full | dict(
     text_windows=1,
     new_tokens=12,
     rounds=2,
+    budget_off=0.5,  # in such small files the graph is as large as the weights
 )
 sizes = choose_sizes(cpu=full, gpu16=full, gpu24=full, gpu80=full, fast=brief)
 sizes
@@ -139,8 +142,9 @@ from recipes_lib.workflows.on_device.background import in_background
 from recipes_lib.edge.language_model import export_language_model
 
 seed_everything(0)
-language_model = load_model(sizes.model, device="cpu").eval()
 tokenizer = load_tokenizer()
+gc.freeze()  # exports make much garbage: Python need not look for it among the imports
+language_model = load_model(sizes.model, device="cpu").eval()
 # Its first blocks alone: an export of all of them takes many minutes.
 few_blocks = make_student(language_model, blocks=range(sizes.layers))
 # How the three files differ; recipe 7 explains it.
@@ -1382,7 +1386,7 @@ if "4 bits" in sizes.ways:
     assert in_four.seconds < in_full.seconds, "fewer bits are faster"
     assert in_four.file_bytes < in_full.file_bytes / 3
 off = max(abs(share) for share in budget_off.values())
-assert off < 0.1, "weights and graph are the file"
+assert off < sizes.budget_off, "weights and graph are the file"
 assert perplexities["8 bits"] < 1.1 * exact, "8 bits cost little"
 assert perplexities["4 bits, output layer in 8"] < perplexities["4 bits everywhere"]
 print("all checks passed")
