@@ -1104,6 +1104,8 @@ print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
 
 # %%
+from recipes_lib.core.measure.machine import fast
+
 rows = ladder.rows
 loss_error = max(abs(row.loss - rows[0].loss) for row in rows)
 ladder.note(
@@ -1122,9 +1124,10 @@ most_error = 1e-4 if here.device == "cpu" else 2e-2
 assert loss_error < most_error, "the same loss"
 lengths = [row.tokens for row in rows]
 assert lengths == sorted(lengths), "each row is longer"
-if here.device == "cpu":
-    assert slopes["baseline"] > sizes.least_slope, "with all scores, bytes grow with the square"
-    assert slopes["flash attention"] < 1.1, "and without them with the length"
-assert ladder.gain("everything combined") > 10
-assert min(speedup.values()) > sizes.least_speedup, "reading less is faster"
+if not fast():  # lengths as short as those of FAST mode say nothing
+    if here.device == "cpu":
+        assert slopes["baseline"] > sizes.least_slope, "with all scores: with the square"
+        assert slopes["flash attention"] < 1.1, "and without them with the length"
+    assert ladder.gain("everything combined") > 10
+    assert min(speedup.values()) > sizes.least_speedup, "reading less is faster"
 print(f"all checks passed: {ladder.gain('everything combined'):.0f}× as long")

@@ -1365,6 +1365,8 @@ for megabytes, milliseconds in devices:
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
 
 # %%
+from recipes_lib.core.measure.machine import fast
+
 ladder.note(
     gguf={"bytes": gguf_file.bytes, "blocks": sizes.layers, "agrees": float(agree)},
     budget_off=budget_off,
@@ -1376,17 +1378,18 @@ ladder.note(
 )
 fp32 = ladder["student, ExecuTorch"]
 assert ladder["zeros 0.8"].file_bytes > 0.9 * ladder["student"].file_bytes, "zeros"
-assert ladder["pruned, healed"].file_bytes < 0.6 * ladder["student"].file_bytes
-assert fp32.seconds < ladder["student"].seconds, "no Python between the operators"
-assert fp32.seconds < ladder["teacher, ExecuTorch"].seconds, "less work is faster"
-assert fp32.seconds < ladder["student, portable kernels"].seconds, "delegated"
-assert ladder["pruned, 8 bits, ExecuTorch"].file_bytes < fp32.file_bytes / 3
-if "4 bits" in sizes.ways:
+off = max(abs(share) for share in budget_off.values())
+assert off < sizes.budget_off, "weights and graph are the file"
+if not fast():  # networks as small as those of FAST mode say nothing
+    assert ladder["pruned, healed"].file_bytes < 0.6 * ladder["student"].file_bytes
+    assert ladder["pruned, 8 bits, ExecuTorch"].file_bytes < fp32.file_bytes / 3
+    assert fp32.seconds < ladder["student"].seconds, "no Python between the operators"
+    assert fp32.seconds < ladder["teacher, ExecuTorch"].seconds, "less work is faster"
+    assert fp32.seconds < ladder["student, portable kernels"].seconds, "delegated"
+    assert perplexities["8 bits"] < 1.1 * exact, "8 bits cost little"
+    in_eight = perplexities["4 bits, output layer in 8"]
+    assert in_eight < perplexities["4 bits everywhere"]
     in_four, in_full = ladder["4 bits"], ladder["32 bits"]
     assert in_four.seconds < in_full.seconds, "fewer bits are faster"
     assert in_four.file_bytes < in_full.file_bytes / 3
-off = max(abs(share) for share in budget_off.values())
-assert off < sizes.budget_off, "weights and graph are the file"
-assert perplexities["8 bits"] < 1.1 * exact, "8 bits cost little"
-assert perplexities["4 bits, output layer in 8"] < perplexities["4 bits everywhere"]
 print("all checks passed")

@@ -7,6 +7,7 @@ fills, `base_model`: so the options become settings by their names.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -97,8 +98,9 @@ def finetune(
 
     run = _settings(context.params)
     print(machine())
-    # A turning wheel below the lines of the run, with what goes on now; in a pipe there is none.
-    with Console().status("fine-tuning") as wheel:
+    # A turning wheel below the lines of the run, with what goes on now; in a pipe there is none,
+    # in one of Jupyter's either, which forces colors on all that it starts.
+    with Console(force_terminal=sys.stdout.isatty()).status("fine-tuning") as wheel:
         command.finetune(
             run,
             held_out_file=_without_tilde(held_out),
