@@ -147,6 +147,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.data.chat import IGNORED, decode_with_mask
 from recipes_lib.core.data import collate, load_instructions, load_text
 from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.fine_tuning.adapter_files import save_merged
 
 # Files of this notebook, made anew in each run.
 name = "notebook-05" if sizes.shape is None else "fast-05"
@@ -169,8 +170,12 @@ base = sizes.model
 # Only in the brief form for continuous integration: a tiny model in a folder.
 if sizes.shape is not None:
     base = folder / "base"
-    load_model(sizes.shape).save_pretrained(base)
-    tokenizer.save_pretrained(base)
+    tiny = load_model(sizes.shape)
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: getattr(tokenizer, name) for name in special}
+    tiny.config.update(ids)
+    tiny.generation_config.update(**ids)
+    save_merged(tiny, base, tokenizer=tokenizer, dtype=torch.float32)
 
 
 def fresh(dtype=torch.float32):
@@ -922,7 +927,6 @@ from recipes_lib.fine_tuning.adapter_files import (
     check_merged,
     load_adapter,
     save_adapter,
-    save_merged,
 )
 from recipes_lib.fine_tuning.qlora import merge_qlora
 

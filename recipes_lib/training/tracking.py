@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,7 @@ def read_back(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     check_choice(["tensorboard"], backend=backend)
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each resume
     # All values, not a sample. What a resume replaces is left out, as on the page.
     events = EventAccumulator(str(Path(folder) / run_name), size_guidance={"scalars": 0}).Reload()
     found = {}

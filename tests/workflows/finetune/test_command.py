@@ -119,6 +119,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
 ):
     """SIGKILL before the first checkpoint: it begins again. After one: it goes on from there."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other threads sum in another order
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter does: steps stand in lines of their own
     whole_folder, expected, _ = whole
     run = settings(small_model, pairs, tmp_path / "killed")
     folder = tmp_path / "killed"
