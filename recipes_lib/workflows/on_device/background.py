@@ -51,13 +51,19 @@ def in_background(function: Callable[..., Any], *, path: str | Path, **arguments
     path.parent.mkdir(parents=True, exist_ok=True)
     key = key_of(function, arguments)
     record = path.with_name(f"{path.name}.job")
-    if path.exists() and record.exists():
-        kept_key, value = pickle.loads(record.read_bytes())
-        if kept_key == key:
-            done: Future = Future()
-            done.set_result(value)
-            return done
+    if path.exists() and _kept(record)[0] == key:
+        done: Future = Future()
+        done.set_result(_kept(record)[1])
+        return done
     return _process().submit(_work, function, path, record, key, arguments)
+
+
+def _kept(record: Path) -> tuple[str, Any]:
+    """The key of a file that is there, and what the function returned; two blanks if unknown."""
+    try:
+        return pickle.loads(record.read_bytes())
+    except Exception:  # not there, cut short, or of a version whose classes are gone
+        return "", None
 
 
 @functools.cache
