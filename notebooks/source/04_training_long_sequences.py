@@ -136,7 +136,7 @@ gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
 brief = cpu | dict(
     shape="tiny-smollm2",
-    limit=135 * 2**20,
+    limit=100 * 2**20,
     common=32,
     lengths=(32, 256, 1024),
     tile=512,

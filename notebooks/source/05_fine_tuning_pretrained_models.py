@@ -176,6 +176,7 @@ if sizes.shape is not None:
     tiny.config.update(ids)
     tiny.generation_config.update(**ids)
     save_merged(tiny, base, tokenizer=tokenizer, dtype=torch.float32)
+    del tiny
 
 
 def fresh(dtype=torch.float32):
