@@ -1119,12 +1119,12 @@ ladder.note(
     curriculum=reached,
     loss={which: vars(cost) for which, cost in beside.items()},
 )
-assert all(abs(row.prediction_error) < 0.1 for row in rows), "the predictions hold"
 most_error = 1e-4 if here.device == "cpu" else 2e-2
 assert loss_error < most_error, "the same loss"
 lengths = [row.tokens for row in rows]
 assert lengths == sorted(lengths), "each row is longer"
 if not fast():  # lengths as short as those of FAST mode say nothing
+    assert all(abs(row.prediction_error) < 0.1 for row in rows), "the predictions hold"
     if here.device == "cpu":
         assert slopes["baseline"] > sizes.least_slope, "with all scores: with the square"
         assert slopes["flash attention"] < 1.1, "and without them with the length"

@@ -1260,16 +1260,16 @@ ladder.note(
     exact=exact,
 )
 peaks = {row.name: row.peak_bytes for row in ladder.rows}
-assert all(abs(row.prediction_error) < 0.1 for row in ladder.rows), "predicted"
-assert abs(muon_error) < 0.05, "Muon's peak is predicted, too"
-assert state_bytes["fp32, fused"] > 7.9
 if not fast():  # weights as small as those of FAST mode say nothing
+    assert all(abs(row.prediction_error) < 0.1 for row in ladder.rows), "predicted"
+    assert abs(muon_error) < 0.05, "Muon's peak is predicted, too"
+    assert state_bytes["fp32, fused"] > 7.9
+    assert abs(leaking / alone.mean - 1) > 1e-4, "without a mask, documents read each other"
     assert peaks["QLoRA"] < peaks["LoRA"] < peaks["full fine-tuning"]
     assert max(state_bytes["torchao"], state_bytes["bitsandbytes"]) < 2.2
     assert changed["nearest"] < changed["master"] < changed["stochastic"]
     assert found["ours"]["peak_bytes"] < found["Trainer"]["peak_bytes"]
-leak = abs(leaking / alone.mean - 1)
-assert abs(together / alone.mean - 1) < 1e-4 < leak, "packing is exact"
+assert abs(together / alone.mean - 1) < 1e-4, "packing is exact"
 # A GPU adds in another order from run to run.
 assert exact or here.device == "cuda", "the resumed run is the one that was killed"
 assert {3, 4} <= killed.keys() & resumed.keys(), "steps that both have trained"
