@@ -44,3 +44,8 @@ def test_every_argument_counts():
         key_of(export_badly, {"model": model, "bits": 4}),
     }
     assert len(keys) == 4
+    codes = nn.Module()
+    codes.register_buffer("codes", torch.zeros(1000, dtype=torch.int8))
+    before = key_of(export_quickly, {"model": codes})
+    codes.codes[77] = 1
+    assert key_of(export_quickly, {"model": codes}) != before, "one weight in whole numbers"
