@@ -42,8 +42,8 @@ def in_background(function: Callable[..., Any], *, path: str | Path, **arguments
     Args:
         function: of a module, such as `export_language_model`; it takes `path`, and writes there.
         arguments: what can be pickled: models, tensors, numbers, texts.
-    Returns a Future, whose `result()` has the errors of `function`, too; what cannot be pickled is
-    one of them.
+    Returns a Future, whose `result()` has the errors of `function`, too. What cannot be pickled is
+    an error here.
     """
     path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,10 @@ def in_background(function: Callable[..., Any], *, path: str | Path, **arguments
         done: Future = Future()
         done.set_result(_kept(record)[1])
         return done
-    return _process().submit(_work, function, path, record, key, arguments)
+    # A copy. The executor's own pickling would move the tensors into shared memory, in a thread and
+    # at a time of its own: the next call would hash weights that are just going.
+    copied = pickle.dumps(arguments)
+    return _process().submit(_work, function, path, record, key, copied)
 
 
 def _kept(record: Path) -> tuple[str, Any]:
@@ -77,13 +80,11 @@ def _begin() -> None:
     torch.set_num_threads(1)  # the other core is the notebook's
 
 
-def _work(
-    function: Callable[..., Any], path: Path, record: Path, key: str, arguments: dict[str, Any]
-) -> Any:
+def _work(function: Callable[..., Any], path: Path, record: Path, key: str, copied: bytes) -> Any:
     """In the other process: call the function, and keep its result."""
     record.unlink(missing_ok=True)
     _send_output_to(path.with_name(f"{path.name}.log"))
-    value = function(path=path, **arguments)
+    value = function(path=path, **pickle.loads(copied))
     record.write_bytes(pickle.dumps((key, value)))
     return value
 
