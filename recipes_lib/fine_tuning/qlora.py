@@ -18,13 +18,6 @@ In production   `from_pretrained(…, quantization_config=BitsAndBytesConfig(loa
            then `peft.prepare_model_for_kbit_training` and `get_peft_model`. `apply_qlora` takes
            such a model too.
 Source     Dettmers et al., "QLoRA" (arXiv 2305.14314); bitsandbytes.
-
-Two silent traps of bitsandbytes on CPUs are closed here.
-
-    Trap 1   With AVX512-BF16, the first forward in eval mode repacks the weights for a kernel
-             without backward, and from then on no gradient passes the layer.
-    Trap 2   With AVX-512, rows whose length is a multiple of 16, but not of the block size, are
-             dequantized with wrong scales.
 """
 
 from __future__ import annotations
@@ -37,7 +30,6 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.marks import ONLY_LOOKS, mark
 from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.fine_tuning.lora import (
@@ -46,10 +38,6 @@ from recipes_lib.fine_tuning.lora import (
     estimate_lora,
     target_linears,
 )
-
-BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row
-BLOCK_OF_SCALES = 256  # with double quantization, scales that share a scale
-
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -67,7 +55,12 @@ def nf4_levels() -> torch.Tensor:
 
 
 def plain_nf4(weight: torch.Tensor, *, block_size: int = 64) -> torch.Tensor:
-    """What is left of `weight` [out, in] after quantizing and dequantizing it."""
+    """What is left of `weight` [out, in] after quantizing and dequantizing it.
+
+    Without double quantization. With `quantize_4bit` and `dequantize_4bit` of bitsandbytes:
+
+        dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))
+    """
     levels = nf4_levels()
     blocks = weight.reshape(-1, block_size)  # [blocks, 64]
     scales = blocks.abs().amax(dim=1, keepdim=True)  # [blocks, 1]
@@ -96,15 +89,19 @@ def apply_qlora(
     """
     require_causal_lm(model)
     # Bad arguments are refused before the weights are gone.
-    adapters = {"rank": rank, "alpha": alpha, "dropout": dropout}
-    check_adapters(**adapters)
+    lora_options = {"rank": rank, "alpha": alpha, "dropout": dropout}
+    check_adapters(**lora_options)
     target_linears(model, target_modules=target_modules)
     if not quantized_layers(model):
         quantize_nf4(model, compute_dtype=compute_dtype)
+    # Those of a model that was loaded in 4 bits have not been looked at yet.
     for name, layer in quantized_layers(model).items():
         _refuse_wrong_scales(name, layer.in_features, layer.weight.blocksize)
-        _guard(layer, compute_dtype)
-    return apply_lora(model, **adapters, target_modules=target_modules, check=False)
+        if compute_dtype is not None:
+            layer.compute_dtype = compute_dtype
+            layer.compute_type_is_set = True  # else the dtype of the first input would replace it
+        _guard(layer)
+    return apply_lora(model, **lora_options, target_modules=target_modules, check=False)
 
 
 def quantize_nf4(
@@ -162,7 +159,12 @@ def nf4_layer(
     if compute_dtype is None:
         compute_dtype = torch.bfloat16 if machine().native_bf16 else torch.float32
     layer = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=False, device="meta", quant_type="nf4"
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=compute_dtype,
+        quant_type="nf4",
+        device="meta",
     )
     layer.weight = bnb.nn.Params4bit(
         linear.weight.data,
@@ -172,7 +174,7 @@ def nf4_layer(
         module=layer,
     )
     layer.bias = linear.bias
-    _guard(layer, compute_dtype)
+    _guard(layer)
     layer.requires_grad_(False).train(linear.training)
     # The move to a device is what quantizes.
     if device is None:
@@ -218,6 +220,13 @@ def _plain_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linea
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
+#
+# Two silent traps of bitsandbytes on CPUs are closed here.
+#
+# Trap 1   With AVX512-BF16, the first forward in eval mode repacks the weights for a kernel without
+#          backward, and from then on no gradient passes the layer.
+# Trap 2   With AVX-512, rows whose length is a multiple of 16, but not of the block size, are
+#          dequantized with wrong scales.
 
 
 def check_gradient_flow(model: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -254,18 +263,18 @@ def quantized_layers(model: Any) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-def _guard(layer: Any, compute_dtype: torch.dtype | None) -> None:
-    """Close trap 1 for this layer, and set its compute dtype if one is given."""
-    if compute_dtype is not None:
-        layer.compute_dtype = compute_dtype
-        layer.compute_type_is_set = True
+def _guard(layer: Any) -> None:
+    """Close trap 1 for this layer."""
     layer.support_avx512bf16_for_cpu = False  # never repack
     if _refuse_cut_gradient not in layer._forward_hooks.values():
         layer.register_forward_hook(_refuse_cut_gradient)
 
 
 def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-    """Catch trap 1 where it happened before the guard: in a forward before `apply_qlora`."""
+    """Catch trap 1 where it happened before the guard: in a forward before `apply_qlora`.
+
+    A hook that returns nothing changes no result.
+    """
     if torch.is_grad_enabled() and inputs[0].requires_grad and not output.requires_grad:
         raise RuntimeError(
             "a 4-bit layer passes no gradient on (trap 1): "
@@ -273,7 +282,7 @@ def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.
         )
 
 
-mark(_refuse_cut_gradient, ONLY_LOOKS)
+BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row
 
 
 def block_size_of(name: str, layer: torch.nn.Module) -> int:
@@ -302,6 +311,8 @@ def _refuse_wrong_scales(name: str, in_features: int, block_size: int) -> None:
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
+
+BLOCK_OF_SCALES = 256  # with double quantization, scales that share a scale
 
 
 def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:

@@ -83,7 +83,7 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
 
 
 class CompiledDecoder(nn.Module):
-    """It follows `core.decoding.CausalDecoder`, as the decoder inside does."""
+    """It follows `core.model.decoding.CausalDecoder`, as the decoder inside does."""
 
     def __init__(self, decoder: Any, max_tokens: int) -> None:
         super().__init__()

@@ -6,28 +6,31 @@ Idea       Backward visits one block at a time, so only one block's activations 
                plain        x0 [a0] x1 [a1] x2 [a2] -> loss   all [a] alive
                "block"      x0      x1      x2      -> loss   [a2] again from x2, used, freed …
                "selective"  x0 m0   x1 m1   x2 m2   -> loss   m: what matmuls and attention gave
-Saves      What a block keeps per token shrinks to D elements ("block"), or to
-           3D + 2Q + 2KV + 2F ("selective"). One block is whole again while backward is in it.
+Saves      What a block keeps per token shrinks to its input, D elements ("block"), or to
+           3D + 2Q + 2KV + 2F ("selective"), where D, Q, KV and F are the widths of hidden states,
+           queries, keys, and the feed-forward layer. In backward one block is whole again.
 Costs      "block": one more forward, so a third more arithmetic (divided by `every`);
            "selective": the elementwise operators only. Values and gradients stay the same to the
            bit, with dropout too.
 Use when   Activations are the largest term: long sequences, large batches, frozen weights.
 Not when   Weights, optimizer states or the loss set the peak: it costs time and saves nothing.
-In production   `model.gradient_checkpointing_enable()` (newer:
-           `activation_checkpointing_enable()`), every block, whole; with `{"offload": True}` also
-           into host memory (transformers 5.17), `{"every_n_layers": k}`. torchtitan: selective.
+In production   `model.activation_checkpointing_enable()` (older: `gradient_checkpointing_enable`):
+           every block, whole. It has keywords `every_n_layers=k` and `offload=True`, into host
+           memory (transformers 5.17). Only the Trainer takes them from a dict,
+           `activation_checkpointing_kwargs`. torchtitan: selective.
 Source     Chen et al., arXiv 1604.06174; "Current and New Activation Checkpointing Techniques in
            PyTorch", PyTorch blog, March 2025.
 
 Trap: with the KV cache on, a recomputed block appends its keys a second time. Here it drops an
 empty cache in training, and refuses a filled one.
 
-Shapes: B batch, S sequence, T = B*S tokens, D hidden, F feed-forward, Q query and KV key width.
+Shapes: B batch, S sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +52,10 @@ def checkpointed_by_hand(blocks: Iterable[Callable], hidden: torch.Tensor) -> to
     """Run `blocks` one after the other, and keep nothing for backward but the input of each.
 
     `hidden` [B, S, D] must need a gradient. Otherwise autograd never calls `backward` below,
-    and the weights of the blocks get no gradient either. Dropout would draw other numbers the
-    second time.
+    and the weights of the blocks get no gradient either.
+
+    PyTorch does the same in `checkpoint(block, hidden, use_reentrant=False)`, and it replays the
+    random numbers, too: here dropout would draw others the second time.
     """
     for block in blocks:
         hidden = InputOnly.apply(block, hidden)
@@ -78,7 +83,7 @@ class InputOnly(torch.autograd.Function):
 # --- the technique --------------------------------------------------------------------------------
 
 
-@proves("exact")
+@proves("exact")  # compares logits and gradients before and after
 def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: int = 1) -> Any:
     """Let blocks 0, every, 2*every, … keep little, and recompute the rest. Returns `model`.
 
@@ -94,7 +99,8 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
-    _check(blocks, mode, every)
+    check_choice(("block", "selective"), mode=mode)
+    check_whole(every=every, least=1, most=len(blocks))
     recompute.require_no_checkpoints(blocks)
     for index in range(0, len(blocks), every):
         names = recompute.argument_names(blocks[index])
@@ -109,7 +115,11 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
 
 
 class Checkpointed:
-    """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
+    """What `mix_in` mixes into a block.
+
+    It makes the block's class a subclass of this one and of its own, so `super().forward` is the
+    block's. This is `forward` and not `__call__`: hooks fire once, outside.
+    """
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
     checkpoint_mode: str
@@ -125,12 +135,8 @@ class Checkpointed:
         # needs none. So it is with adapters on a frozen base.
         options = {"use_reentrant": False}
         if self.checkpoint_mode == "selective":
-            options["context_fn"] = _keep_matmuls
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT_OPERATORS)
         return checkpoint(super().forward, *args, **options, **kwargs)
-
-
-def _keep_matmuls() -> tuple:
-    return create_selective_checkpoint_contexts(KEPT_OPERATORS)
 
 
 # What "selective" keeps: results that take many operations per byte to make again.

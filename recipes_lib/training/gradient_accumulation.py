@@ -77,9 +77,10 @@ def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
     Labels [B, S] are not shifted, and IGNORED where there is no loss. The sum is computed here,
     from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
     """
+    # The decoders of Bart and Whisper expect labels that are moved already: they are refused.
+    require_shifted_loss(model)
     # The model predicts token t+1 from token t, so the labels move one to the left.
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
-    require_shifted_loss(model)
     # Without labels: the model would compute a loss of its own, and its logits in fp32 with it.
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     output = model(**inputs | {"use_cache": False})
@@ -104,8 +105,9 @@ def accumulate_gradients(
 
     Args:
         batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target), or a
-            sequence of such micro-batches, of any lengths. Every micro-batch gets what has no rows:
-            tensors [1, ...], such as `position_ids` [1, S], and options.
+            sequence of such micro-batches, of any lengths. A batch is split by its rows. What has
+            none goes to every micro-batch as it is: tensors [1, ...], such as `position_ids`
+            [1, S], and options.
         micro_batches: k, into which one batch is split; must divide B. Not for a sequence, which is
             split already.
         loss_sum: the sum of the losses of a micro-batch's targets.
@@ -129,7 +131,7 @@ def accumulate_gradients(
         with autocast():
             loss = loss_sum(model, micro) / targets
         backward(loss)  # frees this micro-batch's activations
-        total = total + loss.detach()  # in fp64, if the loss is
+        total = total + loss.detach()  # not `+=`: an fp64 loss keeps its digits
     return total
 
 

@@ -287,7 +287,7 @@ def decode_quality(
     the rest.
 
     Args:
-        model: a Hugging Face causal LM, or a decoder (`core.decoding.CausalDecoder`).
+        model: a Hugging Face causal LM, or a decoder (`core.model.decoding.CausalDecoder`).
         reference: the `predictions` of another model on the same documents.
         token_by_token: read one token per call with the cache, as decoding does. Kernels for one
             row and for many may differ, so this is the quality of the answer, the other one of

@@ -13,12 +13,11 @@ whoever has to know asks for it. These are all marks that there are:
     QUANTIZED_BY                  on a layer: the function that has quantized it, by its name
     ONE_SCALE_PER_CALL            on a layer: True if all tokens of a call are rounded by one scale,
                                   so that a token's result depends on the others
-    ONLY_LOOKS                    on a hook: True if it changes nothing of the layer's result
     ONE_DOCUMENT_UNDER            on a trunk: the attention under which a row is one document
 
 The first three are left by optimizer_in_backward and optimizer_offload, MASTER_OF by
 optimizer_offload, CHECKPOINTED_INDEX by activation_checkpointing and nested_checkpointing, COMPILED
-by compiled_blocks, QUANTIZED_BY by int8 and int4, ONE_SCALE_PER_CALL by int8, ONLY_LOOKS by qlora,
+by compiled_blocks, QUANTIZED_BY by int8 and int4, ONE_SCALE_PER_CALL by int8, and
 ONE_DOCUMENT_UNDER by sliding_window and the probe.
 """
 
@@ -35,7 +34,6 @@ CHECKPOINTED_INDEX = "checkpointed_index"
 COMPILED = "compiled"
 QUANTIZED_BY = "quantized_by"
 ONE_SCALE_PER_CALL = "one_scale_per_call"
-ONLY_LOOKS = "only_looks"
 ONE_DOCUMENT_UNDER = "one_document_under"
 
 

@@ -1,15 +1,22 @@
 """Decode loop: one token per step through fused weights and a cache that is allocated once.
 
-Problem    `model.generate` spends milliseconds per token beside the products: it builds masks and
-           output objects, appends to a growing cache, copies keys and values for each query head,
-           and calls seven projections per block.
+Problem    `model.generate` spends milliseconds per token beside the matrix products: it builds
+           masks and output objects, appends to a growing cache, copies keys and values for each
+           query head, and calls seven projections per block.
 Idea       Write the step out, for one family of models, with as few operators as it needs:
 
                qkv       one product for queries, keys and values       3 -> 1
                gate_up   one product for both halves of the MLP         2 -> 1
-               cache     [B, Hkv, T, E] allocated once, and its first `length` places are a view
+               cache     [B, Hkv, capacity, E] allocated once; its first T places are a view
                RoPE      pairs of dimensions as complex numbers: one multiplication turns them
                groups    G query heads share one head of keys: they are G rows of one product
+
+           `core.model.decoding.greedy` is the loop around it. The first call reads the prompt:
+
+               cache = decoder.new_cache(max_tokens=…)
+               while True:
+                   logits = decoder(tokens, cache, last_only=True)
+                   tokens = logits.argmax(-1)
 
 Saves      Time per token, the same number of seconds at any precision. So it counts little in fp32,
            where reading the weights takes most of a step, and much at 8 and 4 bits.
@@ -24,9 +31,6 @@ In production   vLLM and TensorRT-LLM fuse the same weights (`QKVParallelLinear`
 Source     Shazeer, "Fast Transformer Decoding" (arXiv 1911.02150); Ainslie et al., "GQA" (arXiv
            2305.13245); "Accelerating Generative AI with PyTorch II: GPT, Fast", PyTorch blog,
            November 2023.
-
-On a CPU, attention and its cache are fp32 whatever the weights are: the 16-bit kernels of attention
-are slower there.
 
 Shapes: B batch, K new tokens, T tokens in the cache, D hidden, F feed-forward, Hq and Hkv heads, G
 query heads per head of keys, E head dimension, V vocabulary.
@@ -62,11 +66,12 @@ from recipes_lib.inference.decode_loop.hf import (
 def step_by_hand(
     block: DecoderBlock, x: Tensor, turn: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """One token x [D] through one block; `turn` is its position as complex numbers [E/2].
+    """One token x [D] through one block; `turn` [E/2] are the complex angles of its position.
 
     keys and values [Hkv, T, E] have room for it in their last place.
     """
     kv_heads, _, head_dim = keys.shape
+    # The weight of `qkv` is torch.cat of those of q, k and v.
     heads = block.qkv(block.attention_norm(x)).view(-1, head_dim)  # [Hq + 2 Hkv, E]
     q, k, v = heads.split([len(heads) - 2 * kv_heads, kv_heads, kv_heads])
     keys[:, -1] = rotate(k, turn)
@@ -100,7 +105,7 @@ def apply_decode_loop(model: Any) -> Decoder:
 
 
 class Decoder(nn.Module):
-    """A Llama-like model for decoding; it follows `core.decoding.CausalDecoder`.
+    """A Llama-like model for decoding; it follows `core.model.decoding.CausalDecoder`.
 
         embedding    nn.Embedding [V, D]; its dtype is that of the hidden states
         blocks       each with qkv, output, gate_up, down (nn.Linear) and two norms
@@ -125,7 +130,8 @@ class Decoder(nn.Module):
         self.vocabulary = weights.embedding.num_embeddings
         # No buffers: `decoder.to(torch.float16)` would round the angles.
         self._frequencies = weights.frequencies  # fp32 [E/2], radians per position
-        self._table = torch.empty(0, len(weights.frequencies), 2)  # cosine and sine, [T, E/2, 2]
+        # Cosine and sine, [positions, E/2, 2].
+        self._table = torch.empty(0, len(weights.frequencies), 2)
         self.eval()
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
@@ -138,6 +144,7 @@ class Decoder(nn.Module):
         self._require_room(max_tokens)
         weight = self.embedding.weight
         self._grow_table(max_tokens, weight.device)
+        # On a CPU attention is fp32, whatever the weights are: its 16-bit kernels are slower there.
         on_cpu = weight.device.type == "cpu"
         return self.cache_class(
             layers=len(self.blocks),
@@ -161,7 +168,7 @@ class Decoder(nn.Module):
 
         Args:
             row_by_row: attention of the K tokens one after the other, without a mask, as in K calls
-                of one token each.
+                of one token each (for speculative decoding: the same result as alone).
         Raises ValueError if the cache has no room for them, or is for another number of rows.
         """
         if len(tokens) != cache.batch:
@@ -204,7 +211,7 @@ class Decoder(nn.Module):
             )
 
     def _grow_table(self, positions: int, device: torch.device) -> None:
-        """Cosine and sine of all angles up to `positions`, as fp32 [T, E/2, 2]."""
+        """Cosine and sine of all angles up to `positions`, as fp32 [positions, E/2, 2]."""
         if len(self._table) >= positions and self._table.device == device:
             return
         # On the CPU and in fp32, so that all devices turn by the same angles.
@@ -270,8 +277,9 @@ class DecoderBlock(nn.Module):
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn queries or keys x [..., E] by the angles of their positions.
 
-    Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it. `turn`
-    is complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
+    Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it.
+    (transformers pairs i with i + E/2, and `hf` has reordered the rows of the weights.) `turn` is
+    complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
     16-bit numbers have none either: they are turned in fp32 and rounded once.
     """
     if turn.is_complex() and x.dtype == torch.float32:
@@ -303,7 +311,7 @@ def attend(
     if row_by_row:
         return _attend_row_by_row(queries, keys, values, mask, scale)
     groups = queries.shape[2] // keys.shape[1]
-    if groups > 1 and _table_of_scores(keys, mask):
+    if groups > 1 and _would_store_scores(keys, mask):
         keys = keys.repeat_interleave(groups, dim=1)  # [B, Hq, T, E]
         values = values.repeat_interleave(groups, dim=1)
         groups = 1
@@ -319,7 +327,7 @@ def attend(
     return looked.transpose(1, 2).flatten(2)
 
 
-def _table_of_scores(keys: Tensor, mask: Tensor | None) -> bool:
+def _would_store_scores(keys: Tensor, mask: Tensor | None) -> bool:
     """Whether PyTorch would store all scores [B, Hq, K, T], because heads share their keys.
 
     Of the fast kernels of CUDA only flash attention lets them share, and it takes no mask.

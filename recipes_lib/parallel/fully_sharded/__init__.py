@@ -2,28 +2,26 @@
 
 Problem    Under DDP every rank holds all weights, gradients and AdamW states: 16 bytes per
            parameter in fp32, N times the same.
-Idea       A rank keeps a part of each parameter. A block is put together when it computes, and
-           taken apart again:
+Idea       A rank keeps a part of each parameter. `fully_shard(block)` for each block, and then
+           `fully_shard(model)` for what is left, set hooks: they put a block together when it
+           computes, and take it apart again:
 
                rank 0  [W0]  --all-gather-->  [W0 W1]  forward, or backward
                rank 1  [W1]  --all-gather-->  [W0 W1]  forward, or backward
                                               [G0 G1]  --reduce-scatter-->  [G0] rank 0, [G1] rank 1
 
-           AdamW works on the parts, and nobody ever needs the whole. With a mesh of two dimensions
-           (HSDP), parts are spread over the second one, such as the GPUs of a machine, and copied
-           along the first: weights stay inside of a machine, parts of gradients cross.
+           AdamW works on the parts, and nobody ever needs the whole.
 Saves      Of 16 bytes per parameter P, a rank holds 16 P / N, and one block as a whole beside it:
            in its backward up to four times: gathered, the next one arriving, its gradients, and
            those on their way.
 Costs      Weights cross the network twice and gradients once per micro-batch: half as much again as
            DDP. The next block is fetched while this one computes, so a slow network is what shows.
+           Gradients of a block are summed as one, so all that trains in it has one dtype.
 Use when   Weights, gradients and states do not fit beside each other on one device.
 Not when   They fit: DDP sends less. Micro-batches are so small that a block computes faster than
-           the next one arrives. The base is in 4 bits: quantized_shards. Gradients of a block are
-           summed as one, so all that trains in it has one dtype.
-In production   `for block in blocks: fully_shard(block)`, then `fully_shard(model)` (torchtitan);
-           `accelerate launch` with `fsdp_version: 2`; `TrainingArguments(fsdp=…)`, where accelerate
-           on CPUs silently gives DDP instead.
+           the next one arrives. The base is in 4 bits: quantized_shards.
+In production   torchtitan has the same calls; `accelerate launch` with `fsdp_version: 2`;
+           `TrainingArguments(fsdp=…)`, where accelerate on CPUs silently gives DDP instead.
 Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "ZeRO" (arXiv
            1910.02054); PyTorch, torch.distributed.fsdp.fully_shard.
 
@@ -84,7 +82,7 @@ class _GatheredLinear(torch.autograd.Function):
         to_input = gradient @ _gather(shard)
         whole = gradient.T @ x  # [out, in], from the rows of this rank
         part = torch.empty_like(shard)
-        reduce_scatter(part, whole)
+        reduce_scatter(part, whole)  # distributed.reduce_scatter_tensor
         return to_input, part / distributed.get_world_size()
 
 
@@ -92,7 +90,7 @@ def _gather(shard: torch.Tensor) -> torch.Tensor:
     """The whole weight [out, in] of the parts [out/N, in] of all ranks."""
     rows, inputs = shard.shape
     whole = shard.new_empty(rows * distributed.get_world_size(), inputs)
-    all_gather(whole, shard.detach().contiguous())
+    all_gather(whole, shard.detach().contiguous())  # distributed.all_gather_into_tensor
     return whole
 
 
@@ -117,7 +115,9 @@ def apply_fully_sharded(
     ranks. Parameters are DTensors afterwards; `parameter.full_tensor()` puts one together.
 
     Args:
-        mesh: of one dimension, by default all ranks; or of two, copies and parts.
+        mesh: of one dimension, by default all ranks; or of two (HSDP): parts are spread over the
+            second one, such as the GPUs of a machine, and copied along the first. Weights then stay
+            inside of a machine, and only parts of gradients cross.
         parameter_dtype: in which blocks are gathered and compute; parts, gradients and states stay.
         reduce_dtype: in which gradients are summed; by default fp32 if `parameter_dtype` is bf16.
         reshard_after_forward: False keeps all blocks whole until backward, as ZeRO-2 does, and
@@ -131,20 +131,22 @@ def apply_fully_sharded(
     model that is no causal LM, is on ranks already, has weights in 4 bits, or an optimizer that
     steps in backward; and for fp16.
     """
-    numbers = (reshard_after_forward, offload, parameter_dtype, reduce_dtype)
-    _require_alike(model, mesh=mesh, prefetch=prefetch, options=numbers)
+    switches = (reshard_after_forward, offload, parameter_dtype, reduce_dtype)
+    _require_alike(model, mesh=mesh, prefetch=prefetch, options=switches)
     if mesh is None:
         mesh = default_mesh()
     options = sharding_options(mesh, parameter_dtype, reduce_dtype, offload)
 
-    # Each call makes a group, which is gathered and taken apart as one: those inside first.
+    # Each call makes a group, which is gathered and taken apart as one. The blocks come first: the
+    # call for the model takes what no group has yet.
     blocks = decoder_blocks(model)
     for block in blocks:
         if compile_blocks:
             block.compile()
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    # Embedding and output layer, unless they are tied: then they are among what is left.
     shard_ends(model, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)  # what is left; tied weights among it
+    fully_shard(model, **options)
 
     if prefetch > 1:
         fetch_ahead(blocks, prefetch)
@@ -154,7 +156,8 @@ def apply_fully_sharded(
 def _require_alike(model: Any, **options: Any) -> None:
     """Raise ValueError on every rank for what would hang, or train something else."""
     require_group()
-    if not dry():  # first of all, so that no rank waits for one that has raised
+    # First of all, so that no rank waits for one that has raised. A dry run is one process.
+    if not dry():
         agree(model=model, **options)
     require_new_on_ranks(model)
     if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
