@@ -38,8 +38,8 @@ import torch
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
-from recipes_lib.core.model.run_state import random_states, set_random_states
 from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.ranks import world_size
 

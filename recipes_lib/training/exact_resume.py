@@ -10,8 +10,8 @@ Idea       Save everything that the next step reads, in one file, at once:
 
            The data position is the step: `rows_of_step` (core/data/row_order.py) computes the rows
            of any step from the seed. A file with other facts, of another run, model or base, is
-           refused (run_state.py). One rename puts it in place of the old one, so a kill at any
-           moment leaves a whole one.
+           refused (checkpoint_state.py). One rename puts it in place of the old one, so a kill at
+           any moment leaves a whole one.
 Saves      All steps up to the last checkpoint.
 Costs      12 bytes per trainable parameter on disk with fp32 AdamW, with LoRA megabytes. Buffers of
            the `state_dict` are kept as well, where GPTQ and AWQ have the weights of a frozen base.
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.model.run_state import (
+from recipes_lib.core.model.checkpoint_state import (
     NO_PARTS,
     check_same_run,
     facts_of,

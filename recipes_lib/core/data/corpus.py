@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from recipes_lib.core.checks import check_choice
+
 INSTRUCTION = "Write the docstring of this Python function.\n\n"
 # Not text of the library proper: tests, generated tables, installed packages.
 SKIP = (
@@ -30,6 +32,14 @@ SKIP = (
     "turtledemo",
 )
 TOGETHER = 32  # modules whose functions are mixed
+SPLITS = ("train", "validation")
+
+
+def load_text(*, split: str = "train") -> str:
+    """The sources of the standard library as one long text, module after module."""
+    check_choice(SPLITS, split=split)
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in modules(split)]
+    return "\n\n".join(texts)
 
 
 @functools.lru_cache(maxsize=2)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data import Batch, check_rows, collate
+from recipes_lib.core.data.batching import Batch, check_rows, collate
 from recipes_lib.core.data.chat import IGNORED, Row, tokenize_pair
 from recipes_lib.core.data.token_ids import token_rows
 from recipes_lib.core.model.causal_lm import longest_text

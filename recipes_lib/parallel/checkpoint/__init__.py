@@ -28,7 +28,7 @@ Source     PyTorch, "Getting started with Distributed Checkpoint" and "Asynchron
            optimum checkpoint interval", Communications of the ACM 1974.
 
     runs/a/LATEST                           one line: step-00000300
-    runs/a/step-00000300/run.json           step, ranks, and the facts of the run (run_state.py)
+    runs/a/step-00000300/run.json           step, ranks, facts of the run (checkpoint_state.py)
     runs/a/step-00000300/rank-0.pt          random states and parts, such as the schedule
     runs/a/step-00000300/__0_0.distcp       rank 0's parts of weights and states
     runs/a/step-00000300/.metadata          which part is where; PyTorch writes it last
@@ -62,7 +62,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.model.run_state import (
+from recipes_lib.core.model.checkpoint_state import (
     NO_PARTS,
     Facts,
     check_same_run,

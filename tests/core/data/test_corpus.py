@@ -3,8 +3,8 @@
 import itertools
 import sysconfig
 
-from recipes_lib.core.data import SPLITS, corpus
-from recipes_lib.core.data.corpus import INSTRUCTION, docstring_pairs, modules
+from recipes_lib.core.data import corpus
+from recipes_lib.core.data.corpus import INSTRUCTION, SPLITS, docstring_pairs, modules
 
 
 def test_split_by_module_is_deterministic_and_disjoint():

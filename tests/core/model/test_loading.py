@@ -1,4 +1,4 @@
-"""Models and tokenizers load, and shapes have the sizes of their public models."""
+"""Models and tokenizers load, and what cannot be loaded is said in one sentence."""
 
 import json
 import subprocess
@@ -7,15 +7,8 @@ import sys
 import pytest
 import torch
 
-from recipes_lib.core import model as model_module
 from recipes_lib.core.model import default_model as module
-from recipes_lib.core.model import (
-    load_config,
-    load_model,
-    load_tokenizer,
-    model_of_shape,
-)
-from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model import load_config, load_model, load_tokenizer, loading
 
 
 def test_loads_in_the_dtype_asked_for_without_network(monkeypatch):
@@ -29,7 +22,7 @@ def test_loads_in_the_dtype_asked_for_without_network(monkeypatch):
 
 @pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "tests"])
 def test_unknown_model(name, monkeypatch):
-    monkeypatch.setattr(model_module, "offline", lambda where: True)
+    monkeypatch.setattr(loading, "offline", lambda where: True)
     with pytest.raises(ValueError, match="give 'smollm2', a local folder"):
         load_model(name)
 
@@ -46,7 +39,7 @@ def test_a_damaged_file_is_said_to_be_damaged(monkeypatch, tmp_path, llama, name
     given, advice = str(tmp_path), "give 'smollm2', a local folder"
     if default:
         given, advice = "smollm2", f"delete {tmp_path}"
-        monkeypatch.setattr(model_module, "resolve", lambda name: str(tmp_path))
+        monkeypatch.setattr(loading, "resolve", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=rf"cannot load .*\w+: .*{advice}"):
         load(given)
 
@@ -70,20 +63,6 @@ def test_local_folder(tmp_path, llama):
     llama.save_pretrained(tmp_path)
     again = load_model(str(tmp_path), device="cpu")
     assert torch.equal(again.lm_head.weight, llama.lm_head.weight)
-
-
-def test_shapes():
-    assert len(decoder_blocks(model_of_shape("tiny-llama", layers=5, device="meta"))) == 5
-    with pytest.raises(ValueError, match="one of smollm2-135m"):
-        model_of_shape("llama-9")
-
-
-def test_shape_of_the_default_model():
-    """The shape that stands in for SmolLM2 has its parameter count."""
-    real = sum(p.numel() for p in load_model(device="cpu").parameters())
-    assert (
-        sum(p.numel() for p in model_of_shape("smollm2-135m", device="meta").parameters()) == real
-    )
 
 
 def test_loads_silently_in_a_fresh_process():

@@ -1,11 +1,11 @@
-"""Pairs are read, checked and collated."""
+"""Pairs are read and checked, whatever they come from."""
 
 import json
 
 import pytest
 
-from recipes_lib.core.data import batches, collate, load_instructions, load_pairs
-from recipes_lib.core.data.chat import IGNORED, decode_with_mask
+from recipes_lib.core.data import load_instructions, load_pairs
+from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.model import load_tokenizer
 
 
@@ -66,9 +66,6 @@ def test_a_malformed_row_is_named(tmp_path, line):
         list(load_pairs(dataset=write(tmp_path, PAIR, line, PAIR)))
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
 def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
     chat = [{"role": "human", "content": "2 + 2?"}, {"role": "gpt", "content": "Four."}]
     with pytest.raises(ValueError, match=r"no 'assistant' in \['human', 'gpt'\] \(in .*2 \+ 2"):
@@ -81,16 +78,6 @@ def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
     assert len(rows) == 1
 
 
-def test_collate_and_batches(tokenizer):
-    rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3]}, {"input_ids": [4], "labels": [4]}]
-    batch = collate(rows, pad_token_id=9, length=4)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [4, 9, 9, 9]]
-    assert set(batch) == {"input_ids", "labels"}
-    assert batch["labels"].tolist() == [[IGNORED, 2, 3, IGNORED], [4, IGNORED, IGNORED, IGNORED]]
-    stream = batches(rows * 2, batch_size=3, pad_token_id=9)
-    assert next(stream)["input_ids"].shape == next(stream)["input_ids"].shape == (3, 3)
-
-
 def test_what_the_hub_does_not_give_is_one_sentence(tokenizer, monkeypatch):
     def load_dataset(name, split):
         raise ConnectionError(f"no {name} here")
@@ -98,30 +85,6 @@ def test_what_the_hub_does_not_give_is_one_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"cannot load split 'train' .*no nobody/none here"):
         load_instructions(tokenizer, dataset="nobody/none")
-
-
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ({"position_ids": [0, 0]}, "row 0 is packed, and its documents would read each other"),
-        ({"attention_mask": [0, 1]}, "row 0 is padded .* read as text"),
-        ({"labels": [1, 2, 3]}, "row 0 has 2 tokens and 3 labels"),
-    ],
-)
-def test_what_a_row_says_of_itself_is_not_dropped(odd, message):
-    """Borders and padding were dropped in silence: documents read each other."""
-    row = {"input_ids": [1, 2], "labels": [1, 2], **odd}
-    with pytest.raises(ValueError, match=message):
-        collate([row], pad_token_id=0)
-
-
-def test_padding_that_nobody_reads_is_no_reason_to_refuse():
-    """Behind the text and without labels, as `tokenizer(padding="max_length")` gives it."""
-    row = {"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": [1, 1, 0]}
-    assert collate([row], pad_token_id=0)["labels"].tolist() == [[1, 2, -100]]
-    row["labels"] = [1, 2, 0]
-    with pytest.raises(ValueError, match="row 0 is padded"):
-        collate([row], pad_token_id=0)
 
 
 def test_nothing_to_learn(tokenizer):

@@ -1,0 +1,171 @@
+"""Pairs and conversations, from wherever they stand, as rows of tokens and labels.
+
+`load_instructions` gives them as tokens, `load_pairs` as text, and `placed_pairs` with the place of
+each, for messages about it. Without a data set they are functions of the standard library.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.data.chat import Row, tokenize_chat, tokenize_pair
+from recipes_lib.core.data.corpus import SPLITS, docstring_pairs
+from recipes_lib.core.data.pair_columns import Pair, pair_of
+from recipes_lib.core.data.row_files import read_rows
+
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".txt")
+
+
+def load_instructions(
+    tokenizer: Any,
+    *,
+    split: str = "train",
+    max_tokens: int = 512,
+    limit: int | None = None,
+    dataset: str | Iterable[dict[str, str]] | None = None,
+) -> Any:
+    """Tokenized instruction pairs as a `datasets.Dataset` with columns `input_ids` and `labels`.
+
+    Args:
+        split: "train" or "validation".
+        max_tokens: pairs that are longer are left out, never cut: a cut answer teaches to stop
+            anywhere.
+        limit: how many rows at most. The order is shuffled once, the same on every machine with
+            this Python.
+        dataset: None for the standard library. Else rows with `prompt` and `completion`, or with
+            `messages` (turns with `role` and `content`): an iterable, a local file or folder, or a
+            hub id (needs the hub).
+    Raises ValueError for an unknown split, sizes below 1, and no pair left. It raises one for
+    another split than "train" of a file or an iterable, too: they have none, and the same rows
+    would be trained on and held out.
+    """
+    from datasets import Dataset
+
+    check_whole(max_tokens=max_tokens)
+    if limit is not None:
+        check_whole(limit=limit)
+    rows: list[Row] = []
+    for pair in load_pairs(split=split, dataset=dataset):
+        try:
+            found = rows_of(tokenizer, pair)
+        except ValueError as error:
+            raise ValueError(f"{error} (in {str(pair)[:100]})") from error
+        rows += [row for row in found if len(row["input_ids"]) <= max_tokens]
+        if limit is not None and len(rows) >= limit:
+            break
+    if not rows:
+        raise ValueError(
+            f"no pair is left in split {split!r}: each is empty or longer than "
+            f"max_tokens={max_tokens}; raise max_tokens, or check that the data set has text in "
+            f"`prompt` and `completion`"
+        )
+    return Dataset.from_list(rows[:limit])
+
+
+def rows_of(tokenizer: Any, pair: Pair) -> list[Row]:
+    """The rows of one pair or conversation; several where the template rewrites earlier turns.
+
+    Raises ValueError for what cannot be learnt, as an empty answer.
+    """
+    if "messages" in pair:
+        return tokenize_chat(tokenizer, pair["messages"])
+    return [tokenize_pair(tokenizer, **pair)]
+
+
+@dataclass(frozen=True)
+class PlacedPair:
+    """A pair or conversation, the place where it stands, and the columns that it was taken from.
+
+    Both are words for people: "pairs.jsonl, line 7", and "" for the usual columns.
+    """
+
+    place: str
+    pair: Pair
+    columns: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a pair has no completion, so that there is nothing to learn from it."""
+        return "messages" not in self.pair and not self.pair["completion"].strip()
+
+
+def load_pairs(
+    *, split: str = "train", dataset: str | Iterable[dict] | None = None
+) -> Iterator[Pair]:
+    """The pairs of `load_instructions`, with its errors, as text.
+
+    Pairs with an empty completion are left out, and a warning counts them.
+    """
+    empty = 0
+    for placed in placed_pairs(split=split, dataset=dataset):
+        if placed.is_empty:
+            empty += 1
+        else:
+            yield placed.pair
+    if empty:
+        warnings.warn(f"left out, for their completion is empty: {empty} pairs", stacklevel=2)
+
+
+def placed_pairs(
+    *, split: str = "train", dataset: str | Iterable[dict] | None = None
+) -> Iterator[PlacedPair]:
+    """The pairs of `load_instructions`, each with its place, also those that are empty.
+
+    An error about a pair begins with its place.
+    """
+    check_choice(SPLITS, split=split)
+    if dataset is None:
+        for number, pair in enumerate(docstring_pairs(split)):
+            yield PlacedPair(f"function {number} of the standard library", pair)
+        return
+    for place, row in _placed_rows(dataset, split):
+        try:
+            pair, columns = pair_of(row)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        yield PlacedPair(place, pair, columns)
+
+
+def _placed_rows(dataset: str | Iterable[dict], split: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(dataset, str) and not _is_a_path(dataset):
+        for number, row in enumerate(_read_hub(dataset, split)):
+            yield f"{dataset}, row {number} (from 0)", row
+        return
+    if split != "train":
+        raise ValueError(
+            f"split={split!r}: these pairs have no splits: "
+            f"give the held-out ones as a data set of their own"
+        )
+    if isinstance(dataset, str):
+        yield from read_rows(dataset)
+        return
+    for number, row in enumerate(dataset):
+        yield f"row {number} (from 0)", row
+
+
+def _is_a_path(name: str) -> bool:
+    """Whether `name` is a file or a folder, or can be nothing else.
+
+    A name of the hub has at most one slash, and no ending of a data file.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return True
+    return path.is_absolute() or name.count("/") > 1 or path.suffix in DATA_FILES
+
+
+def _read_hub(name: str, split: str) -> Iterable[Any]:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split=split)
+    except Exception as error:  # of many types: a missing name, split, network or token
+        raise ValueError(
+            f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a "
+            f"file with `prompt` and `completion`, or a hub id that this machine can reach"
+        ) from error
