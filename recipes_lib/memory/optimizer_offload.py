@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.measure.dry_run import AtOnce, dry
 from recipes_lib.core.measure.memory import free_host_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.marks import (
@@ -126,7 +127,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._last = micro_batches
         if max_grad_norm is not None:
             self._last = None
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offloaded-adamw")
+        # A thread of its own would be outside of a dry run, which is one of this thread.
+        workers = AtOnce if dry() else ThreadPoolExecutor
+        self._worker = workers(max_workers=1, thread_name_prefix="offloaded-adamw")
         self._link = Link(parameters[0].device)
         self._hooks = self._hook_into_backward()
         mark(self, TAKES_GRADIENTS_IN_BACKWARD)

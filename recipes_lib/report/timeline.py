@@ -30,7 +30,7 @@ def timeline_chart(
     timelines: Mapping[str, Timeline],
     *,
     title: str,
-    predicted: Mapping[str, int] | None = None,
+    predicted: Mapping[str, Timeline] | None = None,
     columns: int = 1,
     source: str | None = None,
 ) -> Chart:
@@ -43,7 +43,7 @@ def timeline_chart(
     Args:
         timelines: by the name of the step, see `core.measure.timeline.record_timeline`.
         title: the message.
-        predicted: bytes by the same names: a dashed line.
+        predicted: timelines by the same names: a dashed line over those that were measured.
         columns: panels beside each other.
         source: where the numbers are from; by default this machine and today.
     """
@@ -69,13 +69,12 @@ def timeline_chart(
     for (name, each), axes in zip(timelines.items(), panels.flat):
         _draw_step(axes, each, unit)
         axes.set_title(name, fontsize=WORDS + 1)
-        if predicted.get(name):
-            look = {"color": MARK, "linestyle": "--", "linewidth": 1, "path_effects": WHITE_EDGE}
-            axes.axhline(unit.of(predicted[name]), **look)
+        if name in predicted:
+            _draw_prediction(axes, predicted[name], each, unit)
         _name_phases(axes, each, 0.85 * WIDTH * POINTS / columns)
         if columns == 1:
             _write_composition(axes, each, unit)
-    highest = max([*predicted.values(), *(each.peak for each in timelines.values())])
+    highest = max(each.peak for each in [*predicted.values(), *timelines.values()])
     panels[0, 0].set_ylim(0, HEADROOM * unit.of(highest))
     panels[0, 0].locator_params(axis="y", nbins=4)
     panels[0, 0].set_ylabel(f"live bytes, {unit.name}", fontsize=WORDS)
@@ -111,6 +110,20 @@ def _draw_step(axes: Any, each: Timeline, unit: Unit) -> None:
     # The number of an operator tells a reader nothing: the names of the phases stand there.
     axes.tick_params(axis="x", bottom=False, labelbottom=False)
     axes.tick_params(axis="y", labelsize=WORDS)
+
+
+def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: Unit) -> None:
+    """The bytes of a step without data, phase by phase as wide as the measured ones."""
+    operators = []
+    for (_, *before), (_, *now) in zip(predicted.phases(), measured.phases()):
+        begin, end = before
+        stretched = (now[1] - now[0]) / max(end - begin, 1)
+        for point in predicted.points:
+            if begin <= point.operator < end:
+                operators.append(now[0] + (point.operator - begin) * stretched)
+    totals = [unit.of(point.total) for point in predicted.points[: len(operators)]]
+    look = {"color": MARK, "linestyle": "--", "linewidth": 1, "path_effects": WHITE_EDGE}
+    axes.plot(operators, totals, drawstyle="steps-post", **look)
 
 
 def _name_phases(axes: Any, each: Timeline, room: float) -> None:

@@ -81,6 +81,17 @@ class Timeline:
             points.append(replace(point, bytes={**point.bytes, "other": other}))
         return Timeline(points)
 
+    def with_states_from_the_start(self) -> Timeline:
+        """The timeline of a later step, from that of the first one, which makes the states.
+
+        What the optimizer keeps is then there all the time, and all else is the same.
+        """
+        states = self.points[-1].bytes["states"]
+        points = []
+        for point in self.points:
+            points.append(replace(point, bytes={**point.bytes, "states": states}))
+        return Timeline(points)
+
     def phases(self) -> list[tuple[str, int, int]]:
         """The phases as (name, first operator, operator at which the next one begins).
 

@@ -1,10 +1,159 @@
-"""How many bytes a step will need, before it runs.
+"""How many bytes a step will need, before it runs: the step itself, on tensors without data.
 
-block_bytes  what each block of a model costs in a step, where no formula holds for all
-budget  the terms of a step's memory, and the protocol by which recipes change them
-closed_formula  whether the formula of a plain step holds for all blocks of a model
-dry_ranks  the memory of one rank among many, without the others and without GPUs
-dry_step  a step on tensors without data: what it allocates, block by block
+    def build():
+        model = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16)
+        return model, torch.optim.AdamW(model.parameters()), step      # step(model, optimizer)
+
+    predicted = predict(build)
+    predicted.peak                       # bytes of tensors at the highest point
+    predicted.timeline.at_peak()         # what they consist of, as after a measured step
+    predict(build, card=CARDS["L4"]).reserved      # what decides whether it fits
+    predict(build, ranks=8)              # one rank of eight that do not exist
+
+Nothing in `build` has to know of it: recipes, libraries and loops run as they are, and the account
+is that of a measured step. What a prediction cannot know are values, times, and the scratch memory
+inside of kernels. `equation.py` says the same of a plain step by arithmetic, in lines to read
+aloud, and knows nothing of this.
+
+allocator  PyTorch's allocator for a GPU, replayed: allocated and reserved bytes
+card  a GPU that is not there: its memory, and the kernels that it would choose
+depth  a model of many blocks from two of few
+equation  the memory of a step by arithmetic
 operations  how many operations of matrix products a step needs
-plain_step  the arithmetic of a plain training step, before any recipe
+ranks  one rank among many, without the others
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.measure.dry_run import dry, dry_run
+from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.measure.timeline import Timeline, record_timeline
+from recipes_lib.core.predict.allocator import Allocator
+from recipes_lib.core.predict.card import CARDS, Card, on_card
+from recipes_lib.core.predict.ranks import pretended_ranks
+
+__all__ = ["CARDS", "Build", "Card", "Prediction", "predict"]
+
+Step = Callable[[Any, Any], Any]
+Build = Callable[[], tuple[Any, Any, Step]]
+
+MOST_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step that has not run: its bytes over time, by kind and phase.
+
+    `asked` counts the lines that read a value which nobody knew. On a card `allocated` and
+    `reserved` are the peaks of PyTorch's allocator, with CUDA's own context beside them.
+    """
+
+    timeline: Timeline
+    asked: Counter[str] = field(default_factory=Counter)
+    card: Card | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors at the highest point."""
+        return self.timeline.peak
+
+    @property
+    def kept(self) -> int:
+        """Bytes between two steps."""
+        return self.timeline.points[-1].total
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the card has room for what the allocator reserves, beside CUDA's context."""
+        if self.card is None:
+            return None
+        return self.reserved <= self.card.for_tensors
+
+    def at_peak(self) -> dict[str, int]:
+        """What the peak consists of, by kind."""
+        return self.timeline.at_peak()
+
+
+def predict(
+    build: Build, *, card: Card | None = None, ranks: int = 1, rank: int = 0
+) -> Prediction:
+    """The step that `build` makes, on tensors without data.
+
+    Args:
+        build: returns the model, its optimizer and a function `step(model, optimizer)`. It is
+            called once. Batches and other tensors from outside may be real.
+        card: a GPU that may not be there. Its kernels are chosen, and its allocator is replayed.
+        ranks: so many processes train together. All but `rank` are pretended.
+    Raises ValueError where the step decides by values, reads a file that is not there, or does
+    what PyTorch cannot do without data; what a recipe refuses, it refuses here, too.
+    """
+    check_whole(ranks=ranks)
+    if dry():
+        raise ValueError("this is a dry run already: call predict outside of it")
+    group = contextlib.nullcontext() if ranks == 1 else pretended_ranks(ranks, rank=rank)
+    with group, dry_run() as values, on_card(card), _explained():
+        if card is None:
+            # In a group the first step plans operators on shards, on tensors of full size.
+            timeline = _second_step(build) if ranks > 1 else _first_step(build)
+            return Prediction(timeline, values.asked)
+        allocator = Allocator()
+        with LiveBytes("cuda", listener=allocator):
+            allocator.take_workspaces(card.workspace)
+            timeline = _second_step(build, before=allocator.restart_peak)
+        return Prediction(
+            timeline, values.asked, card, allocator.peak_allocated, allocator.peak_reserved
+        )
+
+
+def _first_step(build: Build) -> Timeline:
+    """The step that makes the optimizer's states, as if they had been there before."""
+    model, optimizer, step = build()
+    for _ in range(MOST_WARM_UP_STEPS):
+        timeline = record_timeline(
+            lambda: step(model, optimizer), model=model, optimizer=optimizer
+        )
+        if optimizer is None or optimizer.state:
+            break
+    return timeline.with_states_from_the_start()
+
+
+def _second_step(build: Build, *, before: Callable[[], None] | None = None) -> Timeline:
+    model, optimizer, step = build()
+    step(model, optimizer)
+    if before is not None:
+        before()
+    return record_timeline(lambda: step(model, optimizer), model=model, optimizer=optimizer)
+
+
+@contextlib.contextmanager
+def _explained():
+    """PyTorch's own errors on tensors without data, as one sentence."""
+    try:
+        yield
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except OSError as error:
+        raise ValueError(
+            f"no prediction: build() reads a file or the network ({_first_line(error)}); load "
+            f"outside of it what it needs"
+        ) from error
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"no prediction: the step fails on tensors without data with "
+            f"{type(error).__name__} ({_first_line(error)}); measure this one with PeakMemory"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -16,7 +16,6 @@ unpacking of four bits. Norms, activations and the optimizer multiply no matrice
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,21 +27,19 @@ from recipes_lib.core.model.causal_lm import (
     trunk,
     without_adapters,
 )
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import features, is_linear
 
 # The layers that read what comes into a block. Behind them, a block has made something of it.
 READ_THE_BLOCKS_INPUT = {"q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn"}
 
 
-def step_operations(model: Any, shape: Shape) -> int:
-    """Operations of one training step of `model` as it is now, on all micro-batches of one rank.
+def step_operations(model: Any, *, rows: int, length: int) -> int:
+    """Operations of one training step of `model` as it is now, on `rows` x `length` tokens.
 
     The model may have adapters, 4-bit weights, and a prompt of peft that trains, whose tokens count
     as all others. Every linear layer counts for every token, and every block attends to all tokens
     before: a mixture of experts and a sliding window do less.
     """
-    shape = replace(shape, seq=shape.seq + _prompt_tokens(model))
+    length += _prompt_tokens(model)
     layers = 0  # operations per token
     attentions = 0  # how many times that of a forward
     blocks = decoder_blocks(model)
@@ -59,8 +56,7 @@ def step_operations(model: Any, shape: Shape) -> int:
     for _, layer in _linear_layers(without_adapters(model)):
         if layer not in inside:  # the output layer
             layers += _layer(layer, input_gradient=below_trains)
-    tokens = shape.tokens * shape.micro_batches
-    return tokens * layers + attentions * _attention_forward(model, shape)
+    return rows * length * layers + attentions * rows * _attention_forward(model, length)
 
 
 def _trains_below_the_blocks(model: Any) -> bool:
@@ -98,12 +94,11 @@ def _block(block: torch.nn.Module, *, below_trains: bool) -> int:
     return operations
 
 
-def _attention_forward(model: Any, shape: Shape) -> int:
-    """Operations of one block's attention in forward, on all rows of one rank."""
+def _attention_forward(model: Any, length: int) -> int:
+    """Operations of one block's attention in forward, on one row."""
     width, _, _ = projection_widths(model.config)  # of all heads together
-    pairs = shape.seq * (shape.seq + 1) // 2  # of a query and a key that it sees
-    rows = shape.rows * shape.micro_batches
-    return 2 * 2 * rows * pairs * width
+    pairs = length * (length + 1) // 2  # of a query and a key that it sees
+    return 2 * 2 * pairs * width
 
 
 def _layer(layer: torch.nn.Module, *, input_gradient: bool) -> int:
@@ -129,3 +124,18 @@ def _reads_the_blocks_input(name: str) -> bool:
 
 def _trains(modules: Iterable[torch.nn.Module]) -> bool:
     return any(p.requires_grad for module in modules for p in module.parameters())
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether this is a linear layer: `nn.Linear`, or GPT-2's Conv1D, which multiplies as well."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, torch.nn.Linear | Conv1D)
+
+
+def features(layer: torch.nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer. Conv1D stores its weight as [in, out]."""
+    if isinstance(layer, torch.nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs = layer.weight.shape
+    return inputs, outputs

@@ -16,6 +16,7 @@ import math
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.measure.dry_run import real_tensors
 from recipes_lib.core.ranks import group_device, require_group, world_size
 
 
@@ -40,7 +41,10 @@ def mesh_of(**dims: int) -> DeviceMesh:
             f"{sizes} is a mesh of {math.prod(dims.values())}, and there are {world_size()} ranks: "
             f"give sizes whose product is {world_size()}"
         )
-    return init_device_mesh(group_device().type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    with real_tensors():  # a mesh reads the numbers of its ranks
+        return init_device_mesh(
+            group_device().type, tuple(dims.values()), mesh_dim_names=tuple(dims)
+        )
 
 
 def one_axis(mesh: DeviceMesh | None, *, such_as: str) -> DeviceMesh:

@@ -41,12 +41,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import saved_outside_the_blocks
-from recipes_lib.memory.activation_offload.stores import DiskStore, HostStore, SavedStorage
+from recipes_lib.memory.activation_offload.stores import DiskStore, HostStore, NoStore, SavedStorage
 
 # Where "disk" writes if nobody says: /tmp may be memory, /var/tmp is meant to survive a restart.
 DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
@@ -108,7 +110,9 @@ def offload_activations(
         raise ValueError(
             f"to='host': the activations of a model on {device} are there already; use to='disk'"
         )
-    if to == "host":
+    if dry():
+        make_store = functools.partial(NoStore, device)
+    elif to == "host":
         make_store = functools.partial(HostStore, device)
     else:
         make_store = functools.partial(DiskStore, device, Path(directory or DIRECTORY))
@@ -117,7 +121,7 @@ def offload_activations(
 
 @contextlib.contextmanager
 def _offloading(
-    model: Any, make_store: Callable[[], HostStore | DiskStore], min_bytes: int, in_flight: int
+    model: Any, make_store: Callable[[], HostStore | DiskStore | NoStore], min_bytes: int, in_flight: int
 ) -> Iterator[Offloader]:
     blocks = decoder_blocks(model)
     store = make_store()  # not before: it opens a file, and somebody has to close that
@@ -170,7 +174,7 @@ class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
 
     def __init__(
-        self, model: Any, store: HostStore | DiskStore, min_bytes: int, in_flight: int
+        self, model: Any, store: HostStore | DiskStore | NoStore, min_bytes: int, in_flight: int
     ) -> None:
         self.moved_bytes = 0
         self.largest = 0  # bytes of the largest storage that might have moved
@@ -235,15 +239,15 @@ class Offloader:
         self._fetch_ahead()  # while this one arrives and is used
         saved.arrive()
         saved.bytes = saved.bytes.to(self._store.device)  # from disk it comes into host memory
-        tensor = torch.empty(0, dtype=packed.dtype, device=saved.bytes.device)
-        storage = saved.bytes.untyped_storage()
-        return tensor.set_(storage, packed.offset, packed.shape, packed.strides)
+        whole = saved.bytes.numel() // packed.dtype.itemsize * packed.dtype.itemsize
+        elements = saved.bytes[:whole].view(packed.dtype)
+        return elements.as_strided(packed.shape, packed.strides, packed.offset)
 
     def _movable_bytes(self, tensor: torch.Tensor) -> int:
         """Bytes of the tensor's storage, 0 if it has to stay."""
         if not self._taking or tensor.device != self._store.device:
             return 0
-        if type(tensor) is not torch.Tensor:  # a subclass may be more than its storage
+        if is_traceable_wrapper_subclass(tensor):  # it is more than its storage
             return 0
         storage = tensor.untyped_storage()
         if storage._cdata in self._weights:

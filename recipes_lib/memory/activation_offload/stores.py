@@ -27,14 +27,16 @@ class SavedStorage:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.size = storage.nbytes()
+        elements = storage.nbytes() // tensor.itemsize
+        self.size = elements * tensor.itemsize
         # By these two a tensor is known again: the same storage, with the same values in it.
         self.origin = weakref.ref(storage)
         self.version = tensor._version
         # Until the copy is out the memory stays in use. `detach` shares the counter of versions.
         self.source: torch.Tensor | None = tensor.detach()
-        self.bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        self.bytes.set_(storage)  # [size], whatever the tensor's dtype and shape
+        # All of the storage as bytes [size], whatever the tensor's dtype, shape and place in it.
+        everything = tensor.detach().as_strided((elements,), (1,), 0)
+        self.bytes: torch.Tensor | None = everything.view(torch.uint8)
         # These two are the store's: where the copy is, and how to wait for it.
         self.copy: Any = None
         self.wait: Callable[[], Any] | None = None
@@ -144,6 +146,22 @@ class DiskStore:
         self.worker.shutdown(cancel_futures=True)
         with contextlib.suppress(OSError):  # of a full disk: `_serve` has said it
             self.file.close()
+
+
+class NoStore:
+    """In a dry run: what is away takes no memory, and comes back without data."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, saved: SavedStorage) -> None:
+        """Nothing has to be kept."""
+
+    def fetch(self, saved: SavedStorage) -> None:
+        saved.bytes = torch.empty(saved.size, dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _file_system(directory: Path) -> str | None:

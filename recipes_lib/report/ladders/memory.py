@@ -1,4 +1,4 @@
-"""Bytes and seconds of a training step, beside its budget (notebooks 01 and 05)."""
+"""Bytes and seconds of a training step, beside its prediction (notebooks 01 and 05)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes_lib.core.measure import Measurement, bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.operator_profile import profile_operators
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
-from recipes_lib.core.predict.budget import Budget
+from recipes_lib.core.predict import Build, Prediction, predict
 from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.report.bars import Bars, bars, of_rows
 from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, cell, ranges_of, same_to
@@ -26,8 +26,6 @@ from recipes_lib.report.style import (
     three_digits,
 )
 from recipes_lib.report.style import TIME as TIME_COLOR
-
-Build = Callable[[], tuple[Any, Any, Callable[[Any, Any], float]]]
 
 # A step may be skipped, as those of fp16 are while the loss scale is too large. An optimizer that
 # keeps no states at all (plain SGD) takes this many steps to warm up.
@@ -65,11 +63,11 @@ class MemoryLadder(Ladder):
     """How many bytes and seconds each step takes.
 
     Args:
-        tokens: that every step trains on, for tokens per second.
+        rows, length: of the batch of every step, for tokens per second and the share of the limit.
         rates: operations per second of matrix products by dtype, for the share of the limit:
             what `core.measure.rates.measure_matrix_rates` returns.
 
-    `plans` and `timelines` hold the budget and the memory over time of every row that climbed,
+    `predictions` and `timelines` hold what was predicted and measured of every row that climbed,
     `profiles` the seconds by kind of operator of those that `take_turns` was asked for.
     """
 
@@ -92,15 +90,17 @@ class MemoryLadder(Ladder):
         name: str,
         *,
         folder: Path | None = None,
-        tokens: int | None = None,
+        rows: int = 0,
+        length: int = 0,
         rates: Mapping[torch.dtype, float] | None = None,
     ) -> None:
         super().__init__(name, folder=folder)
-        self.tokens = tokens
+        self.rows_of_a_batch = rows
+        self.length = length
         self.rates = dict(rates or {})
         if self.rates:
             self.note_rates(self.rates)
-        self.plans: dict[str, Budget] = {}
+        self.predictions: dict[str, Prediction] = {}
         self.timelines: dict[str, Timeline] = {}
         self.profiles: dict[str, dict[str, float]] = {}
         self._dtypes: dict[str, torch.dtype | None] = {}
@@ -110,12 +110,12 @@ class MemoryLadder(Ladder):
         name: str,
         build: Build,
         *,
-        predicted: Budget,
+        predicted: Prediction | None = None,
         group: str = "",
         after: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Row:
-        """Predict a step, measure it, and add its row.
+        """Predict a step on tensors without data, take it, and add its row.
 
         The step warms up until its optimizer has states, then runs once under the memory account.
         What was alive before `build` is called does not count. Its seconds are a first impression:
@@ -124,9 +124,9 @@ class MemoryLadder(Ladder):
         Args:
             build: returns the model, its optimizer and a function `step(model, optimizer)`, which
                 takes one training step and returns the loss.
-            predicted: the budget of the step.
+            predicted: a prediction that was made before; by default it is made here.
             group: the heading above this row in the table.
-            after: the row with which budget and loss are compared; by default the first one.
+            after: the row with which memory and loss are compared; by default the first one.
             dtype: of the matrix products, for the share of the limit.
         Raises ValueError for a name that is taken, and for a row `after` that does not exist.
         """
@@ -136,15 +136,17 @@ class MemoryLadder(Ladder):
             check_choice(names, after=after)
         elif names:
             after = names[0]
-        changes = _what_changes(self.plans, after, predicted)
+        if predicted is None:
+            predicted = predict(build)
+        before = self.predictions.get(after)
+        self.predictions[name] = predicted
         self._dtypes[name] = dtype
-        self.plans[name] = predicted
         row = super().climb(
             name,
             partial(ReadyStep, build),
             look=partial(self._measure, name),
-            expected=f"predicted {mib(predicted.peak)} {predicted.source}, {changes}",
-            kept=predicted.weights + predicted.states + predicted.gradients,
+            expected=f"predicted {mib(predicted.peak)}, {what_changes(before, predicted)}",
+            kept=predicted.kept,
             peak=predicted.peak,
             group=group,
             predicted_bytes=predicted.peak,
@@ -167,8 +169,9 @@ class MemoryLadder(Ladder):
             timeline = record_timeline(step.step, **of_model).without(step.alive_before)
         self.timelines[name] = timeline
         operations = None
-        if self.plans[name].shape is not None:
-            operations = step_operations(step.model, self.plans[name].shape)
+        if self.length:
+            batch = {"rows": self.rows_of_a_batch, "length": self.length}
+            operations = step_operations(step.model, **batch)
         return {
             "peak_bytes": measured.peak_bytes,
             "seconds": measured.seconds,
@@ -199,8 +202,8 @@ class MemoryLadder(Ladder):
         if row is not first:
             row.change = row.peak_bytes / first.peak_bytes - 1
         row.prediction_error = row.predicted_bytes / row.peak_bytes - 1
-        tokens = self._units.get(row.name, self.tokens)
-        if tokens is not None:
+        tokens = self._units.get(row.name, self.rows_of_a_batch * self.length)
+        if tokens:
             row.tokens_per_second = tokens / row.seconds
         rate = self.rates.get(self._dtypes.get(row.name))
         if row.operations is not None and rate is not None:
@@ -263,19 +266,29 @@ def memory_chart(
     )
 
 
-def _what_changes(plans: Mapping[str, Budget], after: str | None, new: Budget) -> str:
+def what_changes(before: Prediction | None, new: Prediction) -> str:
     """What is at the peak in place of what: "activations 820 → 103 MiB, gradients 0 → 513 MiB"."""
-    moment = new.peak_moment()
-    if after not in plans:
+    moment = moment_of_peak(new.timeline)
+    if before is None:
         return f"when {moment}"
-    before = plans[after].at_peak()
+    were = before.at_peak()
     changes = []
-    for term, size in new.at_peak().items():
-        if abs(size - before[term]) > SMALL * plans[after].peak:
-            was = mib(before[term]).removesuffix(" MiB")
-            changes.append(f"{term} {was} → {mib(size)}")
-    moves = "moves to" if moment != plans[after].peak_moment() else "stays at"
-    return "; ".join([f"the peak {moves}: {moment}", ", ".join(changes) or "no term changes much"])
+    for kind, size in new.at_peak().items():
+        if abs(size - were[kind]) > SMALL * before.peak:
+            was = mib(were[kind]).removesuffix(" MiB")
+            changes.append(f"{kind} {was} → {mib(size)}")
+    moves = "moves to" if moment != moment_of_peak(before.timeline) else "stays at"
+    return "; ".join([f"the peak {moves}: {moment}", ", ".join(changes) or "no kind changes much"])
+
+
+def moment_of_peak(timeline: Timeline) -> str:
+    """When the highest point comes, in words."""
+    highest = timeline.highest
+    for phase, begin, end in timeline.phases():
+        if begin <= highest.operator <= end and phase == highest.phase:
+            half = "begins" if 2 * highest.operator < begin + end else "ends"
+            return f"{phase} {half}"
+    return highest.phase
 
 
 def _compared(value: float, reference: Row) -> str:

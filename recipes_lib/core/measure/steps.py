@@ -1,0 +1,137 @@
+"""What a step costs: seconds of the fastest one, peak bytes of tensors, and their timeline."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.measure.allocator_peak import AllocatorPeak
+from recipes_lib.core.measure.dry_run import dry
+from recipes_lib.core.measure.machine import machine as this_machine
+from recipes_lib.core.measure.machine import synchronize
+from recipes_lib.core.measure.peak_memory import PeakMemory
+from recipes_lib.core.measure.timeline import Timeline
+from recipes_lib.core.model.marks import COMPILED, any_marked
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one recipe costs.
+
+    `seconds` of the fastest step, `peak_bytes` of tensors, the `result` of the last step, and the
+    `timeline` of the step under the memory account, if the model was named. `seconds_high` are of
+    the slowest step, if more than one was timed.
+    """
+
+    seconds: float
+    peak_bytes: int
+    tokens: int | None
+    result: Any = None
+    timeline: Timeline | None = None
+    seconds_high: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None, if nobody said how many tokens a step has."""
+        return None if self.tokens is None else self.tokens / self.seconds
+
+    def without(self, alive_before: int) -> Measurement:
+        """The same step without the bytes of others that were alive before its model was built."""
+        timeline = self.timeline
+        if timeline is not None:
+            timeline = timeline.without(alive_before)
+        return replace(self, peak_bytes=self.peak_bytes - alive_before, timeline=timeline)
+
+
+def measure(
+    step: Callable[[], Any],
+    *,
+    tokens: int | None = None,
+    warmup: int = 1,
+    repeats: int = 2,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Measurement:
+    """Run `step` to warm up, then once under the memory account, then `repeats` times on the clock.
+
+    The fastest of them counts: whatever else runs can only slow a step. The warm-up matters for
+    memory too: AdamW allocates its states in the first step.
+
+    Args:
+        tokens: that one step trains on, for tokens per second.
+        repeats: 0 takes the time of the step under the account, which slows it.
+        model, optimizer: name them for the timeline. A model with compiled blocks has none: it is
+            the allocator that knows their peak.
+    Raises ValueError for negative counts; an error inside `step` passes through.
+    """
+    check_whole(warmup=warmup, repeats=repeats, least=0)
+    if tokens is not None:
+        check_whole(tokens=tokens)
+    gc.collect()  # the model of the measurement before may hang in a reference cycle
+    for _ in range(warmup):
+        step()
+    memory = _account_of(model, optimizer)
+    with memory:
+        under_account, result = timed(step)
+    seconds = []
+    for _ in range(repeats):
+        took, result = timed(step)
+        seconds.append(took)
+    fastest = min(seconds, default=under_account)
+    slowest = max(seconds) if len(seconds) > 1 else None
+    timeline = getattr(memory, "timeline", None)  # an allocator's account has none
+    return Measurement(fastest, memory.peak, tokens, result, timeline, slowest)
+
+
+def _account_of(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> PeakMemory | AllocatorPeak:
+    """The account of the memory that sees this step as it is.
+
+    Compiled blocks run as plain ones in an account of operators, so theirs is the allocator's.
+    """
+    if model is None or dry() or not any_marked(model.modules(), COMPILED):
+        return PeakMemory(model=model, optimizer=optimizer)
+    if this_machine().device == "cpu":
+        return AllocatorPeak()
+    return PeakMemory()  # without a timeline it asks CUDA's allocator, and nothing else
+
+
+def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
+    """Seconds of every step in `rounds` rounds, each round in the other direction.
+
+    What slows the machine for a while then slows all of them. Warm up before, and compare the
+    fastest of each. Raises ValueError for less than one round.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for names in there_and_back(list(steps), rounds=rounds):
+        for name in names:
+            took, _ = timed(steps[name])
+            seconds[name].append(took)
+    return seconds
+
+
+def there_and_back(names: list[str], *, rounds: int) -> Iterator[list[str]]:
+    """The order of each round: as given, then reversed, then as given again.
+
+    Raises ValueError for less than one round.
+    """
+    check_whole(rounds=rounds)
+    for turn in range(rounds):
+        forth = turn % 2 == 0
+        yield names if forth else names[::-1]
+
+
+def timed(step: Callable[[], Any]) -> tuple[float, Any]:
+    """The seconds of one step, and what it returned."""
+    synchronize()
+    start = time.perf_counter()
+    result = step()
+    synchronize()
+    return time.perf_counter() - start, result

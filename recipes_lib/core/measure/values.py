@@ -1,0 +1,177 @@
+"""What a step without data may know: the values of the integers that it was given.
+
+Which rows are padded, where a document begins and which tokens are trained on decides what a step
+allocates, and all of these are integers of the batch. So integers keep their values in a dry run:
+an operator whose inputs are all known runs a second time on the values. Weights, activations and
+losses have none.
+
+    real tensor of the batch     becomes a fake one that knows its values, and that is not counted
+    integers of known ones       are known: masks, positions, numbers of documents
+    `.item()` of another         a number of no meaning, 1: good for a print, an error in a decision
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+aten = torch.ops.aten
+
+# What makes integers of nothing but numbers.
+FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.eye.default,
+    aten.scalar_tensor.default,
+}
+MOST_KNOWN = 2**27  # elements of a tensor that is computed: a mask of 11,000 x 11,000 tokens
+
+
+class Values(TorchDispatchMode):
+    """Keeps the values of integers, and answers for all others. It lies on PyTorch's fake mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()  # where a value was read that nobody knows
+        self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._read(args[0])
+        leaves, form = tree_flatten((args, kwargs))
+        leaves = [self._twin(leaf) for leaf in leaves]
+        known = self._known_inputs(func, leaves)
+        if known is not None and func is aten.equal.default:
+            return _for_real(func, known, form)
+        if func is aten.equal.default:
+            return True
+        if known is not None and torch.Tag.dynamic_output_shape in func.tags:
+            # How long the result is depends on values, so it has to be computed first.
+            out = tree_map_only(torch.Tensor, self._fake, _for_real(func, known, form))
+        else:
+            args, kwargs = tree_unflatten(leaves, form)
+            out = func(*args, **kwargs)
+            self._follow(func, leaves, known, form, out)
+        return out
+
+    def _twin(self, leaf: Any) -> Any:
+        """A fake tensor in the place of a real one, which others hold: it is not counted."""
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.device.type == "meta":
+            return leaf
+        if id(leaf) not in self._twins:
+            twin = self._fake(leaf)
+            twin.untyped_storage().of_others = True
+            self._twins[id(leaf)] = (leaf, twin)
+        return self._twins[id(leaf)][1]
+
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        twin = active_fake_mode().from_tensor(real)
+        if _of_whole_numbers(real):
+            twin.known = real
+        return twin
+
+    def _known_inputs(self, func: Any, leaves: list[Any]) -> list[Any] | None:
+        """The arguments with their values, or None if one of them has none."""
+        found = func in FACTORIES
+        known = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf = values_of(leaf)
+                if leaf is None:
+                    return None
+                found = True
+            known.append(leaf)
+        return known if found else None
+
+    def _follow(
+        self, func: Any, leaves: list[Any], known: list[Any] | None, form: Any, out: Any
+    ) -> None:
+        """Give the outputs their values, or take those of a tensor that was written to."""
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        if known is not None and made and all(map(_worth_knowing, made)):
+            real = _for_real(func, known, form)
+            for fake, value in zip(made, tree_leaves(real), strict=True):
+                fake.known = value
+        elif func._schema.is_mutable:
+            for each in written_to(func, leaves, form):
+                each.known = None
+
+    def _read(self, tensor: torch.Tensor) -> bool | int | float:
+        """The number in a tensor of one element."""
+        known = values_of(tensor)
+        if known is not None:
+            with unset_fake_temporarily():
+                return known.item()
+        where, library = _who_asks()
+        if tensor.dtype is torch.bool:
+            if not library:
+                raise ValueError(
+                    f"{where} decides by the values of a tensor, and a step without data has "
+                    f"none: predict a step that does not, or measure this one with PeakMemory"
+                )
+            return False
+        self.asked[where] += 1
+        if "torch/amp/" in where:  # did gradients overflow? No.
+            return 0.0
+        # Not 0: a mean over no tokens is an error.
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real tensor behind a fake one of whole numbers, if it is known."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if type(tensor) is torch.Tensor and _of_whole_numbers(tensor) else None
+    known = getattr(tensor, "known", None)
+    if known is None:
+        known = tensor.constant  # PyTorch keeps that of a number in a tensor itself
+    return known
+
+
+def written_to(func: Any, leaves: list[Any], form: Any) -> Iterable[torch.Tensor]:
+    """The tensors among the arguments that the operator changes in place."""
+    args, kwargs = tree_unflatten(leaves, form)
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+
+
+def _for_real(func: Any, leaves: list[Any], form: Any) -> Any:
+    args, kwargs = tree_unflatten(leaves, form)
+    with unset_fake_temporarily(), torch.no_grad():
+        return func(*args, **kwargs)
+
+
+def _of_whole_numbers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _worth_knowing(tensor: torch.Tensor) -> bool:
+    if is_traceable_wrapper_subclass(tensor):
+        return False
+    return _of_whole_numbers(tensor) and tensor.numel() <= MOST_KNOWN or tensor.numel() == 1
+
+
+def _who_asks() -> tuple[str, bool]:
+    """The line that reads a value, as file:line, and whether it is one of a library."""
+    for frame in reversed(traceback.extract_stack(limit=40)):
+        if frame.filename.endswith(("values.py", "_python_dispatch.py", "_ops.py", "_tensor.py")):
+            continue
+        name = frame.filename.split("site-packages/")[-1]
+        library = name != frame.filename or "recipes_lib" in name
+        return f"{name}:{frame.lineno}", library
+    return "a line", False

@@ -1,0 +1,180 @@
+"""PyTorch's allocator for a GPU, replayed: what it gives out, and what it keeps from others.
+
+A GPU's memory is asked for in *segments*. Of these the allocator hands out *blocks*, and what is
+given back is used again. So it *reserves* more than is *allocated*, and it is the reserved bytes
+that run out:
+
+    size         rounded up to 512 bytes
+    up to 1 MiB  from segments of 2 MiB
+    up to 10 MiB from segments of 20 MiB
+    above        from a segment of its own, in multiples of 2 MiB
+    taken is     the smallest free block that is large enough; the rest is split off,
+                 if it is worth it (512 bytes of a small one, 1 MiB of a large one)
+    given back   a block merges with free neighbours of its segment
+
+With expandable segments there is one segment for small and one for large blocks. Each grows at its
+end, page by page, so that holes in it matter less.
+
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13, default settings, one stream.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+MIB = 2**20
+ROUNDED = 512
+SMALL = MIB  # the largest size that comes from a segment of small blocks
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+OF_ITS_OWN = 10 * MIB  # from this size on
+PAGE = {True: 2 * MIB, False: 20 * MIB}  # of an expandable segment, small and large
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a segment, with its neighbours there."""
+
+    size: int
+    small: bool
+    number: int
+    free: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """By which free blocks are sorted: the best fit comes first."""
+        return self.size, self.number
+
+
+class Allocator:
+    """Follows every storage, as a listener of `LiveBytes`."""
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
+        self._expandable = expandable
+        self._free: dict[bool, list[Block]] = {True: [], False: []}
+        self._ends: dict[bool, Block] = {}  # the last block of each expandable segment
+        self._of: dict[int, Block] = {}  # by the number of a storage
+        self._numbers = itertools.count()
+
+    def take_workspaces(self, size: int) -> None:
+        """cuBLAS has one workspace for the thread of forward, and one for that of backward."""
+        for storage in (-1, -2):
+            self.changed(storage, size)
+
+    def restart_peak(self) -> None:
+        """Forget what was allocated before. What is reserved stays so."""
+        self.peak_allocated = self.allocated
+        self.peak_reserved = self.reserved
+
+    # --- what the account tells ---
+
+    def changed(self, number: int, change: int) -> None:
+        """A storage was made, resized or freed."""
+        if number in self._of:
+            self._give_back(self._of.pop(number))
+        if change > 0:
+            self._of[number] = self._take(change)
+
+    def operator_ended(self) -> None:
+        """Nothing follows from it here."""
+
+    # --- blocks ---
+
+    def _take(self, size: int) -> Block:
+        size = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
+        small = size <= SMALL
+        block = self._best_fit(size, small)
+        if block is None and self._expandable:
+            block = self._grown(size, small)
+        elif block is None:
+            block = Block(_segment(size, small), small, next(self._numbers))
+            self._reserve(block.size)
+        self._split(block, size)
+        block.free = False
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def _best_fit(self, size: int, small: bool) -> Block | None:
+        free = self._free[small]
+        at = bisect.bisect_left(free, (size, -1), key=lambda block: block.place)
+        return free.pop(at) if at < len(free) else None
+
+    def _grown(self, size: int, small: bool) -> Block:
+        """The free end of the segment, made large enough by new pages."""
+        end = self._ends.get(small)
+        block = Block(0, small, next(self._numbers), before=end)
+        if end is not None and end.free:
+            self._free[small].remove(end)
+            block = end
+        elif end is not None:
+            end.after = block
+        more = -(-(size - block.size) // PAGE[small]) * PAGE[small]
+        block.size += more
+        self._ends[small] = block
+        self._reserve(more)
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = block.size - size
+        worth_it = rest >= ROUNDED if block.small or self._expandable else rest > SMALL
+        if not worth_it:
+            return
+        other = Block(rest, block.small, next(self._numbers), before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = other
+        if self._ends.get(block.small) is block:
+            self._ends[block.small] = other
+        block.after = other
+        block.size = size
+        self._put(other)
+
+    def _give_back(self, block: Block) -> None:
+        self.allocated -= block.size
+        block.free = True
+        if block.after is not None and block.after.free:
+            self._take_out(block.after)
+            self._join(block, block.after)
+        if block.before is not None and block.before.free:
+            first = block.before
+            self._take_out(first)
+            self._join(first, block)
+            block = first
+        self._put(block)
+
+    def _join(self, first: Block, second: Block) -> None:
+        """Both are one block from now on, which is called `first`."""
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        if self._ends.get(first.small) is second:
+            self._ends[first.small] = first
+
+    def _put(self, block: Block) -> None:
+        bisect.insort(self._free[block.small], block, key=lambda each: each.place)
+
+    def _take_out(self, block: Block) -> None:
+        free = self._free[block.small]
+        free.pop(bisect.bisect_left(free, block.place, key=lambda each: each.place))
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+
+def _segment(size: int, small: bool) -> int:
+    """Bytes that are asked of the driver for a block of this size."""
+    if small:
+        return SMALL_SEGMENT
+    if size < OF_ITS_OWN:
+        return LARGE_SEGMENT
+    return -(-size // SMALL_SEGMENT) * SMALL_SEGMENT

@@ -1,0 +1,167 @@
+"""A GPU that is not there: its memory, and the kernels that PyTorch would choose on it.
+
+    predict(build, card=CARDS["L4"])
+
+The tensors of a dry run say that they are on a CPU. What a GPU does otherwise with them are a few
+rules, and each is the operator itself, of which PyTorch knows shapes without a GPU:
+
+    attention                FlashAttention for 16 bits without a mask on capability 8.0 and later,
+                             else memory-efficient attention, else the table of all scores
+    autocast                 norms, softmax and losses in fp32
+    products                 two workspaces of cuBLAS, one for each thread that multiplies
+
+Not covered: cuDNN's attention, kernels of Triton and bitsandbytes with memory of their own, a
+second stream.
+
+Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, cuda/CUDABlas.cpp and
+autocast_mode.h; the specifications of the cards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+MIB = 2**20
+GIB = 2**30
+
+CONTEXT = 500 * MIB  # of CUDA, outside of PyTorch's allocator: 300 to 500 MiB, by card and driver
+WIDEST_FLASH_HEAD = 256
+FLASH_ALIGNED = 8  # elements of a head
+
+# Functions that autocast computes in fp32 on a GPU, and in 16 bits on a CPU.
+IN_FP32 = ("layer_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "group_norm")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: its compute capability, and the bytes of memory that PyTorch sees."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that cuBLAS takes for each thread: 32 MiB from capability 9.0 on."""
+        return 32 * MIB if self.capability >= (9, 0) else 8 * MIB + 128 * 1024
+
+    @property
+    def for_tensors(self) -> int:
+        """Bytes that are left beside CUDA's own context."""
+        return self.memory_bytes - CONTEXT
+
+
+def _card(name: str, capability: tuple[int, int], gib: float) -> Card:
+    return Card(name, capability, round(gib * GIB))
+
+
+# What `torch.cuda.get_device_properties(0).total_memory` says, which is less than is sold.
+CARDS = {
+    card.name: card
+    for card in (
+        _card("T4", (7, 5), 14.58),
+        _card("V100", (7, 0), 15.77),
+        _card("RTX 3090", (8, 6), 23.69),
+        _card("RTX 4090", (8, 9), 23.64),
+        _card("A10G", (8, 6), 22.06),
+        _card("L4", (8, 9), 22.03),
+        _card("A100-40GB", (8, 0), 39.38),
+        _card("A100-80GB", (8, 0), 79.14),
+        _card("H100", (9, 0), 79.11),
+        _card("H200", (9, 0), 139.81),
+    )
+}
+
+
+@contextlib.contextmanager
+def on_card(card: Card | None) -> Iterator[None]:
+    """Inside of a dry run, operators are those that `card` would choose; None changes nothing."""
+    if card is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        attention = _attention_on(card.capability)
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        for name in IN_FP32:
+            function = _in_fp32(getattr(F, name))
+            stack.enter_context(mock.patch.object(F, name, function))
+        yield
+
+
+def _attention_on(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        q, k, v = (_as_autocast_gives_it(each) for each in (query, key, value))
+        options = {"scale": scale}
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        head = q.shape[-1]
+        if half and attn_mask is None and capability >= (8, 0) and head <= WIDEST_FLASH_HEAD:
+            if scale is None:
+                options["scale"] = head**-0.5
+            missing = -head % FLASH_ALIGNED
+            if missing:
+                q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
+            kernel = aten._scaled_dot_product_flash_attention
+            out = kernel(q, k, v, dropout_p, is_causal, False, **options)[0]
+            return out[..., :head] if missing else out
+        if enable_gqa:
+            times = q.shape[1] // k.shape[1]
+            k, v = (each.repeat_interleave(times, 1) for each in (k, v))
+            kernel = aten._scaled_dot_product_attention_math
+            return kernel(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
+        mask = _additive(attn_mask, q, k)
+        trains = q.requires_grad or k.requires_grad
+        kernel = aten._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, mask, trains, dropout_p, is_causal, **options)[0]
+
+    return scaled_dot_product_attention
+
+
+def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """The mask as the memory-efficient kernel takes it: numbers, for each head [B, H, S, T]."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(q.dtype)
+    return mask.expand(*q.shape[:3], k.shape[2])
+
+
+def _as_autocast_gives_it(tensor: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu") and tensor.dtype is torch.float32:
+        return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor
+
+
+def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which under autocast gets copies in fp32 of what has 16 bits."""
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+            return value.float()
+        return value
+
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return function(*args, **options)
+        args = [widened(each) for each in args]
+        options = {name: widened(each) for name, each in options.items()}
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **options)
+
+    return call

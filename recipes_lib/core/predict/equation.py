@@ -1,0 +1,238 @@
+"""The memory of a training step by arithmetic, in lines to read aloud.
+
+    step = plain_step(model, rows=6, length=72)     # a model on "meta" will do
+    step.peak                                       # bytes
+    print(with_checkpointing(step))
+
+What fills the memory is not all there at the same moment. Forward piles up activations, and at
+their top comes the loss. Backward takes activations away, block by block, and leaves gradients:
+
+    weights + states + max( activations + loss                  backward begins
+                            activations + one block again       with checkpointing
+                            gradients + copies of the table )   the last gradient arrives
+
+It holds for blocks as in Llama, Qwen and Mistral: two RMSNorms, attention without a table of
+scores, a gated MLP. It knows nothing of operators, and `predict` knows nothing of this: where the
+two agree, neither is wrong by itself.
+
+Letters: P weights, T tokens = rows x length, D hidden, Q and KV width of all heads and of those of
+keys and values, F feed-forward, L blocks, V vocabulary, r rank of adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
+from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.predict.operations import features, is_linear
+
+FP32 = 4  # bytes
+ADAMW = 2  # averages of each number that trains
+# Bytes per weight in NF4: half a byte for its code, a byte of scale per 64 weights, and a scale in
+# fp32 per 256 of those.
+NF4 = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the bytes of a step follow from."""
+
+    tokens: int  # T
+    hidden: int  # D
+    queries: int  # Q
+    keys: int  # KV
+    feed_forward: int  # F
+    blocks: int  # L
+    vocabulary: int  # V
+    element: int  # bytes of a weight and of an activation
+    table: int  # bytes of the output layer V D
+    tied: bool  # the embedding is the output layer
+    linears: int  # weights of the linear layers in all blocks
+    ends: int  # weights of the two sides of those layers: the numbers that adapters have per rank
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """The terms of the equation, in bytes."""
+
+    weights: int
+    states: int
+    gradients: int
+    copies: int  # of a tied table, whose gradient comes from both ends of the model
+    activations: int
+    loss: int
+    one_block: int  # what backward makes again, with checkpointing
+    sizes: Sizes
+
+    def moments(self) -> dict[str, int]:
+        """The bytes that are alive at each moment that can be the peak."""
+        always = self.weights + self.states
+        return {
+            "backward begins": always + self.activations + self.loss,
+            "a block is computed again": always + self.activations + self.one_block,
+            "the last gradient arrives": always + self.gradients + self.copies,
+        }
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the largest moment."""
+        return max(self.moments().values())
+
+    def terms(self) -> dict[str, int]:
+        """The terms by name, in bytes."""
+        return {name: value for name, value in vars(self).items() if name != "sizes"}
+
+    def __str__(self) -> str:
+        lines = [_line(name.replace("_", " "), size) for name, size in self.terms().items()]
+        moment = max(self.moments(), key=self.moments().__getitem__)
+        return "\n".join([*lines, f"{_line('peak', self.peak)}, when {moment}"])
+
+
+def _line(name: str, size: int) -> str:
+    return f"{name:<12}{size / 2**20:>9,.0f} MiB"
+
+
+def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
+    """The sizes of `model`, which may be on "meta", for a step of `rows` x `length` tokens."""
+    check_whole(rows=rows, length=length)
+    config = model.config.get_text_config()
+    queries, keys, feed_forward = projection_widths(config)
+    blocks = decoder_blocks(model)
+    table = model.get_output_embeddings().weight
+    in_blocks = [features(layer) for layer in blocks.modules() if is_linear(layer)]
+    return Sizes(
+        tokens=rows * length,
+        hidden=config.hidden_size,
+        queries=queries,
+        keys=keys,
+        feed_forward=feed_forward,
+        blocks=len(blocks),
+        vocabulary=config.vocab_size,
+        element=table.dtype.itemsize,
+        table=tensor_bytes(table),
+        tied=table is model.get_input_embeddings().weight,
+        linears=sum(inputs * outputs for inputs, outputs in in_blocks),
+        ends=sum(inputs + outputs for inputs, outputs in in_blocks),
+    )
+
+
+# --- the plain step: AdamW on all weights ---------------------------------------------------------
+
+
+def plain_step(model: Any, *, rows: int, length: int) -> StepBytes:
+    """Forward, backward and AdamW, all in the dtype of the model."""
+    sizes = sizes_of(model, rows=rows, length=length)
+    weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
+    return StepBytes(
+        weights=weights,
+        states=ADAMW * weights,
+        gradients=weights,
+        copies=2 * sizes.table if sizes.tied else 0,
+        activations=sizes.blocks * _block(sizes) + sizes.tokens * _norm(sizes),
+        # Log-softmax and two gradients of the logits in fp32; or, of few tokens, one of them
+        # beside the gradient of the output layer.
+        loss=max(3 * _logits(sizes), _logits(sizes) + sizes.table),
+        one_block=0,
+        sizes=sizes,
+    )
+
+
+def _block(sizes: Sizes) -> int:
+    """What one block saves for backward."""
+    attention = 2 * sizes.queries + 2 * sizes.keys  # Q, K, V and what comes out
+    mlp = 4 * sizes.feed_forward  # gate, up, the activated gate, and the product
+    return sizes.tokens * (2 * _norm(sizes) + sizes.element * (attention + mlp))
+
+
+def _norm(sizes: Sizes) -> int:
+    """RMSNorm per token: its input in fp32, that normalised, and what comes out."""
+    return sizes.hidden * (FP32 + 2 * sizes.element)
+
+
+def _logits(sizes: Sizes) -> int:
+    return FP32 * sizes.tokens * sizes.vocabulary
+
+
+# --- what recipes change --------------------------------------------------------------------------
+
+
+def with_checkpointing(step: StepBytes) -> StepBytes:
+    """Of each block only its input [T, D] stays. Backward makes one block again, and its gradients:
+    of the block's output, of the gate and of the product."""
+    sizes = step.sizes
+    block = (step.activations - sizes.tokens * _norm(sizes)) // sizes.blocks
+    inputs = sizes.tokens * sizes.hidden * sizes.element
+    inside = sizes.tokens * sizes.element * (sizes.hidden + 2 * sizes.feed_forward)
+    head = 0 if _frozen(step) else sizes.table  # its gradient is there by then
+    kept = sizes.blocks * inputs + sizes.tokens * _norm(sizes)
+    return replace(step, activations=kept, one_block=block + inside + head)
+
+
+def with_chunked_loss(step: StepBytes) -> StepBytes:
+    """No table of all logits: the gradients of the output layer and of what it reads [T, D]."""
+    sizes = step.sizes
+    of_hidden = 2 * sizes.tokens * sizes.hidden * sizes.element
+    of_table = 0 if _frozen(step) else sizes.vocabulary * sizes.hidden * FP32
+    return replace(step, loss=of_hidden + of_table)
+
+
+def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
+    """AdamW's averages in 16 or 8 bits."""
+    numbers = step.gradients // (FP32 if _frozen(step) else step.sizes.element)
+    return replace(step, states=ADAMW * numbers * bits // 8)
+
+
+def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:
+    """LoRA on all linear layers of the blocks, in fp32: r numbers for each end of each layer.
+
+    A norm that does not train saves nothing to train it.
+    """
+    sizes = step.sizes
+    adapters = FP32 * rank * sizes.ends
+    spared = sizes.tokens * sizes.element * sizes.hidden * (2 * sizes.blocks + 2)
+    # Each of the seven adapters of a block saves what is between its two matrices.
+    between = sizes.tokens * FP32 * rank * 7 * sizes.blocks
+    if sizes.element < FP32:  # and what it reads as a copy in fp32
+        read = 2 * sizes.hidden + sizes.queries + sizes.feed_forward
+        between += sizes.tokens * FP32 * read * sizes.blocks
+    return replace(
+        step,
+        weights=step.weights + adapters,
+        gradients=adapters,
+        states=ADAMW * adapters,
+        copies=0,
+        activations=step.activations - spared + between,
+        loss=3 * _logits(sizes),
+    )
+
+
+def in_four_bits(step: StepBytes) -> StepBytes:
+    """QLoRA's base: the linear layers of the blocks in NF4 with double quantization."""
+    sizes = step.sizes
+    return replace(step, weights=step.weights - round(sizes.linears * (sizes.element - NF4)))
+
+
+def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
+    """FSDP: a rank keeps its part of weights, gradients and states, and gathers block by block.
+
+    Two blocks are whole at a time, the second one while the first is computed.
+    """
+    check_whole(ranks=ranks)
+    sizes = step.sizes
+    two_blocks = 2 * sizes.element * sizes.linears // sizes.blocks
+    return replace(
+        step,
+        weights=step.weights // ranks,
+        gradients=step.gradients // ranks,
+        states=step.states // ranks,
+        activations=step.activations + two_blocks,
+        loss=step.loss + sizes.table,
+    )
+
+
+def _frozen(step: StepBytes) -> bool:
+    """Whether adapters train, and not the weights of the model."""
+    return step.gradients < step.weights // 2
