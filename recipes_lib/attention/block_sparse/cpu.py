@@ -113,7 +113,7 @@ def kernel_calls(
     heads_per_key = q.shape[1] // k.shape[1]  # G
     # Without documents all rows of the batch are read alike, and share their calls.
     if documents is None:
-        texts = [(slice(None), torch.zeros(S))]
+        texts = [(slice(None), torch.zeros(S, dtype=torch.long))]
     else:
         texts = [(slice(row, row + 1), ids) for row, ids in enumerate(documents)]
     for rows, ids in texts:

@@ -117,7 +117,9 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-def _from_configuration(cls: type, name: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+def _from_configuration(
+    cls: type, name: Any, *args: Any, config: Any = None, **options: Any
+) -> Any:
     """The model of a hub id or folder with weights that have no data: no file of weights is read."""
     from transformers import AutoConfig, PretrainedConfig
 
@@ -159,6 +161,8 @@ def _weights_of_bitsandbytes() -> Iterator[None]:
         return weight
 
     with contextlib.ExitStack() as stack:
+        # Tables of codes that are made in here have no data, and must not stay.
+        stack.enter_context(mock.patch.dict(functional.name2qmap))
         for module in (layers, layers.modules):
             stack.enter_context(mock.patch.object(module, "Params4bit", quantized))
         yield

@@ -36,7 +36,17 @@ FACTORIES = {
     aten.eye.default,
     aten.scalar_tensor.default,
 }
+NEW_TENSORS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 MOST_KNOWN = 2**27  # elements of a tensor that is computed: a mask of 11,000 x 11,000 tokens
+# Files between an operator and the line that asked for it.
+INSIDE_PYTORCH = (
+    "torch/_dynamo/",
+    "torch/_ops",
+    "torch/_tensor",
+    "torch/_compile",
+    "torch/_subclasses/",
+    "torch/utils/_",
+)
 
 
 class Values(TorchDispatchMode):
@@ -51,6 +61,8 @@ class Values(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
+        if func in NEW_TENSORS:
+            return self._new(func, *args)
         leaves, form = tree_flatten((args, kwargs))
         leaves = [self._twin(leaf) for leaf in leaves]
         known = self._known_inputs(func, leaves)
@@ -66,6 +78,13 @@ class Values(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._follow(func, leaves, known, form, out)
         return out
+
+    def _new(self, func: Any, real: torch.Tensor) -> torch.Tensor:
+        """What `torch.tensor([…])` makes of its numbers. Unlike a twin it is counted."""
+        fake = func(real)
+        if type(real) is torch.Tensor and _of_whole_numbers(real):
+            fake.known = real
+        return fake
 
     def _twin(self, leaf: Any) -> Any:
         """A fake tensor in the place of a real one, which others hold: it is not counted."""
@@ -169,9 +188,9 @@ def _worth_knowing(tensor: torch.Tensor) -> bool:
 def _who_asks() -> tuple[str, bool]:
     """The line that reads a value, as file:line, and whether it is one of a library."""
     for frame in reversed(traceback.extract_stack(limit=40)):
-        if frame.filename.endswith(("values.py", "_python_dispatch.py", "_ops.py", "_tensor.py")):
-            continue
         name = frame.filename.split("site-packages/")[-1]
+        if name.startswith(INSIDE_PYTORCH) or name.endswith(("/values.py", "/live_bytes.py")):
+            continue
         library = name != frame.filename or "recipes_lib" in name
         return f"{name}:{frame.lineno}", library
     return "a line", False

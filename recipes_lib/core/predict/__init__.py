@@ -85,9 +85,7 @@ class Prediction:
         return self.timeline.at_peak()
 
 
-def predict(
-    build: Build, *, card: Card | None = None, ranks: int = 1, rank: int = 0
-) -> Prediction:
+def predict(build: Build, *, card: Card | None = None, ranks: int = 1, rank: int = 0) -> Prediction:
     """The step that `build` makes, on tensors without data.
 
     Args:
@@ -120,9 +118,7 @@ def _first_step(build: Build) -> Timeline:
     """The step that makes the optimizer's states, as if they had been there before."""
     model, optimizer, step = build()
     for _ in range(MOST_WARM_UP_STEPS):
-        timeline = record_timeline(
-            lambda: step(model, optimizer), model=model, optimizer=optimizer
-        )
+        timeline = record_timeline(lambda: step(model, optimizer), model=model, optimizer=optimizer)
         if optimizer is None or optimizer.state:
             break
     return timeline.with_states_from_the_start()

@@ -2,20 +2,21 @@
 
     def build_of(layers, tokens):
         ...                                        # gives `build` of core.predict
-    step = any_size(build_of, layers=(2, 3), tokens=(256, 512))      # four small dry steps
+    step = any_size(build_of, layers=(2, 3), tokens=(256, 512))      # six small dry steps
     step.peak(layers=32, tokens=8192)                                # at once
 
 A block more adds the same bytes at the same moment, wherever blocks are alike, and so does a row or
 a token more where no mask grows with their square. The *peak* is not affine: it is the largest of
-all moments, and with more blocks another moment may be the largest.
+all moments, and with more blocks another moment may be the largest. So each moment is followed by
+itself. The k-th operator of a phase is the same moment in all depths, as long as it lies in front
+of the blocks or in the first of them; and the k-th from the end, if it lies in the last or behind:
 
-    phase of few blocks     ########........########        the k-th operator from the beginning,
-    phase of more blocks    ########................########     and the k-th from the end,
-                            from the start    from the end       are the same moments in both
+    2 blocks   ####aaaaAAAA####            from the beginning    ####aaaa
+    3 blocks   ####aaaabbbbAAAA####        from the end              AAAA####
 
-What lies in the middle of a phase lies between both ends, and is never more than both.
-Blocks of several kinds repeat with a period: take the numbers of layers that many apart, and the
-wanted number a multiple of it away.
+Which ones these are is seen at a third depth: their bytes lie on a line. What is in the middle of a
+phase lies between both ends, and is never more than both. Blocks of several kinds repeat with a
+period: take numbers of layers that are a period apart, and the wanted one a multiple of it away.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from recipes_lib.core.measure.timeline import KINDS, Timeline
 from recipes_lib.core.predict import Build, predict
 
-Size = tuple[int, ...]
+NOTHING = 1024  # bytes: a number or two that a library makes once, and keeps
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,6 @@ class AnySize:
     """The moments of a step at the corners of a box of sizes.
 
     `corners` [corners, moments, kinds] holds bytes, in the order of `itertools.product(*axes)`.
-    `ratios` are those of allocated and reserved to requested bytes at the largest corner, if the
-    steps were those of a card.
     """
 
     axes: dict[str, tuple[int, int]]
@@ -78,10 +77,11 @@ def any_size(
     """Dry steps at both values of each axis, and what they say of all other sizes.
 
     Args:
-        build_of: takes one number for each axis, by name.
+        build_of: takes one number for each axis, by name. One axis is `layers`.
         key: what the step is, in anything that JSON can write (a configuration, the names of
             recipes). With it the result is kept on disk.
-    Raises ValueError where the steps do not consist of the same phases.
+    Raises ValueError where steps of two sizes do not consist of the same operators, but for those
+    of more blocks.
     """
     if key is not None:
         path = _kept_at([key, ranks, axes])
@@ -89,11 +89,17 @@ def any_size(
             kept = json.loads(path.read_text())
             corners = torch.tensor(kept["corners"], dtype=torch.float64)
             return AnySize(axes, kept["moments"], corners)
-    timelines = []
-    for sizes in itertools.product(*axes.values()):
-        build = build_of(**dict(zip(axes, sizes, strict=True)))
-        timelines.append(predict(build, ranks=ranks).timeline)
-    moments, corners = _aligned(timelines)
+    few, more = axes["layers"]
+    others = {name: values for name, values in axes.items() if name != "layers"}
+    depths = []
+    for layers in (few, more, 2 * more - few):
+        timelines = []
+        for sizes in itertools.product(*others.values()):
+            build = build_of(layers=layers, **dict(zip(others, sizes, strict=True)))
+            timelines.append(predict(build, ranks=ranks).timeline)
+        depths.append(timelines)
+    moments, corners = _aligned(depths)
+    axes = {"layers": axes["layers"], **others}
     if key is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"moments": moments, "corners": corners.long().tolist()})
@@ -103,39 +109,53 @@ def any_size(
     return AnySize(axes, moments, corners)
 
 
-def _aligned(timelines: list[Timeline]) -> tuple[list[str], torch.Tensor]:
-    """The moments that all timelines have: their phases, and bytes [corners, moments, kinds]."""
-    names = [[phase for phase, _, _ in timeline.phases()] for timeline in timelines]
+def _aligned(depths: list[list[Timeline]]) -> tuple[list[str], torch.Tensor]:
+    """The moments that the three depths share: their phases, bytes [corners, moments, kinds]."""
+    phases = [_phases_of(timelines) for timelines in depths]
+    names = [[name for name, _ in each] for each in phases]
     if any(each != names[0] for each in names):
         raise ValueError(
-            f"steps of these sizes have other phases ({names[0]} and {names[-1]}): "
-            f"predict the wanted size itself"
+            f"steps of other depths have other phases ({names[0]} and {names[-1]}): predict the "
+            f"wanted size itself"
         )
     moments: list[str] = []
-    columns = []
-    by_operator = [_by_operator(timeline) for timeline in timelines]
-    phases = [timeline.phases() for timeline in timelines]
+    found = []
     for number, name in enumerate(names[0]):
-        # A phase ends where the next one begins; the last one has the last operator, too.
-        spans = [each[number][1:] for each in phases]
-        common = min(end - begin for begin, end in spans) + 1
-        for begins in (True, False):
-            parts = []
-            for table, (begin, end) in zip(by_operator, spans, strict=True):
-                start = begin if begins else end + 1 - common
-                parts.append(table[start : start + common])
-            columns.append(torch.stack(parts))  # [corners, common, kinds]
-            moments += [name] * common
-    return moments, torch.cat(columns, 1)
+        tables = [each[number][1] for each in phases]  # three of [others, operators, kinds]
+        common = min(table.shape[1] for table in tables)
+        for place in (slice(None, common), slice(-common, None)):
+            few, more, most = (table[:, place] for table in tables)
+            bend = most - 2 * more + few
+            on_a_line = (bend.abs() <= NOTHING).all(2).all(0)  # [common]
+            both = torch.stack([few, more]).flatten(0, 1)  # [2 x others, common, kinds]
+            found.append(both[:, on_a_line])
+            moments += [name] * int(on_a_line.sum())
+    return moments, torch.cat(found, 1)
+
+
+def _phases_of(timelines: list[Timeline]) -> list[tuple[str, torch.Tensor]]:
+    """The phases of steps of one depth: name, and bytes [steps, operators, kinds]."""
+    together = []
+    for spans in zip(*[timeline.phases() for timeline in timelines], strict=True):
+        lengths = {end - begin for _, begin, end in spans}
+        if len(lengths) > 1 or len({name for name, _, _ in spans}) > 1:
+            raise ValueError(
+                "steps of these sizes do not consist of the same operators (a loss in chunks has "
+                "more of them for more tokens): predict the wanted size itself"
+            )
+        tables = []
+        for timeline, (_, begin, end) in zip(timelines, spans, strict=True):
+            tables.append(_by_operator(timeline)[begin : end + 1])
+        together.append((spans[0][0], torch.stack(tables)))
+    return together
 
 
 def _by_operator(timeline: Timeline) -> torch.Tensor:
     """Bytes of each kind after each operator [operators, kinds]; nothing changes between points."""
-    last = timeline.points[-1].operator
-    table = torch.zeros(last + 1, len(KINDS), dtype=torch.float64)
-    for point in timeline.points:
-        table[point.operator :] = torch.tensor([point.bytes[kind] for kind in KINDS])
-    return table
+    numbers = torch.tensor([point.operator for point in timeline.points])
+    values = torch.tensor([[point.bytes[kind] for kind in KINDS] for point in timeline.points])
+    last_change = torch.searchsorted(numbers, torch.arange(int(numbers[-1]) + 1), right=True) - 1
+    return values.double()[last_change]
 
 
 # --- kept on disk ---------------------------------------------------------------------------------

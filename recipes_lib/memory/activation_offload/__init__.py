@@ -121,7 +121,10 @@ def offload_activations(
 
 @contextlib.contextmanager
 def _offloading(
-    model: Any, make_store: Callable[[], HostStore | DiskStore | NoStore], min_bytes: int, in_flight: int
+    model: Any,
+    make_store: Callable[[], HostStore | DiskStore | NoStore],
+    min_bytes: int,
+    in_flight: int,
 ) -> Iterator[Offloader]:
     blocks = decoder_blocks(model)
     store = make_store()  # not before: it opens a file, and somebody has to close that
