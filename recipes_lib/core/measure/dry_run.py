@@ -41,7 +41,7 @@ def dry() -> bool:
 
 
 class AtOnce:
-    """An executor whose work is done when it is handed over, in this thread: the one that is dry."""
+    """An executor that works when it is handed something, in this thread: the one that is dry."""
 
     def __init__(self, **ignored: Any) -> None:
         pass
@@ -120,7 +120,7 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
 def _from_configuration(
     cls: type, name: Any, *args: Any, config: Any = None, **options: Any
 ) -> Any:
-    """The model of a hub id or folder with weights that have no data: no file of weights is read."""
+    """The model of a hub id or folder with weights without data: no file of them is read."""
     from transformers import AutoConfig, PretrainedConfig
 
     if options.get("quantization_config") is not None:
@@ -139,7 +139,7 @@ def _from_configuration(
 
 @contextlib.contextmanager
 def _weights_of_bitsandbytes() -> Iterator[None]:
-    """Let `Params4bit` be a plain parameter with its scales beside it: the layer asks for no more."""
+    """Let `Params4bit` be a plain parameter with its scales: the layer asks for no more."""
     try:
         from bitsandbytes import functional
         from bitsandbytes import nn as layers

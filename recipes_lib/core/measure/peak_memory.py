@@ -4,8 +4,8 @@
         loss.backward()
     print(memory.peak)
 
-On CUDA it is the allocator's own peak. On a CPU, and in a dry run, it is that of an exact account of
-live storages (`live_bytes.py`).
+On CUDA it is the allocator's own peak. On a CPU, and in a dry run, it is that of an exact account
+of live storages (`live_bytes.py`).
 """
 
 from __future__ import annotations

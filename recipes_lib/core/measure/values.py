@@ -182,7 +182,7 @@ def _of_whole_numbers(tensor: torch.Tensor) -> bool:
 def _worth_knowing(tensor: torch.Tensor) -> bool:
     if is_traceable_wrapper_subclass(tensor):
         return False
-    return _of_whole_numbers(tensor) and tensor.numel() <= MOST_KNOWN or tensor.numel() == 1
+    return (_of_whole_numbers(tensor) and tensor.numel() <= MOST_KNOWN) or tensor.numel() == 1
 
 
 def _who_asks() -> tuple[str, bool]:
