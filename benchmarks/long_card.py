@@ -21,11 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.render import page as from_template
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
-from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure import PeakMemory, dry_run, without_data
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.dry_step import without_data
 from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import estimate_qlora

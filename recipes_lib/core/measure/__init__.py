@@ -18,7 +18,7 @@ timeline  memory over time: live bytes by kind and phase
 values  what a step without data may know: the integers of its batch
 """
 
-from recipes_lib.core.measure.dry_run import dry, dry_run
+from recipes_lib.core.measure.dry_run import dry, dry_run, without_data
 from recipes_lib.core.measure.peak_memory import PeakMemory, bytes_alive
 from recipes_lib.core.measure.steps import (
     Measurement,
@@ -38,4 +38,5 @@ __all__ = [
     "measure",
     "there_and_back",
     "timed",
+    "without_data",
 ]

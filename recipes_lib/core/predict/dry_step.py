@@ -18,18 +18,16 @@ Legend: B rows, S tokens of a row, L blocks.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.checks import check_flag, check_whole
-from recipes_lib.core.measure import dry, dry_run
+from recipes_lib.core.measure import dry, dry_run, without_data
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
@@ -187,56 +185,6 @@ def _signature(model: Any) -> Hashable:
         kind = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
         parts.append((name, *kind))
     return hash(tuple(parts))
-
-
-# --- the copy -------------------------------------------------------------------------------------
-
-
-def without_data(model: Any) -> Any:
-    """A copy of `model` whose tensors have no data; call it inside of a dry run.
-
-    Tied weights stay tied. Tensors of "meta" come to this machine's device.
-    """
-    with _NoData():
-        copied = {}
-        for parameter in model.parameters():
-            if hasattr(parameter, "quant_state"):
-                copied[id(parameter)] = _four_bits_without_data(parameter)
-        return copy.deepcopy(model, copied)
-
-
-def _four_bits_without_data(weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A weight of bitsandbytes as a plain parameter: its own class takes no tensor without data.
-
-    Its layer reads the bytes of the indices and the scales, and asks for nothing else.
-    """
-    indices = torch.nn.Parameter(_empty_like(weight), requires_grad=False)
-    indices.quant_state = copy.deepcopy(weight.quant_state)
-    return indices
-
-
-class _NoData(TorchFunctionMode):
-    """`copy.deepcopy` of a tensor gives one of the same shape, dtype and device without data."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _empty_like(tensor).requires_grad_(tensor.requires_grad)
-            return memo[id(tensor)]
-        # A parameter copies its data by `self.data.clone()`.
-        if func == torch.Tensor.data.__get__:
-            return args[0]
-        if func == torch.Tensor.clone:
-            return _empty_like(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    device = tensor.device
-    if device.type == "meta":
-        device = machine().device
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 # --- the account, block by block ------------------------------------------------------------------
