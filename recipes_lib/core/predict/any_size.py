@@ -112,16 +112,12 @@ def any_size(
 def _aligned(depths: list[list[Timeline]]) -> tuple[list[str], torch.Tensor]:
     """The moments that the three depths share: their phases, bytes [corners, moments, kinds]."""
     phases = [_phases_of(timelines) for timelines in depths]
-    names = [[name for name, _ in each] for each in phases]
-    if any(each != names[0] for each in names):
-        raise ValueError(
-            f"steps of other depths have other phases ({names[0]} and {names[-1]}): predict the "
-            f"wanted size itself"
-        )
+    if len({len(each) for each in phases}) > 1:
+        raise ValueError("steps of other depths have other phases: predict the wanted size itself")
     moments: list[str] = []
     found = []
-    for number, name in enumerate(names[0]):
-        tables = [each[number][1] for each in phases]  # three of [others, operators, kinds]
+    for of_depths in zip(*phases, strict=True):
+        names, tables = zip(*of_depths, strict=True)  # three of [others, operators, kinds]
         common = min(table.shape[1] for table in tables)
         for place in (slice(None, common), slice(-common, None)):
             few, more, most = (table[:, place] for table in tables)
@@ -129,7 +125,7 @@ def _aligned(depths: list[list[Timeline]]) -> tuple[list[str], torch.Tensor]:
             on_a_line = (bend.abs() <= NOTHING).all(2).all(0)  # [common]
             both = torch.stack([few, more]).flatten(0, 1)  # [2 x others, common, kinds]
             found.append(both[:, on_a_line])
-            moments += [name] * int(on_a_line.sum())
+            moments += [names[0]] * int(on_a_line.sum())
     return moments, torch.cat(found, 1)
 
 
@@ -153,7 +149,7 @@ def _phases_of(timelines: list[Timeline]) -> list[tuple[str, torch.Tensor]]:
 def _by_operator(timeline: Timeline) -> torch.Tensor:
     """Bytes of each kind after each operator [operators, kinds]; nothing changes between points."""
     numbers = torch.tensor([point.operator for point in timeline.points])
-    values = torch.tensor([[point.bytes[kind] for kind in KINDS] for point in timeline.points])
+    values = torch.tensor([tuple(point.bytes.values()) for point in timeline.points])  # as KINDS
     last_change = torch.searchsorted(numbers, torch.arange(int(numbers[-1]) + 1), right=True) - 1
     return values.double()[last_change]
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from recipes_lib.core.measure import PeakMemory, _account_of, in_turns, measure
+from recipes_lib.core.measure import PeakMemory, in_turns, measure
+from recipes_lib.core.measure.steps import _account_of
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_model
 from recipes_lib.core.model.marks import COMPILED, mark
@@ -125,7 +126,7 @@ def test_the_fastest_step_on_the_clock_counts(monkeypatch):
     calls = []
     begins_and_ends = iter([0, 100, 0, 2, 0, 9, 0, 1])
     clock = SimpleNamespace(perf_counter=lambda: next(begins_and_ends))
-    monkeypatch.setattr("recipes_lib.core.measure.time", clock)
+    monkeypatch.setattr("recipes_lib.core.measure.steps.time", clock)
     measured = measure(lambda: calls.append(1) or len(calls), tokens=100, warmup=2, repeats=3)
     assert len(calls) == 2 + 1 + 3 and measured.result == 6
     assert (measured.seconds, measured.seconds_high, measured.tokens_per_second) == (1, 9, 100)
@@ -156,7 +157,7 @@ def test_compiled_blocks_are_measured_as_they_run():
 def test_on_a_gpu_the_allocator_measures_compiled_blocks(monkeypatch):
     """The account of operators, which makes the timeline, would let them run as plain ones."""
     here = replace(machine(), device="cuda")
-    monkeypatch.setattr("recipes_lib.core.measure.this_machine", lambda: here)
+    monkeypatch.setattr("recipes_lib.core.measure.steps.this_machine", lambda: here)
     model = torch.nn.Linear(4, 4)
     assert _account_of(model, None)._account is not None
     mark(model, COMPILED)
