@@ -6,8 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
-from recipes_lib.core.measure.steps import _account_of
 from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.measure.steps import _account_of
 from recipes_lib.core.model import load_model
 from recipes_lib.core.model.marks import COMPILED, mark
 from recipes_lib.core.ranks.meshes import default_mesh
@@ -157,7 +157,8 @@ def test_compiled_blocks_are_measured_as_they_run():
 def test_on_a_gpu_the_allocator_measures_compiled_blocks(monkeypatch):
     """The account of operators, which makes the timeline, would let them run as plain ones."""
     here = replace(machine(), device="cuda")
-    monkeypatch.setattr("recipes_lib.core.measure.steps.this_machine", lambda: here)
+    for file in ("steps", "peak_memory"):
+        monkeypatch.setattr(f"recipes_lib.core.measure.{file}.this_machine", lambda: here)
     model = torch.nn.Linear(4, 4)
     assert _account_of(model, None)._account is not None
     mark(model, COMPILED)
