@@ -15,7 +15,12 @@ PUBLIC_SHAPES = (
     "llama-3.2-3b",
     "llama-3.1-8b",
     "llama-3.1-70b",
+    "llama-2-7b",
     "llama-2-70b",
+    "mistral-7b",
+    "qwen2.5-0.5b",
+    "qwen2.5-1.5b",
+    "qwen2.5-3b",
     "qwen2.5-32b",
 )
 # Those of the bench.

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -106,7 +107,8 @@ def predict(build: Build, *, card: Card | None = None, ranks: int = 1, rank: int
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
             return Prediction(timeline, values.asked)
         allocator = Allocator()
-        with LiveBytes("cuda", listener=allocator):
+        emptied = mock.patch.object(torch.cuda, "empty_cache", allocator.empty_cache)
+        with LiveBytes("cuda", listener=allocator), emptied:
             allocator.take_workspaces(card.workspace)
             timeline = _second_step(build, before=allocator.restart_peak)
         return Prediction(

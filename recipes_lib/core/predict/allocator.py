@@ -74,6 +74,14 @@ class Allocator:
         self.peak_allocated = self.allocated
         self.peak_reserved = self.reserved
 
+    def empty_cache(self) -> None:
+        """Give free segments back, as `torch.cuda.empty_cache()` does; not expandable ones."""
+        for free in self._free.values():
+            for block in list(free):
+                if block.before is None and block.after is None and not self._expandable:
+                    self._take_out(block)
+                    self.reserved -= block.size
+
     # --- what the account tells ---
 
     def changed(self, number: int, change: int) -> None:
