@@ -162,9 +162,11 @@ def loss_of_a_shifted_copy(model: Any, ids: torch.Tensor, mask: torch.Tensor | N
 
 def loss_in_chunks(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> Loss:
     """torchtune's: all logits in 16 bits, and fp32 only inside of a compiled kernel."""
-    hidden = trunk(model)(input_ids=ids, use_cache=False, attention_mask=mask).last_hidden_state  # [B, S, D]
+    hidden = trunk(model)(
+        input_ids=ids, use_cache=False, attention_mask=mask
+    ).last_hidden_state  # [B, S, D]
     head = model.get_output_embeddings()
-    logits = [head(chunk) for chunk in hidden.chunk(CHUNKS, dim=1)]
+    logits = [head(chunk) for chunk in hidden.chunk(CHUNKS, dim=1)]  # [B, S / 8, V]
     return sum(_InOneKernel.apply(chunk) for chunk in logits), None
 
 
