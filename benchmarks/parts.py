@@ -6,9 +6,11 @@ What is beside a library, or long, is in files of its own: `versus`, `finetune`,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +103,18 @@ def ladder() -> None:
         names.remove("optimizer_offload")  # refuses: the states are in host memory already
     for name in names:
         try:
-            arranged = bench.arrange(name, bench.fresh())
+            model, optimizer, step = bench.arrange(name, bench.fresh())
+            predicted = None
+            with contextlib.suppress(ValueError):  # what has none says so in its file
+                predicted = bench.predict(name).peak
             tokens = bench.batch_size * bench.seq_len
-            measured = measure(arranged.step, tokens=tokens, repeats=3)
-            kept.add(name, measured, predicted=arranged.plan.peak, loss=measured.result)
+            measured = measure(partial(step, model, optimizer), tokens=tokens, repeats=3)
+            kept.add(name, measured, predicted=predicted, loss=measured.result)
             print(kept.line(name), flush=True)
         except Exception as error:  # one technique that fails costs only its row
             failed[name] = f"{type(error).__name__}: {error}"
         # Its model would be alive beside the next: hooks of parameters refer to it in a cycle.
-        arranged = None
+        model = optimizer = step = None
         release_memory()
         rows = [vars(row) for row in kept.rows]
         keep("ladder", {"rows": rows, "failed": failed}, folder=out_dir())

@@ -11,6 +11,7 @@ import inspect
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def recipe(technique: str) -> Arrange:
     """Our side is the entry that `python -m recipes_lib bench` measures."""
 
     def arrange(model: Any, bench: Bench) -> Side:
-        return Side(bench.arrange(technique, model).step)
+        model, optimizer, step = bench.arrange(technique, model)
+        return Side(partial(step, model, optimizer))
 
     return arrange
 

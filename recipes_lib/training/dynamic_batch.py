@@ -31,7 +31,7 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
-from recipes_lib.core.predict.budget import Budget, Shape
 from recipes_lib.core.ranks import world_size
 
 # What torch says when memory ends in a library or driver call instead of its own allocator. A
@@ -240,31 +239,30 @@ def _nothing_fits(attempts: list[Attempt]) -> str:
     )
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+# --- in advance -----------------------------------------------------------------------------------
 
 
 def predicted_micro_batches(
-    plan: Callable[[Shape], Budget], *, shape: Shape, limit_bytes: int
+    peak: Callable[[int], int], *, batch_size: int, limit_bytes: int
 ) -> int:
-    """The k that `fit_micro_batches` will find under `limit_bytes`, from `shape.micro_batches` up.
+    """The k that `fit_micro_batches` will find under `limit_bytes`, without running out of memory.
 
-    `plan` makes the budget of a shape with any recipes, in their order:
+    `peak` gives the bytes of the step in k micro-batches, on tensors without data for instance:
 
-        def plan(shape):
-            budget = estimate_gradient_accumulation(budget_of(model, shape), model, shape)
-            return estimate_mixed_precision(budget, model, shape)
+        def peak(micro_batches):
+            return predict(build_of(micro_batches)).peak
 
-    Raises ValueError if the arithmetic finds none; it is not exact, so near a limit try.
+    Raises ValueError if even one row at a time does not fit.
     """
-    rows = shape.batch // shape.ranks  # each rank splits its own part of the batch
+    micro_batches = 1
     while True:
-        peak = plan(shape).peak
-        if peak <= limit_bytes:
-            return shape.micro_batches
-        smaller = _next_divisor(shape.micro_batches, rows)
+        needed = peak(micro_batches)
+        if needed <= limit_bytes:
+            return micro_batches
+        smaller = _next_divisor(micro_batches, batch_size)
         if smaller is None:
             raise ValueError(
-                f"one row needs {peak:,} bytes, limit_bytes={limit_bytes:,}: "
+                f"one row needs {needed:,} bytes, limit_bytes={limit_bytes:,}: "
                 f"micro-batches do not help"
             )
-        shape = replace(shape, micro_batches=smaller)
+        micro_batches = smaller

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import re
 
@@ -8,8 +9,7 @@ from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, mark
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.predict import predict
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.training import dynamic_batch
 from recipes_lib.training.dynamic_batch import (
@@ -18,19 +18,15 @@ from recipes_lib.training.dynamic_batch import (
     halve_until_it_fits,
     predicted_micro_batches,
 )
-from recipes_lib.training.gradient_accumulation import (
-    accumulate_gradients,
-    estimate_gradient_accumulation,
-)
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from tests.conftest import assert_same_gradients, gradients, make_batch
 
-SHAPE = Shape(batch=8, seq=48)
 
-
-def trained(family="tiny-llama"):
+def trained(family="tiny-llama", batch=None):
     """A model of four blocks, its optimizer with states, and a batch of unequal rows."""
     model = model_of_shape(family, layers=4, device="cpu")
-    batch = make_batch(batch_size=SHAPE.batch, seq_len=SHAPE.seq)
+    if batch is None:
+        batch = make_batch(batch_size=8, seq_len=48)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     accumulate_gradients(model, batch, micro_batches=8)
     optimizer.step()
@@ -38,14 +34,27 @@ def trained(family="tiny-llama"):
     return model, optimizer, batch
 
 
-def limit_for(model, micro_batches):
+@functools.cache
+def predicted_peak(micro_batches, family="tiny-llama"):
+    """Bytes of a step in so many micro-batches, the optimizer's states among them."""
+    batch = make_batch(batch_size=8, seq_len=48)
+
+    def build():
+        model, optimizer, _ = trained(family, batch)
+
+        def step(model, optimizer):
+            accumulate_gradients(model, batch, micro_batches=micro_batches)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    return predict(build).peak
+
+
+def limit_for(micro_batches, family="tiny-llama"):
     """Bytes between what k and k/2 micro-batches need: k is the first that fits."""
-    plan = budget_of(model, SHAPE)
-    needed = []
-    for k in (micro_batches, micro_batches // 2):
-        carried = plan.gradients if k > 1 else 0
-        needed.append(plan.activations // k + plan.loss // k + carried)
-    return plan.weights + plan.states + sum(needed) // 2
+    return (predicted_peak(micro_batches, family) + predicted_peak(micro_batches // 2, family)) // 2
 
 
 def accumulation(model, batch):
@@ -67,7 +76,7 @@ def test_equals_the_full_batch_after_running_out_of_memory():
     expected_loss = accumulate_gradients(model, batch, micro_batches=1)
     expected = gradients(model)
     model.zero_grad()
-    with PeakMemory(limit_bytes=limit_for(model, 4)):
+    with PeakMemory(limit_bytes=limit_for(4, "tiny-gpt2")):
         fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
     tried = [Attempt(1, False, None), Attempt(2, False, None), Attempt(4, True, None)]
     assert fitted.attempts == tried
@@ -94,33 +103,29 @@ def test_the_loop_by_hand_finds_the_same(llama):
         halve_until_it_fits(out_of_memory, llama, batch_size=8)
 
 
-def test_finds_what_the_arithmetic_predicts():
-    """The mistake: the budget of another number of micro-batches is compared with the limit."""
+def test_finds_what_dry_steps_predict():
+    """The mistake: the bytes of another number of micro-batches are compared with the limit."""
     model, _, batch = trained()
-    limit = limit_for(model, 8)
+    limit = limit_for(8)
     with PeakMemory(limit_bytes=limit):
         fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
     assert fitted.micro_batches == 8
 
-    def plan(shape):
-        return estimate_gradient_accumulation(budget_of(model, shape), model, shape)
-
-    assert predicted_micro_batches(plan, shape=SHAPE, limit_bytes=limit) == 8
-    assert predicted_micro_batches(plan, shape=SHAPE, limit_bytes=plan(SHAPE).peak) == 1
-    with pytest.raises(ValueError, match="micro-batches do not help"):
-        predicted_micro_batches(plan, shape=SHAPE, limit_bytes=plan(SHAPE).weights)
+    assert predicted_micro_batches(predicted_peak, batch_size=8, limit_bytes=limit) == 8
+    enough = predicted_peak(1)
+    assert predicted_micro_batches(predicted_peak, batch_size=8, limit_bytes=enough) == 1
 
 
-def test_the_prediction_splits_the_rows_of_a_rank(llama):
-    """The mistake: 4 micro-batches, where twelve rows on two ranks are six per rank."""
+def test_the_prediction_ends_with_one_row():
+    """The mistake: 4 micro-batches of six rows, or no end."""
     asked = []
 
-    def plan(shape):
-        asked.append(shape.micro_batches)
-        return budget_of(llama, shape)
+    def peak(micro_batches):
+        asked.append(micro_batches)
+        return 2
 
-    with pytest.raises(ValueError, match="do not help"):
-        predicted_micro_batches(plan, shape=Shape(batch=12, seq=4, ranks=2), limit_bytes=1)
+    with pytest.raises(ValueError, match="one row needs 2 bytes"):
+        predicted_micro_batches(peak, batch_size=6, limit_bytes=1)
     assert asked == [1, 2, 6]
 
 
@@ -128,7 +133,7 @@ def test_failed_attempts_leave_no_memory_behind():
     """The mistake: a traceback is kept, and with it the activations of its frames."""
     model, _, batch = trained()
     alive = []
-    with PeakMemory(limit_bytes=limit_for(model, 4)) as memory:
+    with PeakMemory(limit_bytes=limit_for(4)) as memory:
 
         def step(k):
             alive.append(memory.current)
@@ -139,14 +144,14 @@ def test_failed_attempts_leave_no_memory_behind():
         assert max(alive) - min(alive) < 1024
         model.zero_grad()
         assert memory.current - alive[0] < 1024
-    assert alive[0] < fitted.attempts[-1].peak_bytes <= limit_for(model, 4)
+    assert alive[0] < fitted.attempts[-1].peak_bytes <= limit_for(4)
     assert str(fitted.attempts[-1]).startswith("4 micro-batches: fits, peak ")
 
 
 def test_an_error_that_gives_up_leaves_no_memory_behind():
     """The mistake: the last error keeps the tensors of all frames below it alive."""
     model, _, batch = trained()
-    with PeakMemory(limit_bytes=limit_for(model, 8) - 2**20) as memory:
+    with PeakMemory(limit_bytes=limit_for(8) - 2**20) as memory:
         before = memory.current
         with pytest.raises(torch.OutOfMemoryError, match="even one row at a time") as error:
             fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
@@ -279,8 +284,10 @@ def test_under_a_cap_on_gpu():
     expected = gradients(model)
     model.zero_grad()
     before = torch.cuda.memory_allocated()
-    limit = budget_of(model, Shape(batch=4, seq=512)).peak  # a quarter, and no states yet
-    with PeakMemory(limit_bytes=limit):
+    with PeakMemory() as memory:
+        accumulate_gradients(model, batch, micro_batches=4)
+    model.zero_grad()
+    with PeakMemory(limit_bytes=memory.peak):
         fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=16)
     assert fitted.micro_batches > 1
     assert not fitted.attempts[0].fits

@@ -184,12 +184,15 @@ class MemoryLadder(Ladder):
         name: str,
         measured: Measurement,
         *,
-        predicted: int,
+        predicted: int | None,
         loss: float | None = None,
         group: str = "",
     ) -> Row:
-        """Append a row that was measured elsewhere, save the file and return the row."""
-        row = Row(name=name, group=group, predicted_bytes=int(predicted), loss=loss)
+        """Append a row that was measured elsewhere, save the file and return the row.
+
+        `predicted` is None where nothing was.
+        """
+        row = Row(name=name, group=group, predicted_bytes=predicted, loss=loss)
         row.peak_bytes = measured.peak_bytes
         row.seconds = measured.seconds
         if measured.seconds_high is not None:
@@ -201,7 +204,8 @@ class MemoryLadder(Ladder):
     def derive(self, row: Row, first: Row) -> None:
         if row is not first:
             row.change = row.peak_bytes / first.peak_bytes - 1
-        row.prediction_error = row.predicted_bytes / row.peak_bytes - 1
+        if row.predicted_bytes is not None:
+            row.prediction_error = row.predicted_bytes / row.peak_bytes - 1
         tokens = self._units.get(row.name, self.rows_of_a_batch * self.length)
         if tokens:
             row.tokens_per_second = tokens / row.seconds

@@ -2,7 +2,8 @@
 
     bench = Bench("llama-3.2-1b", batch_size=4, seq_len=512, micro_batches=4)
     bench.run("lora")                                   a ladder of two rows: baseline, lora
-    bench.arrange("lora", bench.fresh())                the step itself, to be used elsewhere
+    bench.predict("lora").peak                          bytes, from a step on tensors without data
+    bench.arrange("lora", bench.fresh())                model, optimizer and step, to use elsewhere
 
 Both rows train a model with the same weights on the same batch, one after the other, each alone in
 memory. What a technique does is in `entries.py`.
@@ -12,29 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.data import IGNORED
-from recipes_lib.core.measure import Measurement, measure
+from recipes_lib.core.data import IGNORED, Batch
+from recipes_lib.core.measure import bytes_alive, measure
+from recipes_lib.core.measure.dry_run import real_tensors
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
-from recipes_lib.core.predict.budget import Budget, Shape
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.model.marks import COMPILED, any_marked
+from recipes_lib.core.predict import Prediction, Step, predict
 from recipes_lib.report.ladders.memory import MemoryLadder
 from recipes_lib.report.timeline import timeline_chart
-from recipes_lib.workflows.bench.entries import (
-    ENTRIES,
-    Arranged,
-    baseline,
-    plain_adamw,
-    training_step,
-)
+from recipes_lib.workflows.bench.entries import ENTRIES, Entry, plain_adamw, plain_step
 from recipes_lib.workflows.bench.entries import LR as LR  # the benchmarks train with it too
 
 
@@ -59,16 +56,6 @@ class Bench:
                 f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}"
             )
 
-    @property
-    def shape(self) -> Shape:
-        """The whole batch in one pass."""
-        return Shape(batch=self.batch_size, seq=self.seq_len)
-
-    @property
-    def targets(self) -> int:
-        """Tokens of the batch that carry loss: as in instruction tuning, half of each row."""
-        return self.batch_size * (self.seq_len - self.seq_len // 2)
-
     def fresh(self) -> Any:
         """The model, each time with the same weights."""
         seed_everything(0)
@@ -76,19 +63,19 @@ class Bench:
             return model_of_shape(self.model_name, layers=self.layers, dtype=self.dtype)
         return load_model(self.model_name, dtype=self.dtype)
 
-    def batch(self, model: Any) -> dict[str, torch.Tensor]:
-        """The batch on the model's device, each time with the same tokens."""
+    def batch(self, model: Any) -> Batch:
+        """The batch on the model's device, each time with the same tokens.
+
+        As in instruction tuning, the second half of each row carries loss.
+        """
         generator = torch.Generator().manual_seed(0)
         size = (self.batch_size, self.seq_len)
-        ids = torch.randint(0, model.config.vocab_size, size, generator=generator)  # [B, S]
-        ids = ids.to(model.device)
-        labels = ids.clone()
-        labels[:, : self.seq_len // 2] = IGNORED
+        with real_tensors():  # which tokens carry loss decides what a step allocates
+            ids = torch.randint(0, model.config.vocab_size, size, generator=generator)  # [B, S]
+            ids = ids.to(model.device)
+            labels = ids.clone()
+            labels[:, : self.seq_len // 2] = IGNORED
         return {"input_ids": ids, "labels": labels}
-
-    def budget(self, model: Any) -> Budget:
-        """The predicted budget of the plain step, from which the estimates of the entries start."""
-        return budget_of(model, self.shape)
 
     def plain(
         self, model: Any, optimizer: torch.optim.Optimizer | None = None
@@ -96,13 +83,33 @@ class Bench:
         """The plain step on `model` as it is now, for what has no entry here."""
         if optimizer is None:
             optimizer = plain_adamw(model)
-        return training_step(model, optimizer, self.batch(model))
+        return partial(plain_step(self.batch(model)), model, optimizer)
 
-    def arrange(self, name: str, model: Any) -> Arranged:
-        """The step with technique `name`, or that of the "baseline", on a fresh `model`."""
-        entries = {"baseline": baseline, **ENTRIES}
+    def arrange(self, name: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Step]:
+        """Technique `name`, or the "baseline", on a fresh `model`: model, optimizer and step."""
+        entries = {"baseline": Entry(), **ENTRIES}
         check_choice(entries, technique=name)
-        return entries[name](self, model)
+        entry = entries[name]
+        step = entry.step_of(self.batch(model), self.micro_batches)
+        model = entry.adapt(model)
+        return model, entry.optimizer_of(model), step
+
+    def predict(self, name: str) -> Prediction:
+        """The step with technique `name`, on tensors without data.
+
+        Raises ValueError where such a step says nothing about the real one, with the reason.
+        """
+
+        def build() -> tuple[Any, torch.optim.Optimizer, Step]:
+            model, optimizer, step = self.arrange(name, self.fresh())
+            if any_marked(model.modules(), COMPILED):
+                raise ValueError(
+                    "no prediction: on tensors without data the blocks run as they were, and "
+                    "compiled blocks keep less"
+                )
+            return model, optimizer, step
+
+        return predict(build)
 
     def run(
         self,
@@ -121,27 +128,40 @@ class Bench:
         """
         check_choice(ENTRIES, technique=technique)
         ladder = MemoryLadder(f"bench_{technique}")
-        timelines = {}
+        predictions: dict[str, Prediction] = {}
+        timelines: dict[str, Timeline] = {}
         for name in ("baseline", technique):
             if announce is not None:
                 announce(name)
-            arranged = self.arrange(name, self.fresh())
+            alive = bytes_alive()
+            model, optimizer, step = self.arrange(name, self.fresh())
+            predicted = None
+            try:
+                predictions[name] = self.predict(name)
+                predicted = predictions[name].peak
+            except ValueError as error:
+                print(f"{name}: {error}")
             losses: list[float] = []
             measured = measure(
-                _noting(arranged.step, losses),
-                tokens=self.shape.tokens,
+                _noting(partial(step, model, optimizer), losses),
+                tokens=self.batch_size * self.seq_len,
                 repeats=repeats,
-                model=arranged.model,
-                optimizer=arranged.optimizer,
-            )
+                model=model,
+                optimizer=optimizer,
+            ).without(alive)
             # That of equal weights: later steps have trained on this batch.
-            ladder.add(name, measured, predicted=arranged.plan.peak, loss=losses[0])
+            ladder.add(name, measured, predicted=predicted, loss=losses[0])
             if timeline is not None:
-                timelines[name] = _timeline_of(arranged, measured)
-            del arranged
+                timelines[name] = measured.timeline
+                if measured.timeline is None:  # of compiled blocks, in a step where they are plain
+                    again = record_timeline(
+                        partial(step, model, optimizer), model=model, optimizer=optimizer
+                    )
+                    timelines[name] = again.without(alive)
+            del model, optimizer, step
             release_memory()  # the next row must not pay for this one's model
         if timeline is not None:
-            _draw(timelines, ladder, timeline)
+            _draw(timelines, predictions, timeline)
         return ladder
 
 
@@ -160,18 +180,8 @@ def _noting(step: Callable[[], float], losses: list[float]) -> Callable[[], floa
     return noted
 
 
-def _timeline_of(arranged: Arranged, measured: Measurement) -> Timeline:
-    """The memory over one step. For compiled blocks that of another step, in which they are plain.
-
-    The allocator has measured their peak, and it does not know the kinds of tensors.
-    """
-    if measured.timeline is not None:
-        return measured.timeline
-    return record_timeline(arranged.step, model=arranged.model, optimizer=arranged.optimizer)
-
-
-def _draw(timelines: dict[str, Timeline], ladder: MemoryLadder, path: Path) -> None:
-    """Both timelines in one picture, with the predicted peaks as lines."""
-    predicted = {row.name: row.predicted_bytes for row in ladder.rows}
+def _draw(timelines: dict[str, Timeline], predictions: dict[str, Prediction], path: Path) -> None:
+    """Both timelines in one picture, with those that were predicted as lines."""
+    predicted = {name: prediction.timeline for name, prediction in predictions.items()}
     title = "Memory over one step, without and with the technique"
     timeline_chart(timelines, predicted=predicted, title=title).savefig(path)
