@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,10 +47,8 @@ from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import saved_outside_the_blocks
+from recipes_lib.memory._disk import directory_on_disk
 from recipes_lib.memory.activation_offload.stores import DiskStore, HostStore, NoStore, SavedStorage
-
-# Where "disk" writes if nobody says: /tmp may be memory, /var/tmp is meant to survive a restart.
-DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -115,7 +112,7 @@ def offload_activations(
     elif to == "host":
         make_store = functools.partial(HostStore, device)
     else:
-        make_store = functools.partial(DiskStore, device, Path(directory or DIRECTORY))
+        make_store = functools.partial(DiskStore, device, directory_on_disk(directory))
     return _offloading(model, make_store, min_bytes, in_flight)
 
 

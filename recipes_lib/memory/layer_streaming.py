@@ -1,0 +1,399 @@
+"""Layer streaming: frozen weights wait on the host, and pass through the device block by block.
+
+Problem    The weights alone are too large for the device, even in 4 bits.
+Idea       A frozen weight is only read. So it can come when its block is computed and go again,
+           once in forward and once in backward, in which a checkpoint computes the block anew:
+
+               host or disk   w0 w1 w2 … wL-1           all the time
+                               |     ^ next one on its way
+               device          w0                       forward: block 0, then block 1, …
+                                     wL-1               backward: block L-1, then block L-2, …
+
+           Adapters, their states, the embedding and the output layer stay on the device.
+Saves      The weights of L-2 blocks.
+Costs      Every weight crosses the link twice a step: bytes / rate of the link is the least that a
+           step takes. Long batches hide it, short ones wait for it. And one more forward.
+Use when   QLoRA does not fit, or leaves no room for the batch: 8 billion weights on 4 GB.
+Not when   The weights fit. Or they train: their gradients and states are larger still (FSDP with
+           `offload`, `optimizer_offload`).
+In production   DeepSpeed ZeRO-3 with `offload_param`, for weights that train as well; accelerate's
+           `cpu_offload`, whose hooks leave the weights in the graph until backward has used them.
+Source     ZeRO-Infinity, arXiv 2104.07857.
+
+Two traps. To put an empty tensor behind `parameter.data` after forward would also empty what
+autograd has saved, and gradients would be those of other weights: here the module gets another
+parameter. And in `torch.utils.checkpoint` the first forward still makes a graph, in which the
+4-bit products of bitsandbytes hold their weights: here it makes none.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.measure.dry_run import dry, real_tensors
+from recipes_lib.core.model import recompute
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
+from recipes_lib.memory._disk import directory_on_disk
+
+CPU = torch.device("cpu")
+SMALLEST = 4096  # bytes: norms and biases stay
+ATTRIBUTES = ("checkpointed_index", "argument_names", "streamed_weights")
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def streamed_by_hand(
+    blocks: Sequence[Callable], fetch: Callable[[int], list[torch.Tensor]], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Run `blocks`, each with weights that `fetch(number)` brings, and that go when it is done.
+
+    A block is called as `block(hidden, *weights)`. The checkpoint keeps the input alone, so nobody
+    holds the weights after forward; in backward it calls `run` again, which brings them again.
+    """
+    for number, block in enumerate(blocks):
+
+        def run(hidden: torch.Tensor, number: int = number, block: Callable = block):
+            return block(hidden, *fetch(number))
+
+        hidden = checkpoint(run, hidden, use_reentrant=False)
+    return hidden
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+@proves("exact")
+def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None = None) -> Any:
+    """Move the frozen weights of all blocks away, and let them come when they are used.
+
+    Apply it last, to a model with adapters (`apply_lora`, `apply_qlora`). It checkpoints the blocks
+    itself. Returns `model`.
+
+    Args:
+        to: "host" is pinned memory, from which a second CUDA stream copies ahead; "disk" are files,
+            which a thread reads ahead.
+        directory: of the files; None is /var/tmp.
+    Raises ValueError for a model whose blocks have no frozen weights, or are checkpointed already,
+    for "host" without a GPU, and for a directory in memory.
+    """
+    require_causal_lm(model)
+    check_choice(("host", "disk"), to=to)
+    blocks = decoder_blocks(model)
+    recompute.require_no_checkpoints(blocks)
+    places = [_frozen_weights(block) for block in blocks]
+    if not all(places):
+        raise ValueError(
+            "the blocks have no frozen weights, and only those can wait elsewhere: "
+            "apply_lora or apply_qlora first"
+        )
+    device = places[0][0].parameter.device
+    if to == "host" and device.type != "cuda" and not dry():
+        raise ValueError(f"to='host': the weights on {device} are there already; use to='disk'")
+    if dry():
+        store: Store = NoStore()
+    elif to == "host":
+        store = HostStore(device)
+    else:
+        store = DiskStore(device, directory_on_disk(directory))
+    weights = StreamedWeights(places, store)
+    for number, block in enumerate(blocks):
+        names = recompute.argument_names(block)
+        attributes = zip(ATTRIBUTES, (number, names, weights), strict=True)
+        mix_in(block, Streamed, **dict(attributes))
+    return model
+
+
+class Streamed:
+    """What is mixed into a block: it has its weights while it is computed."""
+
+    checkpointed_index: int  # among the blocks; other techniques read this mark
+    argument_names: tuple[str, ...]
+    streamed_weights: StreamedWeights
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if recompute.generates(self, args, kwargs):
+            return self._with_weights(super().forward, *args, **kwargs)
+        args, kwargs = recompute.without_caches(
+            args, kwargs, index=self.checkpointed_index, names=self.argument_names
+        )
+        forward = functools.partial(self._with_weights, super().forward)
+        trainable = [each for each in self.parameters() if each.requires_grad]
+        hidden, *others = args
+        run = OnceMore(forward, others, kwargs)
+        return BlockOnceMore.apply(run, hidden, *trainable)
+
+    def _with_weights(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.streamed_weights.come(self.checkpointed_index)
+        try:
+            return forward(*args, **kwargs)
+        finally:  # also when a checkpoint has all that it needs, and leaves forward early
+            self.streamed_weights.go(self.checkpointed_index)
+
+
+class OnceMore:
+    """A call of a block, and the random numbers and the autocast under which it happened."""
+
+    def __init__(self, forward: Callable, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._forward = forward
+        self._others = others
+        self._kwargs = kwargs
+
+    def __call__(self, hidden: torch.Tensor) -> Any:
+        """The first time."""
+        self._device = hidden.device.type
+        self._random_state = _random_state(self._device)
+        self._autocast = {
+            "enabled": torch.is_autocast_enabled(self._device),
+            "dtype": torch.get_autocast_dtype(self._device),
+        }
+        return self._forward(hidden, *self._others, **self._kwargs)
+
+    def again(self, hidden: torch.Tensor) -> Any:
+        """The second time, with gradients, on the same random numbers."""
+        devices = [torch.cuda.current_device()] if self._device == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            torch.enable_grad(),
+            torch.autocast(self._device, **self._autocast),
+        ):
+            _set_random_state(self._random_state)
+            return self._forward(hidden, *self._others, **self._kwargs)
+
+
+class BlockOnceMore(torch.autograd.Function):
+    """A block whose first forward makes no graph. Its adapters are inputs, as is what it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, run: OnceMore, hidden: torch.Tensor, *trainable: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.save_for_backward(hidden, *trainable)
+        return run(hidden)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, *trainable = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
+        outputs = ctx.run.again(hidden)
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        wanted = [hidden, *trainable] if hidden.requires_grad else trainable
+        made = [pair for pair in zip(outputs, gradients) if pair[1] is not None]
+        outputs, gradients = zip(*made, strict=True)
+        found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        if not hidden.requires_grad:
+            found = (None, *found)
+        return None, *found
+
+
+def _random_state(device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    on_gpu = torch.cuda.get_rng_state() if device == "cuda" else None
+    return torch.get_rng_state(), on_gpu
+
+
+def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    on_cpu, on_gpu = state
+    torch.set_rng_state(on_cpu)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu)
+
+
+def remove_layer_streaming(model: Any) -> Any:
+    """Bring all weights back, and give every block its own class again."""
+    blocks = [block for block in decoder_blocks(model) if isinstance(block, Streamed)]
+    if not blocks:
+        raise ValueError("this model has no block that apply_layer_streaming() has changed")
+    for block in blocks:
+        block.streamed_weights.come(block.checkpointed_index)
+    for block in blocks:
+        unmix(block, Streamed, attributes=ATTRIBUTES)
+    return model
+
+
+class Place:
+    """Where a frozen weight belongs: a module and a name there."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.parameter: nn.Parameter = module._parameters[name]
+        # Those of bitsandbytes, for instance; without what every tensor of a dry run has.
+        usual = vars(torch.empty(0))
+        self._attributes = {
+            name: value for name, value in vars(self.parameter).items() if name not in usual
+        }
+        with real_tensors():  # so that it takes no memory in a dry run, either
+            self.empty = self._with(shape_of(self.parameter))
+
+    def put(self, data: torch.Tensor | None) -> None:
+        """A parameter with this data; None leaves its shape alone."""
+        parameter = self.empty if data is None else self._with(data)
+        self.module._parameters[self.name] = parameter
+
+    def _with(self, data: torch.Tensor) -> nn.Parameter:
+        """Another parameter of the same kind: of bitsandbytes, too, with its scales."""
+        kind = type(self.parameter)
+        if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+            parameter = torch.Tensor._make_subclass(kind, data, False)
+        else:
+            parameter = nn.Parameter(data, requires_grad=False)
+        vars(parameter).update(self._attributes)
+        return parameter
+
+
+def shape_of(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor on "meta"."""
+    return empty_like(weight, device=torch.device("meta"))
+
+
+def empty_like(weight: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    """Its shape, strides and dtype, without asking the tensor itself: it may be on "meta"."""
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+
+
+def _frozen_weights(block: nn.Module) -> list[Place]:
+    places = []
+    for module in block.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad:
+                continue
+            if parameter.numel() * parameter.element_size() >= SMALLEST:
+                places.append(Place(module, name))
+    return places
+
+
+class StreamedWeights:
+    """The weights of all blocks: away, on their way, or in their place."""
+
+    def __init__(self, places: list[list[Place]], store: Store) -> None:
+        self._places = places
+        self._store = store
+        self._on_their_way: dict[int, Any] = {}
+        for number, of_block in enumerate(places):
+            store.keep(number, [place.parameter.data for place in of_block])
+            for place in of_block:
+                # The data goes; class and scales of the parameter are still needed.
+                place.parameter = place.empty
+            self.go(number)
+
+    def come(self, number: int) -> None:
+        """Put the weights of a block in their places, and send for those of the next one."""
+        sent = self._on_their_way.pop(number, None)
+        if sent is None:
+            sent = self._store.send_for(number)
+        backward = torch._C._current_graph_task_id() != -1
+        following = number - 1 if backward else number + 1
+        if following in range(len(self._places)) and following not in self._on_their_way:
+            self._on_their_way[following] = self._store.send_for(following)
+        arrived = self._store.arrive(sent)
+        for place, data in zip(self._places[number], arrived, strict=True):
+            place.put(data)
+
+    def go(self, number: int) -> None:
+        """Take the weights of a block away. The graph keeps those that its backward will read."""
+        for place in self._places[number]:
+            place.put(None)
+
+
+# --- where they wait ------------------------------------------------------------------------------
+
+
+class HostStore:
+    """Pinned memory, copied ahead on a second CUDA stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def keep(self, number: int, weights: list[torch.Tensor]) -> None:
+        self._kept[number] = [weight.cpu().pin_memory() for weight in weights]
+
+    def send_for(self, number: int) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        kept = self._kept[number]
+        # Memory of the computing stream: by the time that it is free again, that has read it.
+        arriving = [empty_like(weight, device=self._device) for weight in kept]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(arriving, kept, strict=True):
+                target.copy_(source, non_blocking=True)
+        return arriving, self._stream.record_event()
+
+    def arrive(self, sent: tuple[list[torch.Tensor], torch.cuda.Event]) -> list[torch.Tensor]:
+        arriving, copied = sent
+        torch.cuda.current_stream(self._device).wait_event(copied)
+        return arriving
+
+
+class DiskStore:
+    """A file for each block, in a folder that goes with the model; one thread reads ahead."""
+
+    def __init__(self, device: torch.device, directory: Path) -> None:
+        self._device = device
+        self._folder = tempfile.TemporaryDirectory(dir=directory, prefix="layer-streaming-")
+        self._worker = ThreadPoolExecutor(max_workers=1)
+        self._shapes: dict[int, list[torch.Tensor]] = {}  # on "meta"
+
+    def keep(self, number: int, weights: list[torch.Tensor]) -> None:
+        self._shapes[number] = [shape_of(weight) for weight in weights]
+        with self._path(number).open("wb") as file:
+            for weight in weights:
+                file.write(_bytes_of(weight.cpu()))
+
+    def send_for(self, number: int) -> tuple[list[torch.Tensor], Future]:
+        # Made here and not in the thread, of which an account of memory would know nothing.
+        arriving = [empty_like(weight, device=CPU) for weight in self._shapes[number]]
+        views = [_bytes_of(weight) for weight in arriving]
+        return arriving, self._worker.submit(_read, self._path(number), views)
+
+    def arrive(self, sent: tuple[list[torch.Tensor], Future]) -> list[torch.Tensor]:
+        arriving, read = sent
+        read.result()
+        return [weight.to(self._device) for weight in arriving]
+
+    def _path(self, number: int) -> Path:
+        return Path(self._folder.name) / f"{number}.weights"
+
+
+def _read(path: Path, views: list[memoryview]) -> None:
+    with path.open("rb") as file:
+        for view in views:
+            file.readinto(view)
+
+
+def _bytes_of(weight: torch.Tensor) -> memoryview:
+    return memoryview(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+class NoStore:
+    """In a dry run: what is away takes no memory, and comes back without data."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def keep(self, number: int, weights: list[torch.Tensor]) -> None:
+        with real_tensors():
+            self._kept[number] = [shape_of(weight) for weight in weights]
+        self._device = weights[0].device
+
+    def send_for(self, number: int) -> list[torch.Tensor]:
+        return [empty_like(weight, device=self._device) for weight in self._kept[number]]
+
+    def arrive(self, sent: list[torch.Tensor]) -> list[torch.Tensor]:
+        return sent
+
+
+Store = HostStore | DiskStore | NoStore

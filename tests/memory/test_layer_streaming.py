@@ -1,0 +1,210 @@
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict import predict
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora
+from recipes_lib.memory.activation_checkpointing import (
+    apply_activation_checkpointing,
+    remove_activation_checkpointing,
+)
+from recipes_lib.memory.layer_streaming import (
+    apply_layer_streaming,
+    remove_layer_streaming,
+    streamed_by_hand,
+)
+
+IDS = torch.arange(24).reshape(2, 12) % 96 + 3
+
+
+def adapted(shape="tiny-llama", adapt=apply_lora, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = adapt(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, **options)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros would hide the gradients of A
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def gradients(model, ids=IDS):
+    torch.manual_seed(1)  # of dropout
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+            parameter.grad = None
+    return loss.detach(), found
+
+
+@pytest.mark.parametrize(
+    ("shape", "adapt", "dtype", "options"),
+    [
+        ("tiny-llama", apply_lora, torch.float32, {"dropout": 0.3}),
+        ("tiny-gpt2", apply_lora, torch.float32, {}),
+        ("tiny-qwen3", apply_lora, torch.bfloat16, {}),
+        ("tiny-llama", apply_qlora, torch.float32, {}),
+    ],
+)
+def test_loss_and_gradients_stay_the_same(shape, adapt, dtype, options):
+    """Other weights in backward than in forward, or other random numbers the second time."""
+    model = adapted(shape, adapt, dtype, **options)
+    expected_loss, expected = gradients(model)
+    apply_layer_streaming(model, to="disk")
+    for _ in range(2):  # the second step finds the files and the order of the first
+        loss, found = gradients(model)
+        assert loss == expected_loss
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert torch.equal(gradient, expected[name]), name
+    remove_layer_streaming(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert gradients(model)[0] == expected_loss
+
+
+def test_under_autocast_the_second_forward_computes_in_16_bits_too():
+    model = adapted()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(input_ids=IDS, labels=IDS).loss
+    expected.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    apply_layer_streaming(model, to="disk")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()  # outside of autocast, as it should be
+    assert loss == expected
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_blocks_of_more_than_170_mib():
+    """A copy that is still on its way when it is read: large weights take longer than a product."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=61_440,  # 180 MiB of weights in a block
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=99,
+        tie_word_embeddings=True,
+    )
+    model = apply_lora(LlamaForCausalLM(config), rank=2)
+    expected_loss, expected = gradients(model)
+    apply_layer_streaming(model, to="disk", check=False)
+    loss, found = gradients(model)
+    assert loss == expected_loss
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("adapt", [apply_lora, apply_qlora])
+def test_the_weights_of_two_blocks_are_there_at_a_time(adapt):
+    """The graph holds the weights of all blocks from forward to backward, and nothing is saved.
+
+    So it is in a checkpoint around the 4-bit products of bitsandbytes.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        vocab_size=99,
+    )
+    base = LlamaForCausalLM(config)
+    peaks = []
+    for apply in (apply_activation_checkpointing, lambda m: apply_layer_streaming(m, to="disk")):
+        model = apply(adapt(copy.deepcopy(base), rank=4))
+        gradients(model)
+        with PeakMemory() as memory:
+            gradients(model)
+        peaks.append(memory.peak)
+        del model
+    block = 4 * (4 * 256**2 + 3 * 256 * 1024) // (8 if adapt is apply_qlora else 1)
+    assert peaks[0] - peaks[1] > 5 * block  # of eight blocks two are there, and some scales
+
+
+def test_what_a_step_takes_is_predicted():
+    def build():
+        model = apply_layer_streaming(adapted(), to="disk", check=False)
+        trainable = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, fused=True)
+
+        def step(model, optimizer):
+            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    predicted = predict(build)
+    model, optimizer, step = build()
+    step(model, optimizer)
+    with PeakMemory(model=model, optimizer=optimizer) as memory:
+        step(model, optimizer)
+    measured = memory.timeline.at_peak()
+    for kind in ("weights", "states", "gradients", "activations"):
+        assert predicted.at_peak()[kind] == measured[kind]
+
+
+def test_generation_works_without_gradients():
+    model = adapted().eval()
+    expected = model.generate(IDS[:1], max_new_tokens=4, do_sample=False)
+    apply_layer_streaming(model, to="disk")
+    assert torch.equal(model.generate(IDS[:1], max_new_tokens=4, do_sample=False), expected)
+
+
+def test_the_plain_idea_does_the_same():
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 8) for _ in range(3)]
+
+    def block(hidden, weight):
+        return torch.tanh(hidden @ weight)
+
+    hidden = torch.randn(2, 8, requires_grad=True)
+    plain = hidden
+    for weight in weights:
+        plain = block(plain, weight)
+    expected = torch.autograd.grad(plain.sum(), hidden)[0]
+    asked = []
+
+    def fetch(number):
+        asked.append(number)
+        return [weights[number]]
+
+    streamed_by_hand([block] * 3, fetch, hidden).sum().backward()
+    assert torch.equal(hidden.grad, expected)
+    assert asked == [0, 1, 2, 2, 1, 0]
+
+
+def test_a_model_without_frozen_weights_stays_as_it_was():
+    model = model_of_shape("tiny-llama", device="cpu")
+    with pytest.raises(ValueError, match="no frozen weights"):
+        apply_layer_streaming(model, to="disk")
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    with pytest.raises(ValueError, match="use to='disk'"):
+        apply_layer_streaming(adapted())
+
+
+@pytest.mark.gpu
+def test_from_host_memory_on_a_gpu():
+    """The computing stream reads weights that the copying stream has not brought yet."""
+    model = adapted("smollm2-135m", apply_qlora).cuda()
+    ids = torch.randint(0, 49152, (2, 64), device="cuda")
+    apply_activation_checkpointing(model)
+    expected_loss, expected = gradients(model, ids)
+    remove_activation_checkpointing(model)
+    apply_layer_streaming(model)
+    for _ in range(3):
+        loss, found = gradients(model, ids)
+        assert torch.allclose(loss, expected_loss)
+        for name, gradient in found.items():
+            assert torch.allclose(gradient, expected[name], rtol=1e-3, atol=1e-6), name
