@@ -1,0 +1,95 @@
+"""The equation against the step itself, on tensors without data: neither knows of the other."""
+
+from functools import lru_cache, partial
+
+import pytest
+import torch
+
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict import equation
+from recipes_lib.core.predict.any_size import any_size
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
+from tests.core.predict.recipes import adamw, plain_step
+
+RANK = 16
+# Blocks of the model, rows and length of the batch, dtype.
+SHAPES = {
+    "smollm2-135m": (30, 6, 72, torch.float32),
+    "llama-3.2-1b": (16, 1, 1024, torch.bfloat16),
+    "llama-3.2-3b": (28, 2, 2048, torch.bfloat16),
+    "llama-3.1-8b": (32, 1, 2048, torch.bfloat16),
+    "qwen2.5-32b": (64, 1, 2048, torch.bfloat16),
+}
+checkpointed = partial(apply_activation_checkpointing, check=False)
+lora = partial(apply_lora, rank=RANK, alpha=2 * RANK, check=False)
+qlora = partial(apply_qlora, rank=RANK, alpha=2 * RANK)
+# A chunk of all tokens would be as large as the table of logits.
+chunked = partial(apply_chunked_cross_entropy, chunk_size=64, check=False)
+in_16_bits = partial(sixteen_bit_adamw, lr=2e-5)
+with_lora = partial(equation.with_adapters, rank=RANK)
+# What changes the model, its optimizer, and what the equation makes of it.
+STACKS = {
+    "plain": ((), adamw, ()),
+    "checkpointed": ((checkpointed,), adamw, (equation.with_checkpointing,)),
+    "LoRA": ((lora,), adamw, (with_lora,)),
+    "QLoRA, checkpointed": (
+        (qlora, checkpointed),
+        adamw,
+        (with_lora, equation.in_four_bits, equation.with_checkpointing),
+    ),
+    "chunked": ((chunked,), adamw, (equation.with_chunked_loss,)),
+    "16-bit states": ((), in_16_bits, (partial(equation.with_states_in, bits=16),)),
+}
+
+
+@lru_cache
+def plain(shape):
+    blocks, rows, length, dtype = SHAPES[shape]
+    model = model_of_shape(shape, dtype=dtype, device="meta")
+    return equation.plain_step(model, rows=rows, length=length)
+
+
+def peak_of_the_step(shape, stack):
+    blocks, rows, length, dtype = SHAPES[shape]
+    changes, optimizer, _ = STACKS[stack]
+    ids = torch.zeros(rows, length, dtype=torch.long)
+
+    def build_of(layers):
+        def build():
+            model = model_of_shape(shape, layers=layers, dtype=dtype, device="cpu")
+            for change in changes:
+                model = change(model)
+            return model, optimizer(model), plain_step({"input_ids": ids, "labels": ids})
+
+        return build
+
+    return any_size(build_of, layers=(2, 3)).peak(layers=blocks)
+
+
+def pairs(shapes):
+    """16-bit states are for weights in fp32."""
+    found = []
+    for shape in shapes:
+        for stack in STACKS:
+            if stack != "16-bit states" or SHAPES[shape][3] is torch.float32:
+                found.append((shape, stack))
+    return found
+
+
+@pytest.mark.parametrize(("shape", "stack"), pairs(["smollm2-135m", "llama-3.1-8b"]))
+def test_near_the_step_itself(shape, stack):
+    """The mistake: a term that is forgotten, or counted twice."""
+    step = plain(shape)
+    for change in STACKS[stack][2]:
+        step = change(step)
+    assert step.peak == pytest.approx(peak_of_the_step(shape, stack), rel=0.05)
+
+
+@pytest.mark.survey
+@pytest.mark.parametrize(("shape", "stack"), pairs(SHAPES))
+def test_near_the_step_itself_for_more_shapes(shape, stack):
+    test_near_the_step_itself(shape, stack)

@@ -1,0 +1,166 @@
+"""A step that has not run has the bytes of the one that has."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.core.measure import bytes_alive, measure
+from recipes_lib.core.predict import CARDS, predict
+from tests.core.predict.recipes import (
+    FAMILIES,
+    RECIPES,
+    Recipe,
+    batch_of,
+    build_of,
+    model_of,
+    plain_step,
+)
+
+# Another way to fill memory each. All of them on all families: `make survey`.
+LLAMA = [
+    "baseline",
+    "for-loop AdamW, clipped",
+    "gradient accumulation",
+    "selective checkpointing",
+    "activations on disk",
+    "fp16 autocast",
+    "in backward, checkpointed",
+    "8-bit AdamW",
+    "bf16, stochastic rounding",
+    "block sparse",
+    "packing",
+    "QLoRA, all of it",
+    "long texts",
+]
+GPT2 = ["baseline", "LoRA, checkpointed", "bf16 autocast", "tiled MLP", "16-bit AdamW"]
+NUMBERS = 64  # bytes of a loss scale or a norm: whose they are is not the same twice
+COMPILED = ("compiled", "torchao")  # what a survey does not compile
+
+
+def measured(build):
+    """The second step, or the first that has states."""
+    build()  # libraries make tables of codes once, and keep them
+    gc.collect()
+    before = bytes_alive()
+    model, optimizer, step = build()
+    step(model, optimizer)
+    while not optimizer.state:  # a loss scale that was too large at first
+        step(model, optimizer)
+
+    def again():
+        step(model, optimizer)
+
+    found = measure(again, warmup=0, repeats=0, model=model, optimizer=optimizer)
+    return found.without(before)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", name) for name in LLAMA] + [("gpt2", name) for name in GPT2],
+)
+def test_the_peak_is_the_measured_one_to_the_byte(family, name):
+    """The mistake: a recipe that does something else, or nothing, on tensors without data."""
+    build = build_of(family, RECIPES[name], num_hidden_layers=2)
+    prediction = predict(build)
+    found = measured(build)
+    assert prediction.peak == found.peak_bytes
+    assert prediction.timeline.highest.phase == found.timeline.highest.phase
+    assert prediction.at_peak() == pytest.approx(found.timeline.at_peak(), abs=NUMBERS)
+    assert prediction.kept == pytest.approx(found.timeline.points[-1].total, abs=NUMBERS)
+
+
+@pytest.mark.survey
+@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith(COMPILED)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_recipe_on_every_family(family, name):
+    """Within 0.5 %, or refused by both."""
+    build = build_of(family, RECIPES[name])
+    try:
+        found = measured(build)
+    except ValueError:
+        with pytest.raises(ValueError):
+            predict(build)
+        return
+    assert predict(build).peak == pytest.approx(found.peak_bytes, rel=0.005)
+
+
+def test_nothing_of_it_stays_alive():
+    """The mistake: a cache keeps a model without data, which later accounts would count."""
+    found = []
+
+    def build():
+        model, optimizer, step = build_of("llama", RECIPES["QLoRA, all of it"])()
+        found.extend(map(weakref.ref, [model, optimizer, *model.parameters()]))
+        return model, optimizer, step
+
+    predict(build)
+    gc.collect()
+    assert found and not any(reference() is not None for reference in found)
+
+
+def test_a_step_that_fails_leaves_nothing_behind():
+    """The mistake: fake tensors for whoever comes next."""
+
+    def fails(batch):
+        def step(model, optimizer):
+            raise RuntimeError("a reason\nand more")
+
+        return step
+
+    with pytest.raises(ValueError, match=r"RuntimeError \(a reason\)"):
+        predict(build_of("llama", Recipe(step=fails)))
+    assert torch.zeros(2).sum().item() == 0
+
+
+def test_refusals_are_those_of_the_recipe():
+    with pytest.raises(ValueError, match="only nn.Linear is quantized"):
+        predict(build_of("gpt2", RECIPES["QLoRA"]))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    """The mistake: a traceback of pages out of a library."""
+
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "nothing")
+        return model, None, plain_step(batch_of())
+
+    with pytest.raises(ValueError, match=r"reads a file .*nothing.*load outside"):
+        predict(build)
+
+
+def test_weights_of_a_file_are_not_read(tmp_path):
+    """The mistake: 16 GB are read from the disk to predict a step."""
+    model_of("llama", torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+
+    def from_file():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+        return model, torch.optim.AdamW(model.parameters()), plain_step(batch_of())
+
+    def new():
+        model = model_of("llama", torch.bfloat16)
+        return model, torch.optim.AdamW(model.parameters()), plain_step(batch_of())
+
+    assert predict(from_file).peak == predict(new).peak
+
+
+def test_a_prediction_inside_of_one_is_an_error():
+    def build():
+        predict(build_of("llama", RECIPES["baseline"]))
+
+    with pytest.raises(ValueError, match="dry run already"):
+        predict(build)
+
+
+def test_a_card_reserves_more_than_is_allocated():
+    """The mistake: rounding, workspaces and holes are forgotten."""
+    build = build_of("llama", RECIPES["baseline"])
+    card = CARDS["H100"]
+    prediction = predict(build, card=card)
+    assert prediction.fits
+    assert prediction.allocated >= prediction.peak + 2 * card.workspace
+    assert prediction.reserved > prediction.allocated
+    assert predict(build).reserved is None
