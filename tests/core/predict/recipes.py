@@ -151,12 +151,15 @@ def adamw(model: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=2e-5, **options)
 
 
+fused_adamw = partial(adamw, fused=True)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What changes the model, in this order; its optimizer; and a step for a batch."""
 
     changes: tuple[Callable[[Any], Any], ...] = ()
-    optimizer: Callable[[Any], Any] = partial(adamw, fused=True)
+    optimizer: Callable[[Any], Any] = fused_adamw
     step: Callable[[Batch], Step] = plain_step
     dtype: torch.dtype = torch.float32
 

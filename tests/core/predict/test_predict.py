@@ -116,7 +116,7 @@ def test_a_step_that_fails_leaves_nothing_behind():
 
 
 def test_refusals_are_those_of_the_recipe():
-    with pytest.raises(ValueError, match="only nn.Linear is quantized"):
+    with pytest.raises(ValueError, match=r"only nn\.Linear is quantized"):
         predict(build_of("gpt2", RECIPES["QLoRA"]))
 
 
