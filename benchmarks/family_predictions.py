@@ -3,32 +3,25 @@
 python -m benchmarks.family_predictions               all families, some minutes of one core
 python -m benchmarks.family_predictions Phi3 Mixtral  these
 
-Each row is a plain step and one with all blocks checkpointed, in fp32 on the CPU: the bytes that
-`budget_of` predicts, over those that the account of live tensors finds. It writes
-runs/family_predictions.json and prints a table.
+Each row is a plain step and one with all blocks checkpointed, in fp32 on the CPU: the same `build`
+is predicted, on tensors without data, and then measured. All of them together are kept in the
+results.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.study import save
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.runs import provenance, runs_dir
-from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-    estimate_activation_checkpointing,
-)
+from benchmarks.record import keep
+from recipes_lib.core.measure import measure
+from recipes_lib.core.predict import Build, predict
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.report.ladders.memory import ReadyStep
 
-FILE = "family_predictions.json"
-SHAPE = Shape(batch=2, seq=128)
+BATCH = (2, 128)  # rows, and tokens of each
 WINDOW = 32  # below the length of the rows
 
 SIZES = {
@@ -155,60 +148,59 @@ def small_model(family: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def measured_peak(model: Any, shape: Shape) -> int:
-    """Peak bytes of the second AdamW step, beside what others keep alive."""
-    ids = torch.randint(0, SIZES["vocab_size"], (shape.batch, shape.seq))  # [B, S]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    with PeakMemory() as before:
-        pass
-    for _ in range(2):  # the first step makes the optimizer's states
-        with PeakMemory() as memory:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return memory.peak - before.peak + weight_bytes(model)
+def build_of(family: str, *, checkpointed: bool) -> Build:
+    """`build` of `predict`: AdamW on all weights of a small model."""
+    ids = torch.randint(0, SIZES["vocab_size"], BATCH)  # [B, S]
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = small_model(family)
+        if checkpointed:
+            apply_activation_checkpointing(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), step
+
+    return build
 
 
-def compare(family: str, shape: Shape = SHAPE) -> dict[str, Any]:
-    """Predicted and measured bytes of both steps, and where the prediction comes from."""
-    model = small_model(family)
-    plain = budget_of(model, shape)
-    checkpointed = estimate_activation_checkpointing(plain, model, shape)
-    row = {
-        "family": family,
-        "source": plain.source,
-        "plain_predicted": plain.peak,
-        "plain_measured": measured_peak(model, shape),
-        "checkpointed_predicted": checkpointed.peak,
-    }
-    apply_activation_checkpointing(model)
-    row["checkpointed_measured"] = measured_peak(model, shape)
+def measured_peak(build: Build) -> int:
+    """Bytes of a step that has its states, without what others keep alive."""
+    ready = ReadyStep(build)
+    of_model = {"model": ready.model, "optimizer": ready.optimizer}
+    measured = measure(ready.step, warmup=0, repeats=0, **of_model)
+    return measured.peak_bytes - ready.alive_before
+
+
+def compare(family: str) -> dict[str, Any]:
+    """Predicted and measured bytes of both steps; or why there is no prediction."""
+    row: dict[str, Any] = {"name": family}
+    for way in ("plain", "checkpointed"):
+        build = build_of(family, checkpointed=way == "checkpointed")
+        row[f"{way}_measured_bytes"] = measured_peak(build)
+        try:
+            row[f"{way}_predicted_bytes"] = predict(build).peak
+        except ValueError as error:
+            row["refused"] = str(error)
     return row
 
 
-def error(row: dict[str, Any], step: str) -> float:
-    """The prediction over the measurement, less 1; `step` is "plain" or "checkpointed"."""
-    return row[f"{step}_predicted"] / row[f"{step}_measured"] - 1
-
-
-def main(arguments: list[str] | None = None) -> Path:
-    """Compare all families, print the table, write the file, and return where it is."""
+def main(arguments: list[str] | None = None) -> None:
+    """Compare all families, and print each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print("| family | plain step | checkpointed | predicted |")
-    print("| :-- | --: | --: | :-- |")
     rows = []
     for family in options.families or FAMILIES:
         row = compare(family)
         rows.append(row)
-        plain = f"{error(row, 'plain'):+.1%}"
-        checkpointed = f"{error(row, 'checkpointed'):+.1%}"
-        print(f"| {family} | {plain} | {checkpointed} | {row['source']} |", flush=True)
-    path = runs_dir() / FILE
-    save(path, provenance() | {"rows": rows})
-    return path
+        print(row, flush=True)
+    if not options.families:
+        rows_and_tokens = {"batch_rows": BATCH[0], "batch_tokens": BATCH[1]}
+        print(keep("family_predictions", rows_and_tokens | {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,82 +24,90 @@ from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import GIB, machine, seed_everything
 from recipes_lib.core.measure.memory import release_memory
-from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.budget import Budget, Shape
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.model import SHAPES, model_of_shape
+from recipes_lib.core.predict import Build, predict
+from recipes_lib.core.predict.any_size import any_size
 from recipes_lib.fine_tuning.qlora import apply_qlora
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-    estimate_activation_checkpointing,
-)
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
-from recipes_lib.memory.chunked_cross_entropy import (
-    apply_chunked_cross_entropy,
-    estimate_chunked_cross_entropy,
-)
-from recipes_lib.memory.nested_checkpointing import (
-    apply_nested_checkpointing,
-    best_group,
-    estimate_nested_checkpointing,
-)
-from recipes_lib.memory.optimizer_in_backward import (
-    apply_optimizer_in_backward,
-    estimate_optimizer_in_backward,
-)
-from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, estimate_tiled_mlp
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.training.curriculum import flops_per_token
-from recipes_lib.workflows.longest import find_longest, peak_of, predicted_longest
+from recipes_lib.workflows.longest import find_longest, peak_of
 
 # --- one full-parameter step --------------------------------------------------------------------
 
 
-def full_parameter_step(
-    shape: str,
-    layers: int | None,
-    adapt: Callable[[Any], Any],
-    seq_len: int,
-    *,
-    offload: bool = False,
-) -> dict[str, Any]:
-    """One step of `seq_len` tokens that trains all weights, in bf16 with stochastic rounding.
+@dataclass(frozen=True)
+class Stack:
+    """A full-parameter step with flash attention, checkpoints and the step in backward.
 
-    The optimizer steps in backward. A model that runs out of memory says so.
-
-    Args:
-        adapt: applies the recipes to a fresh model.
-        offload: checkpoints wait on the host, on a machine without GPU on the disk.
+    `offload` lets the checkpoints wait on the host, on a machine without GPU on the disk.
     """
-    seed_everything(0)
-    model = adapt(model_of_shape(shape, layers=layers, dtype=training_dtype()))
-    optimizer_class = torch.optim.AdamW
-    if training_dtype() == torch.bfloat16:
-        optimizer_class = partial(bf16_adamw, rounding="stochastic")
-    handle = apply_optimizer_in_backward(model, optimizer_class=optimizer_class, lr=1e-5)
 
-    def step(tokens: int) -> tuple[float, int]:
-        """Its loss, and the bytes that were moved."""
+    shape: str
+    tile: int  # tokens
+    chunked_loss: bool = False
+    tiled_mlp: bool = False
+    tiled_norms: bool = False
+    offload: bool = False
+    group: int = 1  # blocks of a nested checkpoint; 1 checkpoints each by itself
+
+    def build(
+        self, *, layers: int | None, tokens: int, dtype: torch.dtype, device: str | None = None
+    ) -> Build:
+        """`build` of `core.predict`, which trains all weights."""
+        return partial(self._built, layers, tokens, dtype, device)
+
+    def _built(
+        self, layers: int | None, tokens: int, dtype: torch.dtype, device: str | None
+    ) -> tuple[Any, Any, Callable[..., tuple[torch.Tensor, int]]]:
+        seed_everything(0)
+        model = model_of_shape(self.shape, layers=layers, dtype=dtype, device=device)
+        apply_flash_attention(model)
+        if self.chunked_loss:
+            apply_chunked_cross_entropy(model)
+        if self.tiled_mlp:
+            apply_tiled_mlp(model, tile_size=min(self.tile, tokens), norms=self.tiled_norms)
+        if self.group > 1:
+            apply_nested_checkpointing(model, group=self.group)
+        else:
+            apply_activation_checkpointing(model)
+        optimizer_class = torch.optim.AdamW
+        if dtype == torch.bfloat16:
+            optimizer_class = partial(bf16_adamw, rounding="stochastic")
+        optimizer = apply_optimizer_in_backward(model, optimizer_class=optimizer_class, lr=1e-5)
+        return model, optimizer, partial(self._step, tokens=tokens)
+
+    def _step(self, model: Any, optimizer: Any, *, tokens: int) -> tuple[torch.Tensor, int]:
+        """The loss, and the bytes that were moved."""
         ids = made_up_ids(model, tokens)
         surroundings = contextlib.nullcontext()
-        if offload:
-            surroundings = offload_activations(model, to=elsewhere(), in_flight=1)
+        if self.offload:
+            surroundings = offload_activations(model, to=elsewhere(model), in_flight=1)
         with surroundings as moved:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
-        handle.step()
-        if moved is None:
-            return loss.item(), 0
-        return loss.item(), moved.moved_bytes
+        optimizer.step()
+        return loss.detach(), 0 if moved is None else moved.moved_bytes
 
-    step(256)  # makes the states
+
+def full_parameter_step(stack: Stack, layers: int | None, tokens: int) -> dict[str, Any]:
+    """Take one step of so many tokens, in bf16 with stochastic rounding where the device has it."""
+    model, optimizer, step = stack.build(layers=layers, tokens=tokens, dtype=training_dtype())()
+    step(model, optimizer, tokens=256)  # makes the states
     start = time.perf_counter()
     with PeakMemory() as memory:
-        loss, moved_bytes = step(seq_len)
+        loss, moved_bytes = step(model, optimizer)
+        loss = loss.item()
     seconds = time.perf_counter() - start
-    operations = seq_len * flops_per_token(model, seq_len=seq_len)
+    operations = tokens * flops_per_token(model, seq_len=tokens)
     return {
-        "tokens": seq_len,
+        "tokens": tokens,
         "peak_gib": memory.peak / GIB,
         "host_gib": moved_bytes / GIB,
         "seconds": seconds,
@@ -108,15 +116,38 @@ def full_parameter_step(
     }
 
 
+def predicted_tokens(
+    stack: Stack, layers: int | None, *, limit_bytes: int, dtype: torch.dtype | None = None
+) -> int:
+    """The longest text whose step is predicted to stay below a limit.
+
+    Bytes grow evenly with tokens, so the line through two lengths of whole tiles says where they
+    reach the limit.
+    """
+    layers = layers or SHAPES[stack.shape].layers
+    on = {"dtype": dtype or training_dtype(), "device": "cpu"}
+
+    def peak(tokens: int) -> int:
+        build_of = partial(stack.build, tokens=tokens, **on)
+        few = stack.group + layers % stack.group + 1 // stack.group
+        if layers <= few + 2 * stack.group:
+            return predict(build_of(layers=layers)).peak
+        return any_size(build_of, layers=(few, few + stack.group)).peak(layers=layers)
+
+    few, more = 4 * stack.tile, 8 * stack.tile
+    per_token = (peak(more) - peak(few)) / (more - few)
+    return int(few + (limit_bytes - peak(few)) / per_token)
+
+
 def made_up_ids(model: Any, tokens: int) -> torch.Tensor:
     """A row of different tokens [1, tokens], of any length."""
     positions = torch.arange(tokens, device=model.device)[None]
     return positions * 7919 % model.config.vocab_size  # a prime: neighbours are far apart
 
 
-def elsewhere() -> str:
+def elsewhere(model: Any) -> str:
     """Where what is offloaded waits: a CPU has no other memory than its own, so there the disk."""
-    if machine().device == "cuda":
+    if model.device.type == "cuda":
         return "host"
     return "disk"
 
@@ -137,76 +168,36 @@ def until_it_fits(
 # --- the ladder of the record -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Way:
-    """Which recipes a row has, beside flash attention, checkpoints and the step in backward."""
-
-    chunked_loss: bool = False
-    tiled_mlp: bool = False
-    offload: bool = False  # of the checkpoints
-
-
-WAYS = {
-    "plain, with checkpointing": Way(),
-    "+ chunked loss": Way(chunked_loss=True),
-    "+ checkpoints on the host": Way(chunked_loss=True, offload=True),
-    "+ tiled MLP": Way(chunked_loss=True, offload=True, tiled_mlp=True),
-}
+def ways(shape: str) -> dict[str, Stack]:
+    """Which recipes each row has."""
+    tile = 16 if shape.startswith("tiny") else 8192
+    plain = Stack(shape, tile)
+    return {
+        "plain, with checkpointing": plain,
+        "+ chunked loss": replace(plain, chunked_loss=True),
+        "+ checkpoints on the host": replace(plain, chunked_loss=True, offload=True),
+        "+ tiled MLP": replace(plain, chunked_loss=True, offload=True, tiled_mlp=True),
+    }
 
 
 def ablation(*, shape: str, layers: int | None, cap: int) -> Iterator[dict[str, Any]]:
     """The ladder of the record under a cap of so many bytes.
 
-    Each row trains at the longest sequence that the arithmetic allows.
+    Each row trains at the longest sequence that is predicted to fit.
     """
-    meta = model_of_shape(shape, layers=layers, device="meta", dtype=training_dtype())
-    tile_size = 8192
-    if shape.startswith("tiny"):
-        tile_size = 16
     rows: dict[str, Any] = {}
-    for name, way in WAYS.items():
-        plan = partial(planned, meta, way, tile_size=tile_size)
-        expected = predicted_longest(plan, limit_bytes=cap)
-        adapt = partial(adapted, way=way, tile_size=tile_size)
-        step = partial(full_parameter_step, shape, layers, adapt, offload=way.offload)
-        with PeakMemory(limit_bytes=int(1.05 * cap)):  # the arithmetic may be off by a little
-            rows[name] = {"predicted_tokens": expected} | until_it_fits(step, expected)
+    for name, stack in ways(shape).items():
+        expected = predicted_tokens(stack, layers, limit_bytes=cap)
+        with PeakMemory(limit_bytes=int(1.05 * cap)):  # the prediction may be off by a little
+            found = until_it_fits(partial(full_parameter_step, stack, layers), expected)
+        rows[name] = {"predicted_tokens": expected} | found
         yield {"shape": shape, "layers": layers, "cap_gib": cap / GIB, "rows": rows}
-
-
-def adapted(model: Any, *, way: Way, tile_size: int) -> Any:
-    """The model with the recipes of a row."""
-    apply_flash_attention(model)
-    apply_activation_checkpointing(model)
-    if way.chunked_loss:
-        apply_chunked_cross_entropy(model)
-    if way.tiled_mlp:
-        apply_tiled_mlp(model, tile_size=tile_size)
-    return model
-
-
-def planned(model: Any, way: Way, tokens: int, *, tile_size: int) -> Budget:
-    """The budget of a row at so many tokens."""
-    shape = Shape(batch=1, seq=tokens)
-    plan = budget_of(model, shape)
-    if way.chunked_loss:
-        plan = estimate_chunked_cross_entropy(plan, model, shape)
-    if way.tiled_mlp:
-        plan = estimate_tiled_mlp(plan, model, shape, tile_size=tile_size)
-    plan = estimate_activation_checkpointing(plan, model, shape)
-    plan = estimate_optimizer_in_backward(plan, model, shape)
-    if way.offload:
-        # The inputs of the blocks are elsewhere. One block is whole while backward is inside it.
-        config = model.config
-        inputs = config.num_hidden_layers * tokens * config.hidden_size * model.dtype.itemsize
-        inside_a_block = plan.one_block + plan.block_gradients
-        plan = plan.change(activations=max(plan.activations - inputs, inside_a_block))
-    return plan
 
 
 # --- the longest steps --------------------------------------------------------------------------
 
 
+RANK = 16  # of QLoRA's adapters
 LEFT_FREE = 0.1  # of a card: for its context, and for what the allocator cannot use
 
 
@@ -216,33 +207,28 @@ def longest_step(*, shape: str, layers: int | None, seq_len: int) -> Iterator[di
     It is of `seq_len` tokens, or of as many as are predicted to fit: each try that runs out of
     memory would compute for minutes before it does.
     """
-    meta = model_of_shape(shape, layers=layers, device="meta", dtype=training_dtype())
-    tokens = min(seq_len, predicted_to_fit(meta, machine().memory_bytes))
-
-    def adapt(model: Any) -> Any:
-        apply_flash_attention(model)
-        apply_chunked_cross_entropy(model)
-        apply_tiled_mlp(model, tile_size=min(8192, tokens), norms=True)
-        return apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
-
+    tokens = min(seq_len, predicted_to_fit(shape, layers, machine().memory_bytes))
     asked = {"shape": shape, "layers": layers, "asked": seq_len}
     yield asked  # what a run that is cut leaves
-    yield asked | until_it_fits(partial(full_parameter_step, shape, layers, adapt), tokens)
+    step = partial(full_parameter_step, longest_stack(shape, layers), layers)
+    yield asked | until_it_fits(step, tokens)
 
 
-def predicted_to_fit(meta: Any, memory_bytes: int) -> int:
+def longest_stack(shape: str, layers: int | None) -> Stack:
+    """Every recipe for length, and nested checkpoints."""
+    group = best_group(layers or SHAPES[shape].layers)
+    tile = 64 if shape.startswith("tiny") else 8192
+    recipes = {"chunked_loss": True, "tiled_mlp": True, "tiled_norms": True}
+    return Stack(shape, tile, group=group, **recipes)
+
+
+def predicted_to_fit(
+    shape: str, layers: int | None, memory_bytes: int, *, dtype: torch.dtype | None = None
+) -> int:
     """The longest text whose step, as `longest_step` takes it, is predicted to fit a card."""
-    group = best_group(meta.config.num_hidden_layers)
-
-    def plan(tokens: int) -> Budget:
-        text = Shape(batch=1, seq=tokens)
-        budget = estimate_chunked_cross_entropy(budget_of(meta, text), meta, text)
-        tile = min(8192, tokens)
-        budget = estimate_tiled_mlp(budget, meta, text, tile_size=tile, norms=True)
-        budget = estimate_nested_checkpointing(budget, meta, text, group=group)
-        return estimate_optimizer_in_backward(budget, meta, text)
-
-    return predicted_longest(plan, limit_bytes=int((1 - LEFT_FREE) * memory_bytes))
+    limit = int((1 - LEFT_FREE) * memory_bytes)
+    stack = longest_stack(shape, layers)
+    return predicted_tokens(stack, layers, limit_bytes=limit, dtype=dtype)
 
 
 def qlora_context(
@@ -252,18 +238,14 @@ def qlora_context(
 
     Checkpoints wait on the host.
     """
-    model = adapters_for_long_rows(shape, layers, tile_size=min(4096, most))
-    optimizer = eight_bit_adamw(model, lr=1e-4)
+    model, optimizer, one_step = qlora_build(
+        shape, layers, tokens=most, tile=min(4096, most), dtype=training_dtype()
+    )()
     seconds: dict[int, float] = {}
 
     def step(tokens: int) -> None:
-        ids = made_up_ids(model, tokens)
         start = time.perf_counter()
-        # Nothing comes back ahead: such an input is 2 GiB, and docs/long-card.md has no room.
-        with offload_activations(model, to=elsewhere(), min_bytes=4096, in_flight=0):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, tokens=tokens)
         seconds[tokens] = time.perf_counter() - start
 
     step(64)  # makes the states
@@ -285,16 +267,47 @@ def qlora_context(
     }
 
 
-def adapters_for_long_rows(shape: str, layers: int | None, *, tile_size: int) -> Any:
-    """A QLoRA model with every recipe for length."""
-    seed_everything(0)
-    model = apply_qlora(model_of_shape(shape, layers=layers, dtype=training_dtype()), rank=16)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            # Beside adapters in fp32 each layer would keep its input in fp32 as well.
-            parameter.data = parameter.data.to(training_dtype())
-    apply_flash_attention(model)
-    apply_chunked_cross_entropy(model)
-    apply_tiled_mlp(model, tile_size=tile_size, norms=True)
-    apply_head_groups(model)
-    return apply_activation_checkpointing(model)
+def qlora_build(
+    shape: str,
+    layers: int | None,
+    *,
+    tokens: int,
+    tile: int,
+    dtype: torch.dtype,
+    device: str | None = None,
+    in_groups: bool = True,
+    in_flight: int = 0,
+) -> Build:
+    """`build` of `core.predict`: QLoRA with every recipe for length.
+
+    Args:
+        in_groups: attention works on one group of heads after the other.
+        in_flight: inputs of blocks that come back from the host ahead. Such an input may be 2 GiB,
+            and docs/long-card.md has no room for it.
+    """
+
+    def step(model: Any, optimizer: Any, *, tokens: int = tokens) -> None:
+        ids = made_up_ids(model, tokens)
+        away = {"to": elsewhere(model), "min_bytes": 4096, "in_flight": in_flight}
+        with offload_activations(model, **away):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
+        seed_everything(0)
+        model = model_of_shape(shape, layers=layers, dtype=dtype, device=device)
+        model = apply_qlora(model, rank=RANK)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # Beside adapters in fp32 each layer would keep its input in fp32 as well.
+                parameter.data = parameter.data.to(dtype)
+        apply_flash_attention(model)
+        apply_chunked_cross_entropy(model)
+        apply_tiled_mlp(model, tile_size=tile, norms=True)
+        if in_groups:
+            apply_head_groups(model)
+        apply_activation_checkpointing(model)
+        return model, eight_bit_adamw(model, lr=1e-4), step
+
+    return build

@@ -1,47 +1,34 @@
-"""What each notebook is predicted to need on each kind of GPU: docs/on-your-card.md.
+"""What each notebook is predicted to need on each kind of GPU, for docs/on-your-card.md.
 
-python -m benchmarks.on_your_card
+python -m benchmarks.on_your_card    some minutes of one core, no GPU
 
-Arithmetic only. The sizes are those of the notebooks: the cell that holds them is run here, and
-what it would give to a machine is kept.
+The sizes are those of the notebooks: the cell that holds them is run here, and what it would give
+to a machine is kept. The steps are dry ones, on a pretended card.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import torch
 
-from benchmarks.render import page as from_template
+from benchmarks import long_steps
+from benchmarks.record import keep
+from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.measure.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict import plain_step
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.precision.mixed_precision import estimate_mixed_precision
-from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
+from recipes_lib.core.predict import CARDS, Build, Card, Prediction, predict
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "on-your-card.md"
-# The smallest card of each tier, with the bytes that PyTorch says it has.
-CARDS = {"gpu16": ("T4", 14.6), "gpu24": ("L4, A10G", 22.0), "gpu80": ("A100, H100", 79.1)}
-# What mixed precision computes in: a T4 has no bf16.
-HALVES = {"gpu16": torch.float16, "gpu24": torch.bfloat16, "gpu80": torch.bfloat16}
-# Of a card: the rest is for its context, and for gaps between tensors of many sizes.
-USABLE = 0.88
-
-
-class Need(NamedTuple):
-    """What a notebook needs on a card, at its highest row."""
-
-    notebook: str
-    row: str
-    gib: float
+# The smallest card of each tier.
+TIERS = {"gpu16": CARDS["T4"], "gpu24": CARDS["L4"], "gpu80": CARDS["H100"]}
+# Cards on which the longest steps of `make gpu` have to end in their minutes.
+LONGEST = {"T4": "gpu16", "L4": "gpu24", "H100": "gpu80", "H200": "gpu80"}
+LEARNER = Sizes(tier="", shape="smollm2-135m", layers=None, rows=3, tokens=192)
 
 
 def sizes_of(notebook: str) -> dict[str, Sizes]:
@@ -51,88 +38,126 @@ def sizes_of(notebook: str) -> dict[str, Sizes]:
     (cell,) = (each for each in cells if "choose_sizes(\n" in each or "= choose_sizes(c" in each)
     found: dict[str, Any] = {}
 
-    def keep(**tiers: dict[str, Any]) -> None:
+    def keep_them(**tiers: dict[str, Any]) -> None:
         found.update(tiers)
 
-    names = {"choose_sizes": keep, "GIB": GIB, "torch": torch}
+    names = {"choose_sizes": keep_them, "GIB": GIB, "torch": torch}
     exec(compile(cell, str(source), "exec"), names)
-    return {tier: Sizes(tier=tier, **found[tier]) for tier in CARDS}
+    return {tier: Sizes(tier=tier, **found[tier]) for tier in TIERS}
 
 
-# --- one function per notebook: its highest row ---------------------------------------------------
+def in_words(sizes: Sizes) -> str:
+    """ "llama-3.2-1b, 5 blocks, 8 × 256 tokens" """
+    blocks = "all" if sizes.layers is None else sizes.layers
+    return f"{sizes.shape}, {blocks} blocks, {sizes.rows} × {sizes.tokens} tokens"
 
 
-def training_step(sizes: Sizes) -> tuple[str, float]:
-    """Notebook 01: every weight in fp32, in one batch, accumulated, or in mixed precision."""
-    model = model_of_shape(sizes.shape, layers=sizes.layers, device="meta")
-    whole = Shape(batch=sizes.rows, seq=sizes.tokens)
-    parts = Shape(batch=sizes.rows, seq=sizes.tokens, micro_batches=2)
-    half = HALVES[sizes.tier]
-    with mock.patch.object(plain_step, "without_grouped_heads", partial(as_on, sizes.tier)):
-        baseline = budget_of(model, whole)
-        peaks = {
-            "in fp32": baseline.peak,
-            "with accumulation": estimate_gradient_accumulation(baseline, model, parts).peak,
-            "in mixed precision": estimate_mixed_precision(baseline, model, whole, dtype=half).peak,
-        }
-    way = max(peaks, key=peaks.get)
-    blocks = model.config.num_hidden_layers
-    return f"full fine-tuning {way} of {sizes.shape}, {blocks} blocks", peaks[way] / GIB
+# --- steps ----------------------------------------------------------------------------------------
 
 
-def as_on(tier: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention repeats heads there: in fp32, and on a T4 in 16 bits as well."""
-    return dtype.itemsize == 4 or HALVES[tier] is torch.float16
+def full_step(sizes: Sizes, way: str, half: torch.dtype) -> Build:
+    """Full fine-tuning with AdamW: "in fp32", "with accumulation" or "in mixed precision"."""
+    ids = torch.zeros(sizes.rows, sizes.tokens, dtype=torch.long)  # [B, S]
+
+    def loss_of(model: Any) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if way == "with accumulation":
+            batch = {"input_ids": ids, "labels": ids}
+            accumulate_gradients(model, batch, micro_batches=sizes.rows // 2)
+        elif way == "in mixed precision":
+            with torch.autocast("cpu", half):
+                loss = loss_of(model)
+            loss.backward()
+        else:
+            loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = model_of_shape(sizes.shape, layers=sizes.layers, device="cpu")
+        return model, torch.optim.AdamW(model.parameters(), fused=True), step
+
+    return build
 
 
-def writing(sizes: Sizes) -> tuple[str, float]:
+def highest(sizes: Sizes, card: Card) -> dict[str, Any]:
+    """Notebook 01, and full fine-tuning in `make gpu`: the row that needs most on a card."""
+    half = torch.bfloat16 if card.capability >= (8, 0) else torch.float16
+    peaks: dict[str, Prediction] = {}
+    for way in ("in fp32", "with accumulation", "in mixed precision"):
+        peaks[way] = predict(full_step(sizes, way, half), card=card)
+    way = max(peaks, key=lambda each: peaks[each].reserved)
+    return of_step(f"full fine-tuning {way}", sizes, peaks[way])
+
+
+def of_step(row: str, sizes: Sizes, found: Prediction) -> dict[str, Any]:
+    sized = {"row": row, "sizes": in_words(sizes)}
+    return sized | {"allocated_bytes": found.allocated, "reserved_bytes": found.reserved}
+
+
+# --- what each notebook needs, and `make gpu` -----------------------------------------------------
+
+
+def writing(sizes: Sizes, card: Card) -> dict[str, Any]:
     """Notebook 03: the wider model in fp32, before its weights get fewer bits."""
     model = model_of_shape(sizes.shape, layers=sizes.wide_layers, device="meta")
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    return f"{sizes.shape}, {sizes.wide_layers} blocks, fp32, writing text", size / GIB
+    row = f"{sizes.shape}, {sizes.wide_layers} blocks, fp32, writing text"
+    return {"row": row, "allocated_bytes": size}
 
 
-def long_texts(sizes: Sizes) -> tuple[str, float]:
+def long_texts(sizes: Sizes, card: Card) -> dict[str, Any]:
     """Notebook 04 searches below a limit of its own."""
-    return f"the longest text on which {sizes.shape} trains", sizes.limit / GIB
+    row = f"the longest text on which {sizes.shape} trains"
+    return {"row": row, "allocated_bytes": int(sizes.limit)}
 
 
-def fine_tuning(sizes: Sizes) -> tuple[str, float]:
+def fine_tuning(sizes: Sizes, card: Card) -> dict[str, Any]:
     """Notebook 05: full fine-tuning of SmolLM2 on three rows."""
-    model = model_of_shape("smollm2-135m", device="meta")
-    shape = Shape(batch=3, seq=192)
-    return "full fine-tuning of SmolLM2 in fp32", budget_of(model, shape).peak / GIB
+    found = predict(full_step(LEARNER, "in fp32", torch.bfloat16), card=card)
+    return of_step("full fine-tuning in fp32", LEARNER, found)
 
 
-NOTEBOOKS: dict[str, Callable[[Sizes], tuple[str, float]]] = {
-    "01": training_step,
+NOTEBOOKS: dict[str, Callable[[Sizes, Card], dict[str, Any]]] = {
+    "01": highest,
     "03": writing,
     "04": long_texts,
     "05": fine_tuning,
 }
 
 
-def needs(tier: str) -> list[Need]:
-    """What each notebook needs on a tier. 02 and 06 run on the CPU of a machine with one GPU."""
-    found = []
-    for notebook, highest in NOTEBOOKS.items():
-        row, gib = highest(sizes_of(notebook)[tier])
-        found.append(Need(notebook, row, gib))
-    return found
+def sizes_of_make_gpu(tier: str) -> Sizes:
+    """Those of full fine-tuning there."""
+    full = TIER_SIZES[tier]["full"]
+    shape = {"shape": full["shape"], "layers": full["layers"]}
+    return Sizes(tier=tier, rows=full["batch_size"], tokens=full["seq_len"], **shape)
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
-def page() -> str:
-    """The text of docs/on-your-card.md."""
-    return from_template("on-your-card.md.j2", tiers=CARDS, usable=USABLE, needs=needs)
+def longest_tokens(card: Card, tier: str) -> int:
+    """The longest text for the part `longest` of `make gpu`, before its sizes shorten it."""
+    longest = TIER_SIZES[tier]["longest"]
+    dtype = torch.bfloat16 if card.capability >= (8, 0) else torch.float32
+    model = (longest["shape"], longest["layers"])
+    return long_steps.predicted_to_fit(*model, card.memory_bytes, dtype=dtype)
 
 
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    """Predict all of it, and keep it."""
+    rows = []
+    for tier, card in TIERS.items():
+        for notebook, need_of in NOTEBOOKS.items():
+            need = need_of(sizes_of(notebook)[tier], card)
+            rows.append({"name": f"{tier} {notebook}"} | need)
+            print(rows[-1], flush=True)
+        rows.append({"name": f"{tier} make gpu"} | highest(sizes_of_make_gpu(tier), card))
+        print(rows[-1], flush=True)
+    for name, tier in LONGEST.items():
+        rows.append({"name": f"longest {name}", "longest": longest_tokens(CARDS[name], tier)})
+        print(rows[-1], flush=True)
+    rooms = {tier: {"room_bytes": card.for_tensors} for tier, card in TIERS.items()}
+    print(keep("on_your_card", rooms | {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ python -m benchmarks.render --check    exit 1 if a text differs from what would 
     <!--m 01 QLoRA-->                inside a line, up to      <!--/m-->
 
 `templates/tables.j2` has a macro for each block, and `templates/numbers.j2` one for each number
-that is not a row of a ladder. `docs/results.md` and the pages with predictions have a template each
-and are written whole. No number enters a text in any other way, so none can disagree with what a
-run measured. A place without a recorded run is empty.
+that is not a row of a ladder. The pages of PAGES have a template each and are written whole. No
+number enters a text in any other way, so none can disagree with what a run measured. A place without a recorded run is empty.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -29,6 +29,8 @@ from benchmarks.record import RESULTS, Number, Run, every_record, newest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATES = Path(__file__).parent / "templates"
+PUBLISHED = Path(__file__).parent / "published_peaks.jsonl"
+PAGES = ("results.md", "predictions.md", "long-card.md", "on-your-card.md")  # written whole
 MARKER = re.compile(r"<!--m (\w+) ([^>]+?)-->")
 
 # --- how numbers are written ----------------------------------------------------------------------
@@ -36,6 +38,10 @@ MARKER = re.compile(r"<!--m (\w+) ([^>]+?)-->")
 
 def mib(size: float, digits: int = 0) -> str:
     return f"{size / 2**20:,.{digits}f}"
+
+
+def gib(size: float, digits: int = 1) -> str:
+    return f"{size / 2**30:,.{digits}f}"
 
 
 def mb(size: float) -> str:
@@ -180,6 +186,15 @@ def worst_error(run: Run) -> str:
     return at_most(max(errors))
 
 
+def bytes_off(row: dict[str, Any], way: str) -> str:
+    """Predicted less measured bytes: "0", or with the share that they are."""
+    measured = row[f"{way}_measured_bytes"]
+    if f"{way}_predicted_bytes" not in row:
+        return "no prediction"
+    off = row[f"{way}_predicted_bytes"] - measured
+    return f"{off:+,.0f} bytes ({off / measured:+.2%})" if off else "0"
+
+
 def at_most(error: float) -> str:
     """ "1.2% at most", or "less than 0.1%", which would be printed as 0.0%."""
     if error < 0.0005:
@@ -187,7 +202,23 @@ def at_most(error: float) -> str:
     return f"{error:.1%} at most"
 
 
-FILTERS = (mib, mb, three, change, share, fixed, signed, small, times, faster, ranged, minus, over)
+FILTERS = (
+    mib,
+    gib,
+    mb,
+    bytes_off,
+    three,
+    change,
+    share,
+    fixed,
+    signed,
+    small,
+    times,
+    faster,
+    ranged,
+    minus,
+    over,
+)
 FILTERS += (spread, middle, median_of, verdict, beside, quality, where, worst_error, at_most)
 
 
@@ -206,8 +237,14 @@ def environment(folder: Path = RESULTS) -> Environment:
         return [record for record in every_record(folder) if "withdrawn" in record]
 
     found.globals |= {"newest": newest_here, "withdrawn": withdrawn, "doctor_of": doctor}
-    found.globals |= {"max": max, "abs": abs}
+    found.globals |= {"max": max, "abs": abs, "published": published_rows()}
     return found
+
+
+def published_rows() -> dict[str, Any]:
+    """What benchmarks/published_peaks.jsonl says of each row, by name."""
+    lines = PUBLISHED.read_text(encoding="utf-8").splitlines()
+    return {row["name"]: row for row in map(json.loads, lines)}
 
 
 # --- a place in a text ----------------------------------------------------------------------------
@@ -314,7 +351,7 @@ def page(template: str, folder: Path = RESULTS, **values: Any) -> str:
 
 def stale_texts() -> dict[Path, str]:
     """What each text should be that differs from the recorded results."""
-    wanted = {ROOT / "docs" / "results.md": page("results.md.j2")}
+    wanted = {ROOT / "docs" / name: page(f"{name}.j2") for name in PAGES}
     marked = [ROOT / name for name in ("README.md", "CHEATSHEET.md", "TRAPS.md")]
     marked += sorted((ROOT / "docs").glob("*.md"))
     for path in marked:
