@@ -39,6 +39,8 @@ from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.training.curriculum import flops_per_token
 from recipes_lib.workflows.longest import find_longest, peak_of
 
+LEAST_BYTES = 4096  # of what goes to the host
+
 # --- one full-parameter step --------------------------------------------------------------------
 
 
@@ -88,7 +90,8 @@ class Stack:
         ids = made_up_ids(model, tokens)
         surroundings = contextlib.nullcontext()
         if self.offload:
-            surroundings = offload_activations(model, to=elsewhere(model), in_flight=1)
+            away = {"to": elsewhere(model), "min_bytes": LEAST_BYTES, "in_flight": 1}
+            surroundings = offload_activations(model, **away)
         with surroundings as moved:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
@@ -126,17 +129,20 @@ def predicted_tokens(
     """
     layers = layers or SHAPES[stack.shape].layers
     on = {"dtype": dtype or training_dtype(), "device": "cpu"}
-
-    def peak(tokens: int) -> int:
-        build_of = partial(stack.build, tokens=tokens, **on)
-        few = stack.group + layers % stack.group + 1 // stack.group
-        if layers <= few + 2 * stack.group:
-            return predict(build_of(layers=layers)).peak
-        return any_size(build_of, layers=(few, few + stack.group)).peak(layers=layers)
-
     few, more = 4 * stack.tile, 8 * stack.tile
-    per_token = (peak(more) - peak(few)) / (more - few)
-    return int(few + (limit_bytes - peak(few)) / per_token)
+    of_few, of_more = (predicted_peak(stack, layers, tokens, **on) for tokens in (few, more))
+    per_token = (of_more - of_few) / (more - few)
+    return int(few + (limit_bytes - of_few) / per_token)
+
+
+def predicted_peak(stack: Stack, layers: int, tokens: int, **on: Any) -> int:
+    """Bytes of a step, from a few blocks where it has many."""
+    build_of = partial(stack.build, tokens=tokens, **on)
+    period = stack.group
+    few = layers % period + 2 * period
+    if layers <= few + 2 * period:
+        return predict(build_of(layers=layers)).peak
+    return any_size(build_of, layers=(few, few + period)).peak(layers=layers)
 
 
 def made_up_ids(model: Any, tokens: int) -> torch.Tensor:
@@ -288,7 +294,7 @@ def qlora_build(
 
     def step(model: Any, optimizer: Any, *, tokens: int = tokens) -> None:
         ids = made_up_ids(model, tokens)
-        away = {"to": elsewhere(model), "min_bytes": 4096, "in_flight": in_flight}
+        away = {"to": elsewhere(model), "min_bytes": LEAST_BYTES, "in_flight": in_flight}
         with offload_activations(model, **away):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()

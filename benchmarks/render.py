@@ -8,7 +8,8 @@ python -m benchmarks.render --check    exit 1 if a text differs from what would 
 
 `templates/tables.j2` has a macro for each block, and `templates/numbers.j2` one for each number
 that is not a row of a ladder. The pages of PAGES have a template each and are written whole. No
-number enters a text in any other way, so none can disagree with what a run measured. A place without a recorded run is empty.
+number enters a text in any other way, so none can disagree with what a run measured. A place
+without a recorded run is empty.
 """
 
 from __future__ import annotations

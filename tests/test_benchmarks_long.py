@@ -8,6 +8,7 @@ import torch
 from benchmarks import long_sequences, long_steps
 from benchmarks.sizes import FAST
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict import predict
 
 
 def last_of(contents):
@@ -72,7 +73,8 @@ def test_rows_of_real_text():
 def test_the_ladder_of_the_record():
     """Each row at its own length, under its cap; the last fits more than the first."""
     found = last_of(long_steps.ablation(**FAST["ablation"]))
-    assert list(found["rows"]) == list(long_steps.WAYS)
+    ways = long_steps.ways("tiny-llama")
+    assert list(found["rows"]) == list(ways)
     rows = list(found["rows"].values())
     assert rows[-1]["tokens"] > 1.2 * rows[0]["tokens"]
     for row in rows:
@@ -80,12 +82,12 @@ def test_the_ladder_of_the_record():
         # The emulated cap counts all that is alive, and so do the steps.
         assert row["peak_gib"] <= 1.05 * found["cap_gib"]
     moved = [row["host_gib"] > 0 for row in rows]
-    assert moved == [way.offload for way in long_steps.WAYS.values()]
+    assert moved == [way.offload for way in ways.values()]
 
 
 def test_the_recipes_of_the_ablation_do_not_change_the_maths(monkeypatch):
     """At one length for all: the loss is that of the same weights."""
-    monkeypatch.setattr(long_steps, "predicted_longest", lambda plan, limit_bytes: 300)
+    monkeypatch.setattr(long_steps, "predicted_tokens", lambda *_, **__: 300)
     found = last_of(long_steps.ablation(shape="tiny-llama", layers=2, cap=2**30))
     losses = [row["loss"] for row in found["rows"].values()]
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-4)
@@ -98,11 +100,22 @@ def test_the_longest_step():
     assert found["peak_gib"] > 0
 
 
-@pytest.mark.parametrize(("card", "most"), [(79.1 * 2**30, 260_000), (139.8 * 2**30, 600_000)])
-def test_the_longest_step_begins_where_it_fits(card, most):
-    """The mistake: 393,216 tokens on an H100, which need 105 GiB. Each try takes minutes."""
-    meta = model_of_shape("llama-3.1-8b", device="meta", dtype=torch.bfloat16)
-    assert 100_000 < long_steps.predicted_to_fit(meta, int(card)) < most
+def test_the_longest_step_begins_where_it_fits():
+    """The mistake: a line through two lengths that does not meet the bytes of a third."""
+    stack = long_steps.longest_stack("tiny-llama", 4)
+    on = {"dtype": torch.bfloat16, "device": "cpu"}
+    limit = predict(stack.build(layers=4, tokens=1024, **on)).peak
+    found = long_steps.predicted_tokens(stack, 4, limit_bytes=limit, dtype=torch.bfloat16)
+    assert found == pytest.approx(1024, rel=0.02)
+
+
+def test_shallow_steps_say_what_a_deep_one_needs():
+    """The mistake: blocks that do not repeat with the period of the nested checkpoints."""
+    stack = long_steps.longest_stack("tiny-llama", 12)
+    tokens = 4 * stack.tile
+    on = {"dtype": torch.float32, "device": "cpu"}
+    deep = predict(stack.build(layers=12, tokens=tokens, **on)).peak
+    assert long_steps.predicted_peak(stack, 12, tokens, **on) == pytest.approx(deep, rel=1e-3)
 
 
 def test_the_longest_step_is_no_longer_than_the_machine(monkeypatch):

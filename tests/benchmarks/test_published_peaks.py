@@ -1,59 +1,74 @@
-"""Published peaks beside ours: the arithmetic of a row, and that no difference lacks its reason."""
+"""Published peaks beside ours: the settings of their steps, and what is recorded of them."""
 
-import re
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks.predictions_page import PAGE
-from benchmarks.published_peaks import (
-    FP32_ADAPTERS,
-    PUBLISHED,
-    THREE_B,
-    Compared,
-    chunked_loss_bytes,
-    compare,
-    model_without_data,
+from benchmarks import published_peaks
+from benchmarks.published_peaks import LOSSES, Published, build_of, model_as_published, rows
+from benchmarks.record import newest
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict import CARDS, predict
+
+SMALL = Published(
+    name="small",
+    library="",
+    source="",
+    card="L4",
+    gib=1.0,
+    published="allocated",
+    model="tiny-llama",
+    rows=2,
+    tokens=64,
 )
-from recipes_lib.core.measure.machine import GIB
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
-
-ROWS = {row.name: row for row in PUBLISHED}
 
 
-def test_a_row_by_hand():
-    """Weights, two averages and gradients in 16 bits, and the tied embedding's gradient twice."""
-    embedding = 128256 * 3072
-    attention = 3072 * (3072 + 2 * 1024) + 3072 * 3072
-    block = attention + 3 * 3072 * 8192 + 2 * 3072
-    parameters = embedding + 28 * block + 3072
-    row = compare(ROWS["3B, and checkpoints"])
-    expected = 2 * (4 * parameters + 2 * embedding) / GIB
-    assert row.predicted == pytest.approx(expected)
-    assert row.difference == pytest.approx(expected / 24.9 - 1)
-    assert row.reason == ""
+def requested(**setting):
+    return predict(build_of(replace(SMALL, **setting)), card=CARDS["L4"]).peak
 
 
-def test_the_chunked_loss_by_hand():
-    """The mistake: the fp32 logits of our own loss, or no logits between the chunks."""
-    model = model_without_data(THREE_B.model)
-    shape = Shape(batch=2, seq=4096)
-    logits = 2 * 8192 * 128256
-    found = chunked_loss_bytes(budget_of(model, shape), model, shape)
-    assert found == logits + logits // 8 + 2 * 2 * 128256 * 3072
+def test_the_loss_of_a_shifted_copy_is_that_of_today():
+    """The mistake: other targets, or tokens that count twice. Its bytes alone are others."""
+    model = model_of_shape("tiny-llama", device="cpu")
+    ids = torch.randint(0, 128, (2, 16))
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
+    losses = [LOSSES[name](model, ids, mask)[0] for name in ("plain", "shifted copy")]
+    assert losses[0] == pytest.approx(losses[1].item(), rel=1e-5)
 
 
-def test_a_large_difference_without_a_reason_is_an_error():
-    row = ROWS["3B, QLoRA"]
-    assert Compared(row, predicted=5.5).reason == FP32_ADAPTERS
-    with pytest.raises(ValueError, match="no reason"):
-        _ = Compared(replace(row, reason=""), predicted=5.5).reason
+def test_every_setting_changes_the_bytes():
+    """The mistake: a field of the file that the step does not read."""
+    plain = requested()
+    for setting in (
+        {"loss": "in chunks"},
+        {"loss": "shifted copy"},
+        {"keeps_gradients": True},
+        {"optimizer": "paged 8-bit"},
+        {"attention": "eager"},
+        {"attention": "sdpa with a mask"},
+        {"checkpointing": True},
+        {"in_backward": True},
+    ):
+        assert requested(**setting) != plain, setting
 
 
-def test_the_page_has_todays_rows():
-    """The mistake: a row that was added or changed, and a page that was not written again."""
-    page = PAGE.read_text()
-    for row in PUBLISHED:
-        pattern = rf"\| {re.escape(row.name)} \| {row.gib:.1f} GiB \| ([\d.]+) GiB \| ([-+][\d.]+)%"
-        assert re.search(pattern, page), row.name
+def test_casts_of_a_row():
+    """The mistake: an embedding that stays in 16 bits, or adapters that do not."""
+    lora = replace(SMALL, adapters="LoRA", rank=2, targets=["q"])
+    for row, of_table, of_adapter in (
+        (replace(lora, kbit_casts=True), torch.float32, torch.float32),
+        (replace(lora, adapters_in_16_bits=True), torch.bfloat16, torch.bfloat16),
+    ):
+        model = model_as_published(row)
+        trains = next(p for p in model.parameters() if p.requires_grad)
+        assert model.get_input_embeddings().weight.dtype == of_table
+        assert trains.dtype == of_adapter
+
+
+def test_every_row_is_recorded():
+    """The mistake: a row that was added or changed, and no prediction of it."""
+    found = newest("published_peaks").rows
+    assert {row.name: round(row.gib * 2**30) for row in rows()} == {
+        name: int(row["published_bytes"]) for name, row in found.items()
+    }, f"run `python -m {published_peaks.__name__}`"
