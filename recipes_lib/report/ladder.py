@@ -76,6 +76,9 @@ class Row(SimpleNamespace):
         """A number with its range."""
         vars(self).update({metric: value, f"{metric}_low": low, f"{metric}_high": high})
 
+    def _ipython_display_(self) -> None:
+        """Nothing: `climb` has printed what there is to say."""
+
 
 class Waiting(NamedTuple):
     """How a row's turn is built again, what it keeps in memory, and what it needs when it runs."""

@@ -127,6 +127,7 @@ class Unit:
 # --- sources --------------------------------------------------------------------------------------
 
 BY_ARITHMETIC = "computed from the model's shape before anything ran"
+WITHOUT_DATA = "predicted: the same step on tensors without data"
 
 
 def measured_here() -> str:
