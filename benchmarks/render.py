@@ -176,7 +176,7 @@ def where(run: Run) -> str:
 
 
 def worst_error(run: Run) -> str:
-    """How far the arithmetic was off at most, over all rows of a ladder of bytes or of lengths."""
+    """How far predictions were off at most, over all rows of a ladder of bytes or of lengths."""
     errors = []
     for row in run.rows.values():
         # A ladder of lengths is judged where the bytes reach the limit, not at the last try.

@@ -21,7 +21,7 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
-# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in a dozen ways. For each way it first predicts the memory with arithmetic, then measures it, then checks whether it is still the same training.
+# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in a dozen ways. For each way it first predicts the memory, then measures it, then checks whether it is still the same training.
 #
 # | | |
 # |---|---|
@@ -172,25 +172,25 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 #
 # One term is easily forgotten, and it decides several rows below. SmolLM2 uses one table twice: as the embedding at its input, and as the output layer at its end. We say the table is *tied*. It gets a gradient from both ends. The first one waits while the second one is computed, and their sum is a third tensor. For a moment there are two more tables than the gradients alone need: these are the **embedding copies**.
 #
-# The library computes all terms from the shape of the model. `skeleton` is a model of shapes without numbers. It takes no memory, and shapes are all that the arithmetic needs.
+# `equation.py` computes these terms from the shapes of the model's weights. `skeleton` is a model that has shapes and no numbers, and takes no memory.
 
 # %%
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.measure import dry_run
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.predict import equation
 
-with dry_run():  # inside, tensors have shapes and no data
-    skeleton = model_of_shape(sizes.shape, layers=sizes.layers)
-
-shape = Shape(batch=sizes.rows, seq=sizes.tokens)
-baseline_plan = budget_of(skeleton, shape)
-print(f"{skeleton.num_parameters():,} weights, {shape.tokens} tokens\n")
-print(baseline_plan)
+skeleton = model_of_shape(sizes.shape, layers=sizes.layers, device="meta")
+tokens = sizes.rows * sizes.tokens
+arithmetic = equation.plain_step(skeleton, rows=sizes.rows, length=sizes.tokens)
+print(f"{skeleton.num_parameters():,} weights, {tokens} tokens\n")
+print(arithmetic)
 
 # %% [markdown]
-# Check it by hand: 134,515,008 weights × 4 bytes are 513 MiB on a CPU; the states take twice that. The table has 49,152 rows of 576 numbers, so two copies of it are 216 MiB. The loss takes 432 tokens × 49,152 logits × 4 bytes × 3 = 243 MiB.
+# Check it by hand: 134,515,008 weights × 4 bytes are 513 MiB on a CPU; the states take twice that. The table has 49,152 rows of 576 numbers, so two *copies* of it are 216 MiB. The loss takes 432 tokens × 49,152 logits × 4 bytes × 3 = 243 MiB. Of the activations, each token leaves 11,136 numbers in a block:
 #
-# Four more lines of the print do not decide anything here, but they have names. *Carried* are gradients that exist before a forward pass begins, which happens in recipe 1. *One block* is the part of the activations that belongs to one block, and *block gradients* are what backward holds while it is inside. *Last gradients* are those which are still missing when backward enters the first block. That is a third moment between the two above, and it is never the highest in this notebook.
+# - 3 × 576 at each of its two norms: the input, the input normalised, and the output,
+# - 2 × (576 + 192) in attention: queries and the result are 576 numbers wide, keys and values 192,
+# - 4 × 1,536 in the MLP, the widest part of a block.
+#
+# That is 432 tokens × 30 blocks × 11,136 numbers × 4 bytes = 551 MiB; the last norm adds 3 more. *One block* is zero here: it is what recipe 2 computes again.
 #
 # ## Baseline: the plain loop
 #
@@ -217,7 +217,7 @@ def plain():
 
 
 # %% [markdown]
-# The results go into a table that grows by one row per recipe: the *ladder*. `ladder.climb` calls `plain()`, takes a first step, in which AdamW makes its states, and then counts every byte of every tensor during the next step.
+# The results go into a table that grows by one row per recipe: the *ladder*. `ladder.climb` calls `plain()` twice. The first time, tensors have shapes and no data: the code of the step runs as it is, computes nothing, and every byte that it would take is counted. That is the prediction. The second time it is real: a first step, in which AdamW makes its states, and then one in which every byte of every tensor is counted.
 #
 # **Guess first.** Draw the memory over one step as a curve: forward, backward, optimizer. Where is the highest point?
 
@@ -226,20 +226,38 @@ from recipes_lib.report.ladders.memory import MemoryLadder
 from recipes_lib.report.timeline import timeline_chart
 
 ladder = MemoryLadder(
-    "01_large_models_limited_hardware", tokens=shape.tokens, rates=rates
+    "01_large_models_limited_hardware",
+    rows=sizes.rows,
+    length=sizes.tokens,
+    rates=rates,
 )
 alone = dict(group="each recipe alone", dtype=torch.float32)
-ladder.climb("baseline", plain, predicted=baseline_plan, **alone)
+baseline = ladder.climb("baseline", plain, **alone)
+
+# %% [markdown]
+# Now there are three numbers for one peak: the equation, which is arithmetic, the same step on tensors without data, and the measured one.
+
+# %%
+peaks = {
+    "by arithmetic": arithmetic.peak,
+    "without data": baseline.predicted_bytes,
+    "measured": baseline.peak_bytes,
+}
+for name, peak in peaks.items():
+    print(f"{name:<15}{peak:>13,} bytes  {peak / baseline.peak_bytes - 1:+.3%}")
+
+# %% [markdown]
+# The step without data knows every recipe below, but alone it would be the weaker claim, because its code and its account are those that measure: a fault in them would be in both numbers, while the equation knows nothing of either and is an independent witness. The equation leaves out what is small, such as one number per token and head in attention, and one per token and norm. So it is a little lower.
 
 # %%
 timeline_chart(
     {"baseline": ladder.timelines["baseline"]},
-    predicted={"baseline": baseline_plan.peak},
+    predicted={"baseline": ladder.predictions["baseline"].timeline},
     title="The plain step: activations pile up, then gradients take their place",
 )
 
 # %% [markdown]
-# Read the figure from the left. Weights and states are there all the time. Forward adds activations block by block, and at its end comes the loss: that is the peak, and the dashed line is what the equation said. Backward frees the activations of a block and leaves its gradients. At the very end of backward the embedding copies make a second, lower tower. The optimizer then updates the weights, and the gradients go.
+# Read the figure from the left. The dashed line on the edge is the prediction. Weights and states are there all the time. Forward adds activations block by block, and at its end comes the loss: that is the peak. The picture sorts bytes by who made them: one of the three tables of the loss, which forward makes, is among the activations, and the other two are *other*. Backward frees the activations of a block and leaves its gradients. At the very end of backward the embedding copies make a second, lower tower. The optimizer then updates the weights, and the gradients go.
 #
 # The loss that `climb` prints is that of a batch which the model has already been trained on for a step or two. It is a number to compare with, not a result.
 #
@@ -294,7 +312,6 @@ print(f"{right.numel():,} gradients")
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
     accumulated_by_hand,
-    estimate_gradient_accumulation,
 )
 
 show(accumulated_by_hand)
@@ -346,12 +363,10 @@ naive_error = error_of_the_popular_way()
 print(f"the popular way: the gradient is off by {naive_error:.0%} of its length")
 
 # %% [markdown]
-# **The row.** The estimate takes the budget of the plain step and returns the budget with the recipe.
+# **The row.** Each micro-batch has two rows.
 
 # %%
-micro_batches = sizes.rows // 2  # two rows each
-in_parts = Shape(batch=sizes.rows, seq=sizes.tokens, micro_batches=micro_batches)
-accumulation_plan = estimate_gradient_accumulation(baseline_plan, skeleton, in_parts)
+micro_batches = sizes.rows // 2
 
 
 def accumulated_step(model, optimizer):
@@ -366,7 +381,7 @@ def accumulated():
     return model, adamw(model), accumulated_step
 
 
-ladder.climb("gradient accumulation", accumulated, predicted=accumulation_plan, **alone)
+ladder.climb("gradient accumulation", accumulated, **alone)
 
 # %% [markdown]
 # **Why not more?** The first tower has shrunk, and the second one is now the peak. It has even grown by one table. The sum of the earlier micro-batches is there, and beside it the two gradients of this one and their own sum: the embedding copies are three tables instead of two. The loss keeps more than a third, because the gradient of the output layer, one more table, is made beside that of the logits.
@@ -394,7 +409,6 @@ from recipes_lib.memory.activation_checkpointing import (
     InputOnly,
     apply_activation_checkpointing,
     checkpointed_by_hand,
-    estimate_activation_checkpointing,
 )
 
 show(checkpointed_by_hand, InputOnly)
@@ -427,18 +441,14 @@ apply_activation_checkpointing(small)  # the real one, on the same model
 assert torch.equal(gradients_after(plain_backward), right)
 print("by hand: equal to rounding; the library: equal to the last bit")
 
+
 # %%
-checkpoint_plan = estimate_activation_checkpointing(baseline_plan, skeleton, shape)
-
-
 def checkpointed():
     model = apply_activation_checkpointing(fresh())
     return model, adamw(model), plain_step
 
 
-ladder.climb(
-    "activation checkpointing", checkpointed, predicted=checkpoint_plan, **alone
-)
+ladder.climb("activation checkpointing", checkpointed, **alone)
 
 # %% [markdown]
 # **Why not more?** Most activations are gone: thirty inputs of 0.95 MiB are left, and what is outside of the blocks. So the second tower is the peak again. It is lower than with accumulation by one table, because no gradient of an earlier micro-batch waits. No recipe of Part A gets below it.
@@ -466,7 +476,6 @@ ladder.climb(
 
 # %%
 from recipes_lib.memory.activation_offload import (
-    estimate_activation_offload,
     offload_activations,
     offloaded_by_hand,
 )
@@ -486,7 +495,6 @@ assert torch.allclose(gradients_after(offloaded_backward), right, atol=1e-6)
 print("from the disk and back: the same gradients")
 
 # %%
-offload_plan = estimate_activation_offload(baseline_plan, skeleton, shape)
 elsewhere = "host" if device == "cuda" else "disk"
 
 
@@ -500,7 +508,7 @@ def offloaded():
     return model, adamw(model), offloaded_step
 
 
-ladder.climb("activation offloading", offloaded, predicted=offload_plan, **alone)
+ladder.climb("activation offloading", offloaded, **alone)
 
 # %% [markdown]
 # **Why not more?** The second tower is the peak, as with checkpointing, and no lower.
@@ -537,11 +545,7 @@ ladder
 # **The idea.** Both factors of a product are converted to 16 bits. PyTorch's `autocast` does the same.
 
 # %%
-from recipes_lib.precision.mixed_precision import (
-    estimate_mixed_precision,
-    linear_by_hand,
-    mixed_precision,
-)
+from recipes_lib.precision.mixed_precision import linear_by_hand, mixed_precision
 
 show(linear_by_hand)
 
@@ -564,13 +568,12 @@ for scale in (1, 65_536):
     print(f"loss scale {scale:>6,}: the gradient is {x.grad[0].item() / scale:.1e}")
 
 # %% [markdown]
-# **The row.** It runs where 16-bit products are native, as the print of the machine above says. A CPU that has to emulate them is much slower, so there only the prediction is made.
+# **The row.** It runs where 16-bit products are native, as the print of the machine above says. A CPU that has to emulate them is much slower, so there the row is left out.
 
 # %%
 precision = mixed_precision()  # the fastest here: bf16, fp16 on a T4, or fp32
 native = precision.dtype != torch.float32
-half = precision.dtype if native else torch.bfloat16
-mixed_plan = estimate_mixed_precision(baseline_plan, skeleton, shape, dtype=half)
+in_half = dict(group="each recipe alone", dtype=precision.dtype)
 
 
 def in_mixed_precision():
@@ -594,18 +597,12 @@ def mixed():
 
 
 if native:
-    ladder.climb(
-        "mixed precision",
-        mixed,
-        predicted=mixed_plan,
-        group="each recipe alone",
-        dtype=half,
-    )
+    ladder.climb("mixed precision", mixed, **in_half)
 else:
-    print(f"predicted: {mixed_plan.peak / 2**20:,.0f} MiB; 16 bits are not native here")
+    print("16 bits are not native here")
 
 # %% [markdown]
-# **Why not more?** For each product, forward makes a 16-bit copy of the weights and keeps it for backward. The budget counts these copies as activations. On a batch this small they take what the activations save. The copies do not grow with the number of tokens, and what the activations save does.
+# **Why not more?** For each product, forward makes a 16-bit copy of the weights and keeps it for backward. The account counts these copies as activations. On a batch this small they take what the activations save. The copies do not grow with the number of tokens, and what the activations save does.
 #
 # **How do I use it?** `TrainingArguments(bf16=True)`, or `fp16=True` on a T4.
 #
@@ -635,7 +632,6 @@ from recipes_lib.training.compiled_blocks import (
     break_even_steps,
     compile_seconds,
     compiled_by_hand,
-    estimate_compiled_blocks,
 )
 
 show(compiled_by_hand)
@@ -663,12 +659,6 @@ def compiled_if_possible(model):
     return apply_compiled_blocks(model) if can_compile else model
 
 
-def plan_if_possible(plan, model):
-    if not can_compile:
-        return plan
-    return estimate_compiled_blocks(plan, model, shape, dtype=precision.dtype)
-
-
 by_hand = expected
 if can_compile:
     by_hand = gradients_of(compiled_by_hand(copy.deepcopy(eager)))
@@ -679,7 +669,7 @@ print("compiled gradients: equal up to rounding, for sums run in another order")
 can_compile = can_compile and sizes.compile  # in the rows below
 
 # %% [markdown]
-# **The row.** It is the step of recipe 4, with compiled blocks. What a compiled block keeps for backward is the compiler's choice, and no formula knows it. So the estimate traces one real block and counts.
+# **The row.** It is the step of recipe 4, with compiled blocks. What a compiled block keeps for backward is the compiler's choice. So the prediction asks the compiler about one block, without compiling it.
 
 
 # %%
@@ -689,22 +679,14 @@ def compiled():
 
 
 # Where 16 bits are not native, both rows are steps in fp32.
-eager_row, eager_plan = "baseline", baseline_plan
+eager_row = "baseline"
 compiled_row = "compiled blocks"
 if native:
-    eager_row, eager_plan = "mixed precision", mixed_plan
+    eager_row = "mixed precision"
     compiled_row = "mixed precision, compiled"
 
-compiled_plan = plan_if_possible(eager_plan, fresh())
 before = compile_seconds()
-ladder.climb(
-    compiled_row,
-    compiled,
-    predicted=compiled_plan,
-    after=eager_row,
-    group="each recipe alone",
-    dtype=precision.dtype,
-)
+ladder.climb(compiled_row, compiled, after=eager_row, **in_half)
 compiling = compile_seconds() - before
 print(f"{compiling:.0f} seconds of compiling")
 
@@ -756,7 +738,6 @@ print(f"{compiled_row}: {compiling:.0f} s of compiling are earned after {steps} 
 # %%
 from recipes_lib.memory.optimizer_in_backward import (
     apply_optimizer_in_backward,
-    estimate_optimizer_in_backward,
     one_optimizer_per_parameter,
 )
 
@@ -796,10 +777,8 @@ assert torch.equal(weights_after_a_step(in_hooks), expected)
 assert torch.equal(weights_after_a_step(as_in_library), expected)
 print("the same weights after the step, to the last bit")
 
+
 # %%
-in_backward_plan = estimate_optimizer_in_backward(checkpoint_plan, skeleton, shape)
-
-
 def stepping_in_backward():
     model = apply_activation_checkpointing(fresh())
     optimizer = apply_optimizer_in_backward(model, lr=2e-5, fused=True)
@@ -811,12 +790,7 @@ checkpointed_rows = dict(
     after="activation checkpointing",
     dtype=torch.float32,
 )
-ladder.climb(
-    "step in backward",
-    stepping_in_backward,
-    predicted=in_backward_plan,
-    **checkpointed_rows,
-)
+ladder.climb("step in backward", stepping_in_backward, **checkpointed_rows)
 
 # %% [markdown]
 # **Why not more?** The gradient of the tied table is the largest of all, and it comes in two parts. The first part, from the output layer, has to wait until the second one arrives from the embedding, at the very end of backward. So one table and its two copies remain of the second tower. On a CPU the first tower, the loss and the inputs that checkpointing keeps, now has about the same height.
@@ -861,7 +835,6 @@ print(f"stochastically  {stochastic.float().mean():.3f}, the mean of 10,000")
 
 # %%
 from recipes_lib.precision.sixteen_bit_adam import (
-    estimate_sixteen_bit_adam,
     plain_sixteen_bit_step,
     sixteen_bit_adamw,
 )
@@ -882,21 +855,14 @@ for step in range(1, 11):
 difference = (by_hand - weight).abs().max()
 print(f"ten steps by hand and by the library differ by {difference:.0e} at most")
 
+
 # %%
-sixteen_bit_plan = estimate_sixteen_bit_adam(checkpoint_plan, skeleton, shape)
-
-
 def with_16_bit_states():
     model = apply_activation_checkpointing(fresh())
     return model, sixteen_bit_adamw(model, lr=2e-5), plain_step
 
 
-ladder.climb(
-    "16-bit AdamW states",
-    with_16_bit_states,
-    predicted=sixteen_bit_plan,
-    **checkpointed_rows,
-)
+ladder.climb("16-bit AdamW states", with_16_bit_states, **checkpointed_rows)
 
 # %% [markdown]
 # Two bytes per average is not the least: one byte is possible as well. A byte has 256 values, so each average becomes a *code*: the number of an entry in a table of 256 values, close together near zero and far apart near one. 256 neighbours share one scale, the largest of their sizes. A step decodes a block, updates as usual in fp32, and encodes it again.
@@ -907,7 +873,6 @@ from recipes_lib.precision.eight_bit_adam import (
     decode,
     eight_bit_adamw,
     encode,
-    estimate_eight_bit_adam,
 )
 
 show(encode, decode)
@@ -933,18 +898,14 @@ for _ in range(10):
 moved = one.detach() - average
 print(f"the ten updates differ by {(other - one).norm() / moved.norm():.1%}")
 
+
 # %%
-eight_bit_plan = estimate_eight_bit_adam(checkpoint_plan, skeleton, shape)
-
-
 def with_8_bit_states():
     model = apply_activation_checkpointing(fresh())
     return model, eight_bit_adamw(model, lr=2e-5), plain_step
 
 
-ladder.climb(
-    "8-bit AdamW", with_8_bit_states, predicted=eight_bit_plan, **checkpointed_rows
-)
+ladder.climb("8-bit AdamW", with_8_bit_states, **checkpointed_rows)
 
 # %% [markdown]
 # **Why not more?** Both rows shrink the states and leave the second tower as it is. In the 8-bit row the states of the embedding keep 32 bits, as the authors of the method advise. The embedding is a fifth of this model, and a much smaller part of a large one.
@@ -969,11 +930,7 @@ ladder.climb(
 # **The idea.** The host keeps the states, and an fp32 copy of each weight, its *master*. The gradient goes down, the master is updated, and the weight comes up.
 
 # %%
-from recipes_lib.memory.optimizer_offload import (
-    estimate_optimizer_offload,
-    offload_optimizer,
-    step_on_the_host,
-)
+from recipes_lib.memory.optimizer_offload import offload_optimizer, step_on_the_host
 
 show(step_on_the_host)
 
@@ -985,18 +942,12 @@ def with_states_on_the_host():
 
 
 try:
-    host_plan = estimate_optimizer_offload(checkpoint_plan, skeleton, shape)
-    ladder.climb(
-        "states on the host",
-        with_states_on_the_host,
-        predicted=host_plan,
-        **checkpointed_rows,
-    )
+    ladder.climb("states on the host", with_states_on_the_host, **checkpointed_rows)
 except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# **Why not more?** The prediction is that of a GPU, where states and most gradients leave the device. On a CPU there is nowhere to move them to, so the function refuses and names the way that works.
+# **Why not more?** On a GPU, states and most gradients leave the device. On a CPU there is nowhere to move them to, so the function refuses and names the way that works.
 #
 # **How do I use it?** DeepSpeed's `offload_optimizer`, torchao's `CPUOffloadOptimizer`, or FSDP2's `CPUOffloadPolicy`.
 #
@@ -1018,7 +969,7 @@ except ValueError as reason:
 # **The idea.** Beside the wide product there are two narrow ones.
 
 # %%
-from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora, plain_lora
+from recipes_lib.fine_tuning.lora import apply_lora, plain_lora
 
 show(plain_lora)
 
@@ -1032,17 +983,14 @@ by_hand = plain_lora(x, layer.base_layer.weight, a, b, alpha=8)
 assert torch.allclose(layer(x), by_hand, atol=1e-5)
 print("one adapted layer by hand and by the library: equal")
 
+
 # %%
-lora_plan = estimate_lora(baseline_plan, skeleton, shape, rank=16)
-lora_plan = estimate_activation_checkpointing(lora_plan, skeleton, shape)
-
-
 def with_lora():
     model = apply_activation_checkpointing(apply_lora(fresh(), rank=16, alpha=32))
     return model, adamw(model), plain_step
 
 
-ladder.climb("LoRA", with_lora, predicted=lora_plan, **checkpointed_rows)
+ladder.climb("LoRA", with_lora, **checkpointed_rows)
 
 # %% [markdown]
 # **Why not more?** Gradients, states and embedding copies are almost gone. What is left is the model itself, and the loss.
@@ -1068,7 +1016,6 @@ ladder.climb("LoRA", with_lora, predicted=lora_plan, **checkpointed_rows)
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,
     check_gradient_flow,
-    estimate_qlora,
     nf4_levels,
     nf4_layer,
     plain_nf4,
@@ -1086,11 +1033,8 @@ error = (by_hand - linear.weight).norm() / linear.weight.norm()
 print(f"{close:.1%} of the weights equal the library's")
 print(f"the rounding changes the weights by {error:.0%}")
 
+
 # %%
-qlora_plan = estimate_qlora(baseline_plan, skeleton, shape, rank=16)
-qlora_plan = estimate_activation_checkpointing(qlora_plan, skeleton, shape)
-
-
 def small_model():
     """QLoRA with checkpointing: what the next experiments train."""
     return apply_activation_checkpointing(apply_qlora(fresh(), rank=16, alpha=32))
@@ -1103,7 +1047,7 @@ def with_qlora():
 
 
 checkpointed_rows["dtype"] = precision.dtype  # four-bit layers multiply in this one
-ladder.climb("QLoRA", with_qlora, predicted=qlora_plan, **checkpointed_rows)
+ladder.climb("QLoRA", with_qlora, **checkpointed_rows)
 
 # %% [markdown]
 # **Why not more?** The table of the embedding is 108 MiB in fp32, more than all the packed blocks. In a model of eight billion weights a smaller part of the weights stands in such tables.
@@ -1127,38 +1071,41 @@ ladder.take_turns(rounds=sizes.rounds)
 
 # %%
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.training.dynamic_batch import (
-    fit_micro_batches,
-    halve_until_it_fits,
-    predicted_micro_batches,
-)
+from recipes_lib.core.predict import predict
+from recipes_lib.training.dynamic_batch import fit_micro_batches, halve_until_it_fits
 
 show(halve_until_it_fits)
 
 # %% [markdown]
-# An emulated limit stands in for a smaller device: the operator that goes over it raises the error that CUDA would raise. **Guess first:** the limit is 70 % of the peak of the QLoRA row. How many micro-batches does the arithmetic expect? The search itself does not know that number: it begins with one.
+# An emulated limit stands in for a smaller device: the operator that goes over it raises the error that CUDA would raise. **Guess first:** the limit is 70 % of the peak of the QLoRA row. How many micro-batches does it take? The step without data knows. The search does not: it begins with one.
 
 
 # %%
-def plan_in_parts(shape):
-    """The budget of one gradient with QLoRA, in as many micro-batches as `shape` says."""
-    plan = estimate_gradient_accumulation(budget_of(skeleton, shape), skeleton, shape)
-    plan = estimate_qlora(plan, skeleton, shape, rank=16)
-    plan = estimate_activation_checkpointing(plan, skeleton, shape)
-    return plan.change(states=0)  # no optimizer takes part
+def gradient(model, micro_batches):
+    return accumulate_gradients(model, batch, micro_batches=micro_batches)
 
 
-limit = int(0.7 * qlora_plan.peak)
-expected = predicted_micro_batches(plan_in_parts, shape=shape, limit_bytes=limit)
+def peak_in_parts(micro_batches):
+    """Bytes of one gradient in so many micro-batches; no optimizer takes part."""
+
+    def step(model, optimizer):
+        gradient(model, micro_batches)
+
+    def build():
+        return small_model(), None, step
+
+    return predict(build).peak
+
+
+limit = int(0.7 * ladder["QLoRA"].predicted_bytes)
+divisors = [k for k in range(1, sizes.rows + 1) if sizes.rows % k == 0]
+expected = next(k for k in divisors if peak_in_parts(k) <= limit)
 
 
 def fit():
     model = small_model()
-
-    def step(micro_batches):
-        return accumulate_gradients(model, batch, micro_batches=micro_batches)
-
     with PeakMemory(limit_bytes=limit):
+        step = partial(gradient, model)
         return fit_micro_batches(step, model=model, batch_size=sizes.rows)
 
 
@@ -1193,14 +1140,8 @@ for attempt in fitted.attempts:
 # **Guess first.** Which term is the largest one left in the second combination?
 
 # %%
-from recipes_lib.memory.chunked_cross_entropy import (
-    apply_chunked_cross_entropy,
-    estimate_chunked_cross_entropy,
-)
-from recipes_lib.training.gradient_accumulation import count_targets
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 
-
-targets = int(count_targets(batch))  # tokens of the answers: only they have a loss
 fast_row = "16 bits, compiled, chunked loss"
 
 
@@ -1211,19 +1152,9 @@ def fast_and_whole():
     return model, adamw(model), in_mixed_precision()
 
 
-def plan_of_fast_and_whole():
-    model = fresh()
-    plan = estimate_chunked_cross_entropy(
-        mixed_plan, model, shape, targets=targets, dtype=half
-    )
-    return plan_if_possible(plan, model)
-
-
+together = dict(group="together", dtype=precision.dtype)
 if native:
-    fast_plan = plan_of_fast_and_whole()
-    ladder.climb(
-        fast_row, fast_and_whole, predicted=fast_plan, group="together", dtype=half
-    )
+    ladder.climb(fast_row, fast_and_whole, **together)
 
 
 # %%
@@ -1242,31 +1173,10 @@ def everything():
     return model, eight_bit_adamw(model, lr=2e-5), in_mixed_precision()
 
 
-def plan_of_everything():
-    dtype = precision.dtype
-    model = apply_qlora(fresh(), rank=16, alpha=32)
-    plan = estimate_qlora(baseline_plan, skeleton, shape, rank=16)
-    plan = estimate_mixed_precision(plan, model, shape, dtype=dtype)
-    plan = estimate_chunked_cross_entropy(
-        plan, model, shape, targets=targets, dtype=dtype
-    )
-    plan = plan_if_possible(plan, model)
-    plan = estimate_activation_checkpointing(plan, model, shape)
-    return estimate_eight_bit_adam(plan, model, shape)
-
-
-ladder.climb(
-    "everything combined",
-    everything,
-    predicted=plan_of_everything(),
-    group="together",
-    dtype=precision.dtype,
-)
+ladder.climb("everything combined", everything, **together)
 
 # %% [markdown]
-# **Why not more?** The prediction of the first combination is a few per cent too high. In 16 bits, PyTorch can add the two gradients of the tied table in place, and the estimate counts a copy for the sum.
-#
-# In the second combination the weights are the largest term now, and a large part of them is the table of the embedding, which nothing here makes smaller.
+# **Why not more?** In the second combination the weights are the largest term now, and a large part of them is the table of the embedding, which nothing here makes smaller.
 #
 # ## The ladder
 #
@@ -1318,10 +1228,13 @@ bars(
 # One number needs care. The loss in chunks multiplies only for the tokens of the answers, and the share counts the output layer for all tokens. By the operations that it really does, the share is lower:
 
 # %%
+from recipes_lib.training.gradient_accumulation import count_targets
+
 if native:
     vocabulary, width = skeleton.get_output_embeddings().weight.shape
+    targets = int(count_targets(batch))  # tokens of the answers
     # Forward and two gradients, a multiplication and an addition each.
-    left_out = 3 * 2 * vocabulary * width * (shape.tokens - targets)
+    left_out = 3 * 2 * vocabulary * width * (tokens - targets)
     done = ladder[fast_row].operations - left_out
     counted = ladder[fast_row].share_of_limit
     print(f"share by the operations of the plain step  {counted:.0%}")
@@ -1425,7 +1338,7 @@ lines(
 ends = ("baseline", "everything combined")
 timeline_chart(
     {name: ladder.timelines[name] for name in ends},
-    predicted={name: ladder.plans[name].peak for name in ends},
+    predicted={name: ladder.predictions[name].timeline for name in ends},
     title="The same batch, before and after",
 )
 
@@ -1436,23 +1349,24 @@ timeline_chart(
 timeline_chart(ladder.timelines, columns=3, title="Memory over one step, row by row")
 
 # %% [markdown]
-# **By kind.** The budgets at the moment of the peak, by arithmetic: which part does each recipe remove?
+# **By kind.** The moment of the peak, as it was predicted: which part does each recipe remove?
 
 # %%
-from recipes_lib.report.style import BY_ARITHMETIC, TERMS
+from recipes_lib.report.style import KIND_COLORS, WITHOUT_DATA
 
 
-def budget_chart(plans, title):
-    """The predicted peak of each row, term by term."""
+def kinds_chart(at_peak, title):
+    """What the predicted peak of each row consists of."""
     parts = {}
-    for term in TERMS:
-        parts[term] = [plan.at_peak()[term] / 2**30 for plan in plans.values()]
-    sums = [three_digits(plan.peak / 2**30) for plan in plans.values()]
-    column = Bars("GiB at the moment of the peak", parts, sums, colors=TERMS)
-    return bars(list(plans), column, title=title, source=BY_ARITHMETIC)
+    for kind in KIND_COLORS:
+        parts[kind] = [sizes_of[kind] / 2**30 for sizes_of in at_peak.values()]
+    sums = [three_digits(sum(row)) for row in zip(*parts.values())]
+    column = Bars("GiB at the moment of the peak", parts, sums, colors=KIND_COLORS)
+    return bars(list(at_peak), column, title=title, source=WITHOUT_DATA)
 
 
-budget_chart(ladder.plans, "What the peak consists of")
+at_peak = {name: each.at_peak() for name, each in ladder.predictions.items()}
+kinds_chart(at_peak, "What the peak consists of")
 
 # %% [markdown]
 # <!-- numbers:gpu-01 -->
@@ -1460,51 +1374,106 @@ budget_chart(ladder.plans, "What the peak consists of")
 #
 # ## The same ladder for eight billion weights
 #
-# In the small model the recipes of Part A look weak, because the second tower is almost as high as the first. Is that different with eight billion weights and 4,096 tokens? Such a step does not fit here, but arithmetic needs only its shapes.
+# In the small model the recipes of Part A look weak, because the second tower is almost as high as the first. Is that different with eight billion weights and 4,096 tokens? Such a step does not fit here. Without data it needs no memory, only time: about as much per block as a real small one. The 32 blocks are alike, so each of them adds the same bytes at the same moment. `any_size` takes steps of models with two, three and four blocks, and follows every moment of them to 32.
 
 # %%
-with dry_run():
-    large = model_of_shape("llama-3.1-8b")
+import time
 
-long = Shape(batch=8, seq=512)  # 4,096 tokens
-in_four = Shape(batch=8, seq=512, micro_batches=4)
-plain_large = budget_of(large, long)
-checkpointed_large = estimate_activation_checkpointing(plain_large, large, long)
-lora_large = estimate_lora(plain_large, large, long, rank=16)
-qlora_large = estimate_qlora(plain_large, large, long, rank=16)
-chunked_large = estimate_chunked_cross_entropy(qlora_large, large, long)
+from recipes_lib.core.predict.any_size import any_size
+
+texts = torch.randint(0, 128_256, (8, 512), device=device)
+long_batch = {"input_ids": texts, "labels": texts}  # 4,096 tokens
 
 
-def with_checkpointing(plan):
-    return estimate_activation_checkpointing(plan, large, long)
+def long_step(model, optimizer):
+    model(**long_batch, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-large_plans = {
-    "baseline": plain_large,
-    "gradient accumulation": estimate_gradient_accumulation(
-        plain_large, large, in_four
+def long_step_in_four(model, optimizer):
+    accumulate_gradients(model, long_batch, micro_batches=4)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def large(layers, recipes=(), optimizer_of=adamw, step=long_step):
+    """`build` of a Llama-3.1-8B of so many blocks, with the recipes in their order."""
+
+    def build():
+        model = model_of_shape("llama-3.1-8b", layers=layers)
+        for recipe in recipes:
+            model = recipe(model)
+        return model, optimizer_of(model), step
+
+    return build
+
+
+checkpoints = apply_activation_checkpointing
+in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
+lora = partial(apply_lora, rank=16, alpha=32)
+qlora = partial(apply_qlora, rank=16, alpha=32)
+chunks = apply_chunked_cross_entropy
+large_rows = {
+    "baseline": dict(),
+    "gradient accumulation": dict(step=long_step_in_four),
+    "activation checkpointing": dict(recipes=[checkpoints]),
+    "… and step in backward": dict(recipes=[checkpoints], optimizer_of=in_backward),
+    "… and 16-bit states": dict(
+        recipes=[checkpoints], optimizer_of=partial(sixteen_bit_adamw, lr=2e-5)
     ),
-    "activation checkpointing": checkpointed_large,
-    "… and step in backward": estimate_optimizer_in_backward(
-        checkpointed_large, large, long
+    "… and 8-bit states": dict(
+        recipes=[checkpoints], optimizer_of=partial(eight_bit_adamw, lr=2e-5)
     ),
-    "… and 16-bit states": estimate_sixteen_bit_adam(checkpointed_large, large, long),
-    "… and 8-bit states": estimate_eight_bit_adam(checkpointed_large, large, long),
-    "… and LoRA": with_checkpointing(lora_large),
-    "QLoRA, no checkpointing": qlora_large,
-    "QLoRA, checkpointing": with_checkpointing(qlora_large),
-    "… and a loss in chunks": with_checkpointing(chunked_large),
+    "… and LoRA": dict(recipes=[lora, checkpoints]),
+    "QLoRA, no checkpointing": dict(recipes=[qlora]),
+    "QLoRA, checkpointing": dict(recipes=[qlora, checkpoints]),
+    "… and a loss in chunks": dict(recipes=[qlora, checkpoints, chunks]),
 }
-budget_chart(
-    large_plans, "Llama-3.1-8B, 4,096 tokens, against fp32: by arithmetic, not run"
-)
+large_peaks = {}
+began = time.perf_counter()
+for name, options in large_rows.items():
+    step = any_size(partial(large, **options), layers=(2, 3))
+    large_peaks[name] = step.at(layers=32)
+print(f"{len(large_peaks)} rows in {time.perf_counter() - began:.0f} s")
+kinds_chart(large_peaks, "Llama-3.1-8B, 4,096 tokens, fp32 but for QLoRA: not run")
 
 # %% [markdown]
-# With full fine-tuning it is not. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the last three rows. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss is more than a third of what is left, and a loss in chunks takes it away. So what a recipe saves depends on the others: ask first which term is at the peak.
+# The equation has eight of the ten rows, and its witness is instant.
+
+# %%
+skeleton_8b = model_of_shape("llama-3.1-8b", device="meta")
+plain_8b = equation.plain_step(skeleton_8b, rows=8, length=512)
+checkpointed_8b = equation.with_checkpointing(plain_8b)
+lora_8b = equation.with_adapters(plain_8b, rank=16)
+qlora_8b = equation.in_four_bits(lora_8b)
+small_8b = equation.with_checkpointing(qlora_8b)
+witness = {
+    "baseline": plain_8b,
+    "activation checkpointing": checkpointed_8b,
+    "… and 16-bit states": equation.with_states_in(checkpointed_8b, bits=16),
+    "… and 8-bit states": equation.with_states_in(checkpointed_8b, bits=8),
+    "… and LoRA": equation.with_checkpointing(lora_8b),
+    "QLoRA, no checkpointing": qlora_8b,
+    "QLoRA, checkpointing": small_8b,
+    "… and a loss in chunks": equation.with_chunked_loss(small_8b),
+}
+equation_off = {}
+print(f"{'GiB':<26}without data   by arithmetic")
+for name, bytes_of in witness.items():
+    peak = sum(large_peaks[name].values())
+    equation_off[name] = bytes_of.peak / peak - 1
+    both = f"{peak / 2**30:12.1f}{bytes_of.peak / 2**30:16.1f}"
+    print(f"{name:<26}{both}  {equation_off[name]:+.1%}")
+
+# %% [markdown]
+# Two rows differ by more than 1 %. The equation stores all states in 8 bits, and the recipe keeps those of the embedding in 32. And with a loss in chunks the peak is a block that is computed again, which the equation takes a little too large.
+#
+# Back to the question: are the recipes of Part A weak? With full fine-tuning they are. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the last three rows. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss is more than a third of what is left, and a loss in chunks removes most of that. So what a recipe saves depends on the others: ask first what is at the peak.
 #
 # ## Out-of-memory doctor
 #
-# The same equation as a decision: given a model, a device and the text of an error, what should be tried first? In the example PyTorch holds 2.40 GiB that it cannot use, because they are in pieces. A setting helps, and the first line of the answer names it. The other lines are arithmetic. `python -m recipes_lib doctor` does the same in a terminal.
+# The same as a decision: given a model, a device and the text of an error, what should be tried first? In the example PyTorch holds 2.40 GiB that it cannot use, because they are in pieces. A setting helps, and the first line of the answer names it. The other lines are predictions. `python -m recipes_lib doctor` does the same in a terminal.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1610,7 +1579,7 @@ print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
 #
 # ## Exercises
 #
-# 1. Double the tokens per row. Which rows change, and by what factor? Predict first, with `budget_of`.
+# 1. Double the tokens per row. Which rows change, and by what factor? Predict first, with `equation.plain_step`.
 # 2. Checkpoint every second block: `apply_activation_checkpointing(model, every=2)`. When would you choose that?
 # 3. Add *step in backward* to the LoRA row. Use the equation to explain why almost nothing happens.
 #
@@ -1629,6 +1598,8 @@ print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
 # %%
 from itertools import pairwise
 
+from recipes_lib.core.measure.machine import fast
+
 ladder.note(
     held_out_loss=curves,
     naive_error=naive_error,
@@ -1636,9 +1607,14 @@ ladder.note(
     source=model_source(),
 )
 
-errors = [abs(row.prediction_error) for row in ladder.rows]
-assert max(errors) < 0.2, "no prediction is far off"
-assert sum(errors) / len(errors) < 0.03, "and most are close"
+# Of compiled blocks the compiler decides more than it says before it compiles.
+with_compiler = [compiled_row, fast_row, "everything combined"] if can_compile else []
+for row in ladder.rows:
+    allowed = 0.02 if row.name in with_compiler else 0.005
+    assert abs(row.prediction_error) < allowed, f"{row.name} is what was predicted"
+if not fast():  # in models as small as those of FAST mode, what is left out counts
+    assert abs(arithmetic.peak / baseline.peak_bytes - 1) < 0.01, "so is the equation"
+assert max(map(abs, equation_off.values())) < 0.05, "also for eight billion weights"
 
 # A GPU adds up in another order each time.
 tolerance = 1e-3 if device == "cpu" else 2e-2

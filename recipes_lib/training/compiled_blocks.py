@@ -44,6 +44,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from recipes_lib.core.checks import check_choice, check_number
+from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
@@ -100,8 +101,10 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     _require_first(model)
     require_forward_of_class(blocks)
     require_compiler(next(blocks[0].parameters()).device)
+    divided: dict[Any, Callable[..., Any]] = {}
     for block in blocks:
-        mix_in(block, _Compiled, compiled_forward=_compile_once(type(block), dynamic))
+        compiled_forward = _compile_once(type(block), dynamic)
+        mix_in(block, _Compiled, compiled_forward=compiled_forward, divided=divided)
         mark(block, COMPILED)
     return model
 
@@ -112,7 +115,7 @@ def remove_compiled_blocks(model: Any) -> Any:
     if not blocks:
         raise ValueError("this model has no block that apply_compiled_blocks() has changed")
     for block in blocks:
-        unmix(block, _Compiled, attributes=["compiled_forward"])
+        unmix(block, _Compiled, attributes=["compiled_forward", "divided"])
         unmark(block, COMPILED)
     return model
 
@@ -167,10 +170,14 @@ class _Compiled:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
     compiled_forward: Callable[..., Any]
+    divided: dict[Any, Callable[..., Any]]  # what dry runs of this model have traced, by shape
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
         """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
-        if not self.training or not torch.is_grad_enabled() or _operators_are_counted():
+        if not self.training or not torch.is_grad_enabled():
+            return super().forward(hidden_states, *others, **options)
+        without_data = dry() and not _in_few_bits(self)
+        if _operators_are_counted() and not without_data:
             return super().forward(hidden_states, *others, **options)
         if caches_among(others, options):
             _warn_of_cache()
@@ -179,8 +186,51 @@ class _Compiled:
         _refuse_bf16_without_kernels(hidden_states)
         if _trains(self):
             hidden_states = _with_gradient(hidden_states)
+        if without_data:
+            return self._as_divided(hidden_states, others, options)
         with _clear_errors(self):
             return self.compiled_forward(self, hidden_states, *others, **options)
+
+    def _as_divided(self, hidden: torch.Tensor, others: tuple, options: dict[str, Any]) -> Any:
+        """Operator by operator, and kept for backward is what the compiler would keep."""
+        device = hidden.device.type
+        ranges = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        which = (hidden.shape, hidden.dtype, ranges)
+        if which not in self.divided:
+            self.divided[which] = _divided(self)
+        return self.divided[which](dict(self.named_parameters()), hidden, others, options)
+
+
+def _in_few_bits(block: torch.nn.Module) -> bool:
+    """Four-bit weights carry their scales beside them. A dry run takes such a block as it is."""
+    return any(quantization_tensors(parameter) for parameter in block.parameters())
+
+
+def _divided(block: torch.nn.Module) -> Callable[..., Any]:
+    """A function of the parameters and inputs of any such block, traced in a dry run when called.
+
+    PyTorch's partitioner divides it into forward and backward: it weighs the bytes of each tensor
+    against computing it again. No kernel is compiled.
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    block_class = unmixed_class(block)
+
+    def forward(parameters: dict, hidden: torch.Tensor, others: tuple, options: dict) -> Any:
+        with _reparametrize_module(block, parameters):
+            return block_class.forward(block, hidden, *others, **options)
+
+    return aot_function(
+        forward,
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler=BACKEND),
+        decompositions=select_decomp_table(),
+    )
 
 
 def _trains(block: torch.nn.Module) -> bool:
