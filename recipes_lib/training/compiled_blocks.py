@@ -176,8 +176,7 @@ class _Compiled:
         """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
         if not self.training or not torch.is_grad_enabled():
             return super().forward(hidden_states, *others, **options)
-        without_data = dry() and not _in_few_bits(self)
-        if _operators_are_counted() and not without_data:
+        if _operators_are_counted() and not dry():
             return super().forward(hidden_states, *others, **options)
         if caches_among(others, options):
             _warn_of_cache()
@@ -186,7 +185,7 @@ class _Compiled:
         _refuse_bf16_without_kernels(hidden_states)
         if _trains(self):
             hidden_states = _with_gradient(hidden_states)
-        if without_data:
+        if dry():
             return self._as_divided(hidden_states, others, options)
         with _clear_errors(self):
             return self.compiled_forward(self, hidden_states, *others, **options)
@@ -198,12 +197,9 @@ class _Compiled:
         which = (hidden.shape, hidden.dtype, ranges)
         if which not in self.divided:
             self.divided[which] = _divided(self)
-        return self.divided[which](dict(self.named_parameters()), hidden, others, options)
-
-
-def _in_few_bits(block: torch.nn.Module) -> bool:
-    """Four-bit weights carry their scales beside them. A dry run takes such a block as it is."""
-    return any(quantization_tensors(parameter) for parameter in block.parameters())
+        parameters = dict(self.named_parameters())
+        scales = {name: quantization_tensors(each) for name, each in parameters.items()}
+        return self.divided[which](parameters, scales, hidden, others, options)
 
 
 def _divided(block: torch.nn.Module) -> Callable[..., Any]:
@@ -220,7 +216,14 @@ def _divided(block: torch.nn.Module) -> Callable[..., Any]:
 
     block_class = unmixed_class(block)
 
-    def forward(parameters: dict, hidden: torch.Tensor, others: tuple, options: dict) -> Any:
+    def forward(
+        parameters: dict, scales: dict, hidden: torch.Tensor, others: tuple, options: dict
+    ) -> Any:
+        for name, tensors in scales.items():
+            if tensors:
+                attributes = vars(block.get_parameter(name))
+                state = _with_scales(attributes["quant_state"], tensors)
+                vars(parameters[name]).update(attributes, quant_state=state)
         with _reparametrize_module(block, parameters):
             return block_class.forward(block, hidden, *others, **options)
 
@@ -231,6 +234,17 @@ def _divided(block: torch.nn.Module) -> Callable[..., Any]:
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler=BACKEND),
         decompositions=select_decomp_table(),
     )
+
+
+def _with_scales(state: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of what bitsandbytes knows of a 4-bit weight, with these `quantization_tensors`."""
+    state = copy.copy(state)
+    state.absmax, state.code, *others = tensors
+    if state.nested:
+        state.offset, *others = others
+        state.state2 = copy.copy(state.state2)
+        state.state2.absmax, state.state2.code = others
+    return state
 
 
 def _trains(block: torch.nn.Module) -> bool:
