@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.measure.dry_run import AtOnce, dry
+from recipes_lib.core.measure.dry_run import AtOnce, dry, on_the_host, pretends_a_card
 from recipes_lib.core.measure.memory import free_host_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.marks import (
@@ -118,7 +118,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         max_grad_norm: float | None,
         **adamw: Any,
     ) -> None:
-        self._slots = {parameter: Slot(parameter) for parameter in parameters}
+        with on_the_host():
+            self._slots = {parameter: Slot(parameter) for parameter in parameters}
         super().__init__([slot.master for slot in self._slots.values()], fused=True, **adamw)
         # A fused AdamW says that it can undo loss scaling. This one cannot: GradScaler refuses it.
         self._step_supports_amp_scaling = False
@@ -189,7 +190,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         masters = group["params"]
         group["params"] = [slot.master]
         slot.master.grad = slot.gradient
-        super().step()
+        with on_the_host():  # the first step makes AdamW's states
+            super().step()
         group["params"] = masters
         slot.master.grad = None
         slot.staging.copy_(slot.master)  # rounds to the parameter's dtype
@@ -331,7 +333,8 @@ def _require_one_device(parameters: list[nn.Parameter], *, allow_cpu: bool) -> N
         raise ValueError(
             f"the trainable parameters are on {len(devices)} devices: exactly one is needed"
         )
-    if not parameters[0].is_cuda and not allow_cpu:
+    on_a_card = parameters[0].is_cuda or pretends_a_card()
+    if not on_a_card and not allow_cpu:
         raise ValueError(
             "the parameters are in host memory already: "
             "to shrink the states there use eight_bit_adam"
@@ -351,6 +354,8 @@ def _require_free_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _require_host_memory(needed: int) -> None:
+    if pretends_a_card():  # in another machine, whose host is another one, too
+        return
     free = free_host_bytes()
     if needed > 0.8 * free:  # the loader of the data and everybody else need some, too
         raise ValueError(

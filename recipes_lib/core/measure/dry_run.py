@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 from unittest import mock
@@ -63,6 +63,44 @@ class AtOnce:
         """Nothing waits."""
 
 
+def pretend_a_card() -> None:
+    """From here to the end of the dry run the device is a GPU, with a host beside it."""
+    active_fake_mode().pretends_a_card = True
+
+
+def pretends_a_card() -> bool:
+    """True inside a dry run whose device is a GPU that may not be there."""
+    return getattr(active_fake_mode(), "pretends_a_card", False)
+
+
+@contextlib.contextmanager
+def on_the_host() -> Iterator[None]:
+    """What is made inside is in the memory of the host, and no account of a GPU counts it.
+
+    In a dry run all tensors say that they are on one device. Elsewhere this changes nothing.
+    """
+    if not pretends_a_card():
+        yield
+        return
+    values = active_fake_mode().values
+    before = values.of_the_host
+    values.of_the_host = True
+    try:
+        yield
+    finally:
+        values.of_the_host = before
+
+
+def without_repetition(parts: Sequence[Any]) -> Sequence[Any]:
+    """In a dry run the first two and the last of parts that differ in nothing but their values.
+
+    Time is per operator there, and a third turn of a loop takes the bytes of the second.
+    """
+    if not dry() or len(parts) <= 3:
+        return parts
+    return [*parts[:2], parts[-1]]
+
+
 def real_tensors() -> contextlib.AbstractContextManager:
     """Inside, tensors have data in a dry run, too: those that say where ranks are, for instance."""
     return _disable_current_modes() if dry() else contextlib.nullcontext()
@@ -90,10 +128,11 @@ def dry_run() -> Iterator[Values]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        stack.enter_context(_out_of_the_collectors_sight())
+        stack.enter_context(out_of_the_collectors_sight())
         stack.enter_context(_weights_of_bitsandbytes())
-        stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(Values())
+        mode = stack.enter_context(FakeTensorMode())
+        mode.values = stack.enter_context(Values())
+        yield mode.values
 
 
 def _without_values(tensor: Any) -> bool:
@@ -186,7 +225,7 @@ def _grouped_product(
 
 
 @contextlib.contextmanager
-def _out_of_the_collectors_sight() -> Iterator[None]:
+def out_of_the_collectors_sight() -> Iterator[None]:
     """Let the collector forget the objects that are there, until the end of this context.
 
     `PeakMemory` walks through all objects to find the tensors that are alive. In a dry run only

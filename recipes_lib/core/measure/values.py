@@ -55,6 +55,7 @@ class Values(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.asked: Counter[str] = Counter()  # where a value was read that nobody knows
+        self.of_the_host = False  # what operators make now is not on the device
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -77,6 +78,8 @@ class Values(TorchDispatchMode):
             args, kwargs = tree_unflatten(leaves, form)
             out = func(*args, **kwargs)
             self._follow(func, leaves, known, form, out)
+        if self.of_the_host:
+            _let_others_have(out, leaves)
         return out
 
     def _new(self, func: Any, real: torch.Tensor) -> torch.Tensor:
@@ -167,6 +170,18 @@ def written_to(func: Any, leaves: list[Any], form: Any) -> Iterable[torch.Tensor
             continue
         value = args[number] if number < len(args) else kwargs.get(argument.name)
         yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+
+
+def _let_others_have(out: Any, inputs: list[Any]) -> None:
+    """Mark what an operator has made, and not what it was given, as storages that do not count."""
+    given = {_storage(leaf)._cdata for leaf in inputs if isinstance(leaf, torch.Tensor)}
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata not in given:
+            _storage(leaf).of_others = True
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
 
 
 def _for_real(func: Any, leaves: list[Any], form: Any) -> Any:

@@ -27,6 +27,7 @@ import torch
 
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure import dry
+from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.values import values_of
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
@@ -104,7 +105,8 @@ def dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor, device: str) -
     dtype = torch.result_type(hidden, weight)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(device)
-    if device == "cpu" and not _has_units_for(dtype):
+    on_a_cpu = device == "cpu" and not pretends_a_card()
+    if on_a_cpu and not _has_units_for(dtype):
         return torch.float32  # emulated 16-bit products take tens of times as long
     return dtype
 

@@ -77,7 +77,7 @@ class Prediction:
     @property
     def fits(self) -> bool | None:
         """Whether the card has room for what the allocator reserves, beside CUDA's context."""
-        if self.card is None:
+        if self.reserved is None:
             return None
         return self.reserved <= self.card.for_tensors
 
@@ -86,13 +86,21 @@ class Prediction:
         return self.timeline.at_peak()
 
 
-def predict(build: Build, *, card: Card | None = None, ranks: int = 1, rank: int = 0) -> Prediction:
+def predict(
+    build: Build,
+    *,
+    card: Card | None = None,
+    allocator: bool = True,
+    ranks: int = 1,
+    rank: int = 0,
+) -> Prediction:
     """The step that `build` makes, on tensors without data.
 
     Args:
         build: returns the model, its optimizer and a function `step(model, optimizer)`. It is
             called once. Batches and other tensors from outside may be real.
         card: a GPU that may not be there. Its kernels are chosen, and its allocator is replayed.
+        allocator: without it there is one step in place of two, and no reserved bytes.
         ranks: so many processes train together. All but `rank` are pretended.
     Raises ValueError where the step decides by values, reads a file that is not there, or does
     what PyTorch cannot do without data; what a recipe refuses, it refuses here, too.
@@ -102,17 +110,16 @@ def predict(build: Build, *, card: Card | None = None, ranks: int = 1, rank: int
         raise ValueError("this is a dry run already: call predict outside of it")
     group = contextlib.nullcontext() if ranks == 1 else pretended_ranks(ranks, rank=rank)
     with group, dry_run() as values, on_card(card), _explained():
-        if card is None:
+        if card is None or not allocator:
             # In a group the first step plans operators on shards, on tensors of full size.
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
-            return Prediction(timeline, values.asked)
-        allocator = Allocator()
-        emptied = mock.patch.object(torch.cuda, "empty_cache", allocator.empty_cache)
-        with LiveBytes("cuda", listener=allocator), emptied:
-            allocator.take_workspaces(card.workspace)
-            timeline = _second_step(build, before=allocator.restart_peak)
+            return Prediction(timeline, values.asked, card)
+        replayed = Allocator()
+        emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
+        with LiveBytes("cuda", listener=replayed), emptied:
+            timeline = _second_step(build, card=card, allocator=replayed)
         return Prediction(
-            timeline, values.asked, card, allocator.peak_allocated, allocator.peak_reserved
+            timeline, values.asked, card, replayed.peak_allocated, replayed.peak_reserved
         )
 
 
@@ -126,11 +133,15 @@ def _first_step(build: Build) -> Timeline:
     return timeline.with_states_from_the_start()
 
 
-def _second_step(build: Build, *, before: Callable[[], None] | None = None) -> Timeline:
+def _second_step(
+    build: Build, *, card: Card | None = None, allocator: Allocator | None = None
+) -> Timeline:
     model, optimizer, step = build()
+    if allocator is not None:
+        allocator.take_workspaces(card.workspace)
     step(model, optimizer)
-    if before is not None:
-        before()
+    if allocator is not None:
+        allocator.restart_peak()
     return record_timeline(lambda: step(model, optimizer), model=model, optimizer=optimizer)
 
 

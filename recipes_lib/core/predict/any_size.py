@@ -21,6 +21,7 @@ period: take numbers of layers that are a period apart, and the wanted one a mul
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -33,8 +34,9 @@ from typing import Any
 
 import torch
 
+from recipes_lib.core.measure.dry_run import out_of_the_collectors_sight
 from recipes_lib.core.measure.timeline import KINDS, Timeline
-from recipes_lib.core.predict import Build, predict
+from recipes_lib.core.predict import Build, Card, predict
 
 NOTHING = 1024  # bytes: a number or two that a library makes once, and keeps
 
@@ -72,7 +74,12 @@ class AnySize:
 
 
 def any_size(
-    build_of: Callable[..., Build], *, key: Any = None, ranks: int = 1, **axes: tuple[int, int]
+    build_of: Callable[..., Build],
+    *,
+    key: Any = None,
+    card: Card | None = None,
+    ranks: int = 1,
+    **axes: tuple[int, int],
 ) -> AnySize:
     """Dry steps at both values of each axis, and what they say of all other sizes.
 
@@ -80,11 +87,12 @@ def any_size(
         build_of: takes one number for each axis, by name. One axis is `layers`.
         key: what the step is, in anything that JSON can write (a configuration, the names of
             recipes). With it the result is kept on disk.
+        card: a GPU that may not be there, whose kernels are chosen.
     Raises ValueError where steps of two sizes do not consist of the same operators, but for those
     of more blocks.
     """
     if key is not None:
-        path = _kept_at([key, ranks, axes])
+        path = _kept_at([key, card and card.capability, ranks, axes])
         if path.exists():
             kept = json.loads(path.read_text())
             corners = torch.tensor(kept["corners"], dtype=torch.float64)
@@ -92,12 +100,14 @@ def any_size(
     few, more = axes["layers"]
     others = {name: values for name, values in axes.items() if name != "layers"}
     depths = []
-    for layers in (few, more, 2 * more - few):
-        timelines = []
-        for sizes in itertools.product(*others.values()):
-            build = build_of(layers=layers, **dict(zip(others, sizes, strict=True)))
-            timelines.append(predict(build, ranks=ranks).timeline)
-        depths.append(timelines)
+    with out_of_the_collectors_sight():  # once for all steps, each of which would look again
+        for layers in (few, more, 2 * more - few):
+            timelines = []
+            for sizes in itertools.product(*others.values()):
+                build = build_of(layers=layers, **dict(zip(others, sizes, strict=True)))
+                predicted = predict(build, card=card, allocator=False, ranks=ranks)
+                timelines.append(predicted.timeline)
+            depths.append(timelines)
     moments, corners = _aligned(depths)
     axes = {"layers": axes["layers"], **others}
     if key is not None:
@@ -166,6 +176,7 @@ def _kept_at(key: Any) -> Path:
     return cache / "llm-training-recipes" / "predictions" / f"{digest}.json"
 
 
+@functools.cache
 def _code() -> str:
     """A digest of this package's sources."""
     package = Path(__file__).resolve().parents[2]

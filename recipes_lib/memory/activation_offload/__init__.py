@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure import dry
+from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import saved_outside_the_blocks
@@ -103,7 +104,8 @@ def offload_activations(
     check_whole(min_bytes=min_bytes)
     check_whole(least=0, in_flight=in_flight)
     device = _device_of_blocks(model)
-    if to == "host" and device.type != "cuda":
+    on_a_card = device.type == "cuda" or pretends_a_card()
+    if to == "host" and not on_a_card:
         raise ValueError(
             f"to='host': the activations of a model on {device} are there already; use to='disk'"
         )

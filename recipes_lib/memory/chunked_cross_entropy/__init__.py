@@ -38,6 +38,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.measure.dry_run import without_repetition
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.chunked_loss import (
     LayerProducts,
@@ -274,11 +275,12 @@ class ChunkedLoss(LossWithGradients):
         room = layer.room(min(plan.rows, len(rows)))  # [C, V]
         total = hidden.new_zeros((), dtype=plan.sums)
         # index [C], the rows of this chunk; target [C, 1]
-        for index, target in zip(rows.split(plan.rows), targets[:, None].split(plan.rows)):
+        chunks = list(zip(rows.split(plan.rows), targets[:, None].split(plan.rows)))
+        for index, target in without_repetition(chunks):
             inputs = hidden[index].to(plan.products)  # [C, D]
             logits = layer.logits(inputs, out=room[: len(index)])  # [C, V]
-            blocks = zip(logits.split(plan.block_rows), target.split(plan.block_rows))
-            for block_logits, block_target in blocks:
+            blocks = list(zip(logits.split(plan.block_rows), target.split(plan.block_rows)))
+            for block_logits, block_target in without_repetition(blocks):
                 total += _loss_and_gradient_(block_logits, block_target, plan.sums, extras)
             d_logits = logits  # by now: the loss has written its gradient over them
             gradients.add_chunk_(index, d_logits, inputs, layer.factors)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import final_softcap
 from recipes_lib.core.model.chunked_loss import (
     ChunkPlan,
@@ -43,13 +44,14 @@ def plan_chunks(
     """The plan for `targets` rows of `hidden` [..., D] and the `weight` [V, D]."""
     device = device_type(hidden)
     products = dtype_of_products(hidden, weight, device)
+    on_a_cpu = device == "cpu" and not pretends_a_card()
     few = targets <= FEW_TARGETS and products.itemsize == 2
-    if device == "cpu" and few and weight.dtype == torch.float32:
+    if on_a_cpu and few and weight.dtype == torch.float32:
         products = torch.float32  # without a copy of the weight
     sums = torch.promote_types(products, torch.float32)
 
     most_bytes = CHUNK_BYTES_ON_GPU
-    if device == "cpu":
+    if on_a_cpu:
         most_bytes = CHUNK_BYTES
     rows = rows_of_a_chunk(len(weight), products, chunk_size=chunk_size, most_bytes=most_bytes)
 
