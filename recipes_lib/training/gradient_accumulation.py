@@ -92,6 +92,14 @@ def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
     )
 
 
+def own_loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    """The same from the loss of the model, a mean over its targets: so it may be one in chunks."""
+    require_shifted_loss(model)
+    output = model(**batch | {"use_cache": False})
+    _refuse_auxiliary_loss(output)
+    return output.loss * count_targets(batch)
+
+
 def accumulate_gradients(
     model: Any,
     batch: Batch | Sequence[Batch],

@@ -65,11 +65,15 @@ def _card(name: str, capability: tuple[int, int], gib: float) -> Card:
     return Card(name, capability, round(gib * GIB))
 
 
-# What `torch.cuda.get_device_properties(0).total_memory` says, which is less than is sold.
+# What `torch.cuda.get_device_properties(0).total_memory` says, which is less than is sold, and the
+# least of what drivers leave: a T4 has 14.56 to 14.75. Seen in messages of PyTorch ("total capacity
+# of"): T4 Zheng-Chong/CatVTON#133, L4 ArcInstitute/evo2#190, RTX 4090 3DTopia/Phidias-Diffusion#8,
+# A100-80GB lianqi1008/Control-GIC#6, H100 vllm-project/vllm#27508. An A100-40GB says 39.50 in
+# TianheWu/CoSeR#10. For the others no such message was found.
 CARDS = {
     card.name: card
     for card in (
-        _card("T4", (7, 5), 14.58),
+        _card("T4", (7, 5), 14.56),
         _card("V100", (7, 0), 15.77),
         _card("RTX 3090", (8, 6), 23.69),
         _card("RTX 4080", (8, 9), 15.70),
