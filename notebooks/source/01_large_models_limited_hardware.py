@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **2,336 MiB → 243 MiB:** the peak memory of tensors of one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less**. Held-out loss in 4 steps, one run each: full fine-tuning 3.69 → 2.83; LoRA 3.69 → 2.94; everything combined 3.96 → 3.05. Every row was predicted first; the arithmetic is off by 5.0% at most.
+# > **2,336 MiB → 243 MiB:** the peak memory of tensors of one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less**. Held-out loss in 4 steps, one run each: full fine-tuning 3.69 → 2.83; LoRA 3.69 → 2.94; everything combined 3.96 → 3.05. Each row was predicted before it ran, from the same step on tensors without data: off by 5.0% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->

@@ -97,13 +97,13 @@ def step(states):
 def test_a_timeline_marks_its_peak_and_the_prediction_of_its_own_step():
     """The mistake: a kind that is missing in the stack, or a scale of its own for each panel."""
     both = {"plain": step(8), "lean": step(2)}
-    plain, lean = timeline_chart(both, predicted={"plain": 17 * MIB}, title="Message").axes
+    plain, lean = timeline_chart(both, predicted={"plain": step(7)}, title="Message").axes
     dots = [[line for line in axes.lines if line.get_marker() == "o"] for axes in (plain, lean)]
     assert [dot.get_xydata().tolist() for (dot,) in dots] == [[[50, 18]], [[50, 12]]]
     assert {"18 MiB", "forward", "backward"} <= set(texts(plain))
     assert "activations 6.0 MiB\nstates 8.0 MiB\nweights 4.0 MiB" in texts(plain)[-1]
-    dashes = [line.get_ydata()[0] for line in plain.lines if line.get_linestyle() == "--"]
-    assert dashes == [17]
+    (dashes,) = [line.get_ydata() for line in plain.lines if line.get_linestyle() == "--"]
+    assert max(dashes) == 17, "the timeline that was predicted, over the measured one"
     assert "--" not in [line.get_linestyle() for line in lean.lines]
     assert plain.get_ylim() == lean.get_ylim()
     many = timeline_chart(dict.fromkeys("abcd", step(2)), columns=3, title="Message")
