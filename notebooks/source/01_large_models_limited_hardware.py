@@ -1339,7 +1339,7 @@ lines(
 # %% [markdown]
 # ## The pictures
 #
-# **Over time.** The step of the first figure again, and with it the step of everything combined, on the same scale. On a CPU the account sees operators and not the inside of compiled code, so for this picture the blocks run uncompiled: the combination's peak in the picture is a little higher than in the table.
+# **Over time.** The step of the first figure again, and with it the step of everything combined, on the same scale. On a CPU the account sees operators and not the inside of compiled code, so for this picture the blocks run uncompiled: the combination's peak in the picture is a little higher than in the table, and than the dashed line, which is that of the compiled step.
 
 # %%
 ends = ("baseline", "everything combined")
@@ -1366,7 +1366,7 @@ def kinds_chart(at_peak, title):
     """What the predicted peak of each row consists of."""
     parts = {}
     for kind in KIND_COLORS:
-        parts[kind] = [sizes_of[kind] / 2**30 for sizes_of in at_peak.values()]
+        parts[kind] = [row[kind] / 2**30 for row in at_peak.values()]
     sums = [three_digits(sum(row)) for row in zip(*parts.values())]
     column = Bars("GiB at the moment of the peak", parts, sums, colors=KIND_COLORS)
     return bars(list(at_peak), column, title=title, source=WITHOUT_DATA)
@@ -1381,7 +1381,7 @@ kinds_chart(at_peak, "What the peak consists of")
 #
 # ## The same ladder for eight billion weights
 #
-# In the small model the recipes of Part A look weak, because the second tower is almost as high as the first. Is that different with eight billion weights and 4,096 tokens? Such a step does not fit here. Without data it needs no memory, only time: about as much per block as a real small one. The 32 blocks are alike, so each of them adds the same bytes at the same moment. `any_size` takes steps of models with two, three and four blocks, and follows every moment of them to 32.
+# In the small model the recipes of Part A look weak, because the second tower is almost as high as the first. Is that different with eight billion weights and 4,096 tokens? Such a step does not fit here. Without data it takes no memory, only seconds. And it needs no 32 blocks: they are alike, so each of them adds the same bytes at the same moment. `any_size` takes the steps of models with two, three and four blocks, and follows every moment to 32.
 
 # %%
 import time
@@ -1446,7 +1446,7 @@ print(f"{len(large_peaks)} rows in {time.perf_counter() - began:.0f} s")
 kinds_chart(large_peaks, "Llama-3.1-8B, 4,096 tokens, fp32 but for QLoRA: not run")
 
 # %% [markdown]
-# The equation has eight of the ten rows, and its witness is instant.
+# The equation has eight of the ten rows, and answers at once.
 
 # %%
 skeleton_8b = model_of_shape("llama-3.1-8b", device="meta")
@@ -1455,7 +1455,7 @@ checkpointed_8b = equation.with_checkpointing(plain_8b)
 lora_8b = equation.with_adapters(plain_8b, rank=16)
 qlora_8b = equation.in_four_bits(lora_8b)
 small_8b = equation.with_checkpointing(qlora_8b)
-witness = {
+by_arithmetic = {
     "baseline": plain_8b,
     "activation checkpointing": checkpointed_8b,
     "… and 16-bit states": equation.with_states_in(checkpointed_8b, bits=16),
@@ -1467,16 +1467,16 @@ witness = {
 }
 equation_off = {}
 print(f"{'GiB':<26}without data   by arithmetic")
-for name, bytes_of in witness.items():
+for name, step in by_arithmetic.items():
     peak = sum(large_peaks[name].values())
-    equation_off[name] = bytes_of.peak / peak - 1
-    both = f"{peak / 2**30:12.1f}{bytes_of.peak / 2**30:16.1f}"
+    equation_off[name] = step.peak / peak - 1
+    both = f"{peak / 2**30:12.1f}{step.peak / 2**30:16.1f}"
     print(f"{name:<26}{both}  {equation_off[name]:+.1%}")
 
 # %% [markdown]
 # Two rows differ by more than 1 %. The equation stores all states in 8 bits, and the recipe keeps those of the embedding in 32. And with a loss in chunks the peak is a block that is computed again, which the equation takes a little too large.
 #
-# Back to the question: are the recipes of Part A weak? With full fine-tuning they are. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the last three rows. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss is more than a third of what is left, and a loss in chunks removes most of that. So what a recipe saves depends on the others: ask first what is at the peak.
+# Back to the question: are the recipes of Part A weak? With full fine-tuning they are. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the last three rows. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss, all of *other* and half of the activations, is more than a third of what is left, and a loss in chunks removes most of that. So what a recipe saves depends on the others: ask first what is at the peak.
 #
 # ## Out-of-memory doctor
 #
