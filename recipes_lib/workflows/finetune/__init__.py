@@ -2,8 +2,7 @@
 
 settings     what a run is, checked
 data         pairs read, checked, and a part of them held out
-loop         train, step by step; keep checkpoints, and go on from one
-budget       the predicted peak of a step
+loop         predict a step; train, step by step; keep checkpoints, and go on from one
 evaluation   the held-out loss before and after, and the README.md of the result
 command      from a file of pairs to a saved and proven adapter
 production   the same run as settings of the Trainer, TRL, Axolotl and accelerate

@@ -1,6 +1,6 @@
 """Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop.
 
-    model, plan = prepare(load_model(), rows, run=settings, pad_token_id=0)  # plan.peak: predicted
+    model, predicted = prepare(load_model(), rows, run=settings, pad_token_id=0)  # predicted.peak
     for step in training_steps(model, rows, run=settings, pad_token_id=0):
         print(step.loss)
 
@@ -23,9 +23,10 @@ import torch
 from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.measure import without_data
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.budget import Budget
+from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
@@ -35,7 +36,6 @@ from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precisio
 from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.sequence_packing import collate_packed
-from recipes_lib.workflows.finetune.budget import estimate_adapters, estimate_finetune
 from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, PRECISIONS, Settings
 
 CHECKPOINT = "checkpoint.pt"
@@ -169,17 +169,38 @@ def keeps_checkpoint(number: int, *, run: Settings) -> bool:
 
 def prepare(
     model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
-) -> tuple[Any, Budget]:
-    """`adapt` the base `model`, and predict the budget of a step.
+) -> tuple[Any, Prediction]:
+    """Predict an optimizer step, and `adapt` the base `model`.
+
+    The prediction is the step itself, on a copy of the model without data and on the real rows: so
+    it knows their lengths, documents and targets. Of its micro-batches two run, the first one and
+    the largest of the others, which finds gradients that it has to carry.
 
     Args:
-        number: the optimizer step, from 0. In the first one AdamW has no states yet.
+        number: the optimizer step, from 0. The optimizer's states are there in each.
+    Raises ValueError where such a step cannot run without data, with the reason.
     """
     chosen = rows_of_optimizer_step(number, rows, run=run)
-    micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
-    plans = estimate_adapters(model, micros, run=run)
-    model = adapt(model, run=run)
-    return model, estimate_finetune(plans, model, micros, run=run)
+
+    def build() -> tuple[Any, Any, Any]:
+        twin = adapt(without_data(model), run=run)
+        optimizer, schedule, precision = optimizer_of(twin, run=run)
+        micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
+
+        def step(twin: Any, optimizer: torch.optim.Optimizer) -> None:
+            largest = sorted(micros[1:], key=_size)[-1:]
+            two = [micros[0], *largest]
+            _optimizer_step(twin, two, optimizer, schedule, precision, run=run)
+
+        return twin, optimizer, step
+
+    predicted = predict(build)
+    return adapt(model, run=run), predicted
+
+
+def _size(micro: Batch) -> tuple[int, int]:
+    """By which the largest micro-batch is chosen: its tokens with padding, and its targets."""
+    return micro["input_ids"].numel(), int((micro["labels"] != IGNORED).sum())
 
 
 def adapt(model: Any, *, run: Settings) -> Any:
