@@ -225,6 +225,10 @@ class TimelineRecorder(contextlib.AbstractContextManager):
         self._label([*model.parameters(), *model.buffers()], "weights")
         for parameter in model.parameters():
             self._label(quantization_tensors(parameter), "weights")
+        self._label_gradients(model)
+
+    def _label_gradients(self, model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
             if parameter.grad is not None:
                 self._label([parameter.grad], "gradients")
 
@@ -241,6 +245,9 @@ class TimelineRecorder(contextlib.AbstractContextManager):
 
     def _step_begins(self, *_: Any) -> None:
         self._stepping = True
+        model = self._model()
+        if model is not None:
+            self._label_gradients(model)  # DDP has moved them into its buckets by now
 
     def _step_ends(self, *_: Any) -> None:
         self._stepping = False

@@ -60,6 +60,8 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if active_fake_mode() is None:  # lifted for a moment: a mesh reads the numbers of its ranks
+            return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         if func in NEW_TENSORS:
@@ -124,8 +126,10 @@ class Values(TorchDispatchMode):
         """Give the outputs their values, or take those of a tensor that was written to."""
         made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
         if known is not None and made and all(map(_worth_knowing, made)):
-            real = _for_real(func, known, form)
-            for fake, value in zip(made, tree_leaves(real), strict=True):
+            # A collective also returns its work, and in a pretended group the values of this rank.
+            real = tree_leaves(_for_real(func, known, form))
+            values = [each for each in real if isinstance(each, torch.Tensor)]
+            for fake, value in zip(made, values, strict=True):
                 fake.known = value
         elif func._schema.is_mutable:
             for each in written_to(func, leaves, form):

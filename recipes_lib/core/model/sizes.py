@@ -48,6 +48,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         for value in state.values():
             yield from plain_tensors(value)
+    inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer keeps them in another one
+    if inner is not None:
+        yield from state_tensors(inner)
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:

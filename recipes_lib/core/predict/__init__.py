@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -40,7 +40,7 @@ from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.predict.allocator import Allocator
 from recipes_lib.core.predict.card import CARDS, Card, on_card
-from recipes_lib.core.predict.ranks import pretended_ranks
+from recipes_lib.core.predict.ranks import buckets_without_data, pretended_ranks
 
 __all__ = ["CARDS", "Build", "Card", "Prediction", "predict"]
 
@@ -108,8 +108,7 @@ def predict(
     check_whole(ranks=ranks)
     if dry():
         raise ValueError("this is a dry run already: call predict outside of it")
-    group = contextlib.nullcontext() if ranks == 1 else pretended_ranks(ranks, rank=rank)
-    with group, dry_run() as values, on_card(card), _explained():
+    with _group_of(ranks, rank), dry_run() as values, on_card(card), _explained():
         if card is None or not allocator:
             # In a group the first step plans operators on shards, on tensors of full size.
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
@@ -121,6 +120,15 @@ def predict(
         return Prediction(
             timeline, values.asked, card, replayed.peak_allocated, replayed.peak_reserved
         )
+
+
+@contextlib.contextmanager
+def _group_of(ranks: int, rank: int) -> Iterator[None]:
+    if ranks == 1:
+        yield
+        return
+    with pretended_ranks(ranks, rank=rank), buckets_without_data():
+        yield
 
 
 def _first_step(build: Build) -> Timeline:

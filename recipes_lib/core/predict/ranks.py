@@ -3,7 +3,12 @@
     predict(build, ranks=64)      # one process, no data, seconds instead of a cluster
 
 The group of ranks is pretended: every collective returns at once and moves nothing. A rank still
-makes all buffers that it would make for it, so the bytes are its own. Times say nothing.
+makes all buffers that it would make for it, so the bytes are its own. Where it asks the others for
+a number, they say what it says itself. Times say nothing.
+
+    real ranks hold longer    gloo keeps the tensors of a collective until its thread is done with
+                              them, some moments after the answer: a peak that is measured there
+                              may be higher, by the one or two groups that FSDP sent last
 
 Source: PyTorch, torch.testing._internal.distributed.fake_pg.
 """
@@ -12,10 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from recipes_lib.core.checks import check_whole
 
@@ -47,3 +55,66 @@ def pretended_ranks(ranks: int, *, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def buckets_without_data() -> Iterator[None]:
+    """Inside, DistributedDataParallel takes tensors without data, which its C++ code would read."""
+    patches = {
+        "Reducer": _Buckets,
+        "Logger": mock.MagicMock(),
+        "_verify_params_across_processes": mock.MagicMock(),
+        "_broadcast_coalesced": mock.MagicMock(),
+    }
+    with mock.patch.multiple(dist, **patches):
+        yield
+
+
+class _Buckets:
+    """What DistributedDataParallel's reducer keeps: buckets into which it copies each gradient.
+
+    With `gradient_as_bucket_view` a gradient then is its part of a bucket. Otherwise both stay.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        buckets: list[list[int]],
+        limits: list[int],
+        group: Any,
+        sparse: list[bool],
+        cap: int,
+        find_unused: bool,
+        as_views: bool,
+        *ignored: Any,
+    ) -> None:
+        self._as_views = as_views
+        self._still_to_come = 0  # without `no_sync`, in this backward
+        self._places: dict[nn.Parameter, torch.Tensor] = {}
+        for indices in buckets:
+            inside = [parameters[index] for index in indices]
+            sizes = [parameter.numel() for parameter in inside]
+            parts = inside[0].new_empty(sum(sizes)).split(sizes)
+            for parameter, part in zip(inside, parts, strict=True):
+                self._places[parameter] = part.view(parameter.shape)
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """The next backward averages its gradients."""
+        self._still_to_come = len(self._places)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if self._still_to_come == 0:
+            return
+        self._still_to_come -= 1
+        place = self._places[parameter].copy_(parameter.grad)
+        if self._as_views:
+            parameter.grad = place
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """All else that it does takes no memory."""
+        return _nothing
+
+
+def _nothing(*ignored: Any, **options: Any) -> None:
+    pass

@@ -12,7 +12,6 @@ escapes a count is here, too:
     gathered            `fully_shard` keeps whole parameters from forward to backward if it does not
                         reshard, and whole gradients while `set_requires_gradient_sync(False)`.
     quantization        The scales of a bitsandbytes weight lie beside it, whole on every rank.
-    partitioned states  ZeroRedundancyOptimizer keeps this rank's states in an inner optimizer.
 
 The peak of a step is another number: `core.measure.PeakMemory` counts the activations as well.
 """
@@ -73,7 +72,7 @@ def rank_bytes(
     return RankBytes(
         parameters=count.new([*parameters, *_quantization(model, parameters)]),
         gradients=count.new(parameter.grad for parameter in parameters) + _buckets(model, device),
-        states=count.new(_states(optimizer)),
+        states=count.new(() if optimizer is None else state_tensors(optimizer)),
         gathered=count.new(_gathered(shards)),
         buffers=count.new(model.buffers()),
     )
@@ -109,15 +108,6 @@ def _quantization(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[
     """Scales and code tables of bitsandbytes: on a weight, or on the layer once it is sharded."""
     for owner in (*parameters, *model.modules()):
         yield from quantization_tensors(owner)
-
-
-def _states(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    if optimizer is None:
-        return
-    yield from state_tensors(optimizer)
-    inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
-    if inner is not None:
-        yield from state_tensors(inner)
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------
