@@ -59,9 +59,9 @@ def strategies(*, sizes: Sizes, rows: int, tokens: int, steps: int) -> Iterator[
             options = {"strategy": name, "sizes": sizes, "steps": steps, **batch}
             run = _or_failed(partial(pool.run, train_on_ranks, timeout=SECONDS, **options))
             if isinstance(run, RankRun):
-                plan = plan_of(name, model, ranks=1, **batch).budget
+                plan = plan_of(name, model, ranks=1, **batch).kept
                 reference = reference or run.losses  # those of the first row
-                run = _row(run, plan, reference)
+                run = _row(run, plan.total, reference)
             content["strategies"][name] = run
             yield content
 
@@ -140,11 +140,11 @@ def _pool() -> RankPool:
     return RankPool(ranks=1, device=device, threads=threads)
 
 
-def _row(run: Any, plan: Any, reference: list[float]) -> dict[str, Any]:
+def _row(run: Any, predicted: int, reference: list[float]) -> dict[str, Any]:
     pairs = zip(run.losses, reference, strict=True)
     return {
         "kept_bytes": run.parameters + run.gradients + run.states,
-        "predicted_bytes": plan.weights + plan.gradients + plan.states,
+        "predicted_bytes": predicted,
         "seconds": statistics.median(run.seconds),
         "losses": run.losses,
         "difference": max(abs(loss - other) for loss, other in pairs),

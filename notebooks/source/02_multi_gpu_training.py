@@ -273,7 +273,7 @@ def climb(strategy, ranks, group):
     ladder.climb(
         strategy,
         run,
-        predicted=plan.budget,
+        predicted=plan.kept,
         predicted_sent=plan.sent,
         group=group,
     )
@@ -1057,7 +1057,7 @@ for count in (2, 8, 64):
         # A row for each rank; in a pipeline each row is a micro-batch.
         many = dict(rows=count, tokens=sizes.tokens, ranks=count, micro_batches=count)
         try:
-            plan = plan_of(strategy, deep_model, **many).budget
+            plan = plan_of(strategy, deep_model, **many).kept
             kept = bytes_on_one_of(
                 strategy=strategy,
                 ranks=count,
@@ -1068,7 +1068,7 @@ for count in (2, 8, 64):
             print(f"{strategy}, {count} ranks: {reason}")
             continue
         row = SimpleNamespace(name=strategy, group=f"{count} ranks", **vars(kept))
-        row.predicted_bytes = plan.weights + plan.gradients + plan.states
+        row.predicted_bytes = plan.total
         rows.append(row)
         measured.setdefault(strategy, []).append(
             (count, kept.parameters + kept.gradients + kept.states)

@@ -4,10 +4,12 @@ require_new_on_ranks(model)         what must hold before
 require_same_weights(model)         each rank keeps its part of its own weights
 sharding_options(mesh, …)           precision and place of the parts, for each `fully_shard`
 shard_ends(model, …)                embedding and output layer as groups of their own
+part_bytes(parameters, shards)      what one rank keeps of them, by arithmetic
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.checks import check_choice
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.marks import GRADIENT_TAKER, any_marked
+from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.rank_bytes import is_sharded
 
@@ -96,3 +99,17 @@ def fetch_ahead(blocks: Any, count: int) -> None:
         block.set_modules_to_forward_prefetch(ordered[index + 1 : index + 1 + count])
         before = ordered[max(0, index - count) : index]
         block.set_modules_to_backward_prefetch(before[::-1])
+
+
+def part_bytes(parameters: Iterable[torch.Tensor], shards: int) -> int:
+    """Bytes of a rank's part of them: as many rows of each as the first rank has.
+
+    Ranks that have fewer fill theirs up, and the filling is gathered and sent like the rest.
+    """
+    check_whole(shards=shards)
+    total = 0
+    for parameter in parameters:
+        rows, *others = parameter.shape
+        elements = parts_needed(rows, shards) * torch.Size(others).numel()
+        total += elements * parameter.element_size()
+    return total

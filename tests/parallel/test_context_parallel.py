@@ -9,10 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
@@ -28,7 +25,6 @@ from recipes_lib.parallel.context_parallel import (
     sum_gradients,
 )
 from recipes_lib.parallel.context_parallel.arithmetic import (
-    estimate_context_parallel,
     predicted_sent_bytes,
 )
 from recipes_lib.parallel.context_parallel.kernels import AMPERE, attend, attend_backward
@@ -371,29 +367,23 @@ def test_the_zig_zag_is_balanced():
 
 
 def bytes_of_a_step(kind):
-    """For each rank: the peak of a step beside weights and states, what it sends; predictions."""
-    with PeakMemory() as memory:
-        others = memory.current
+    """For each rank: what it sends in a step, measured and predicted."""
     model = tiny_model(hidden_size=128, vocab_size=256)
-    shape = Shape(batch=8, seq=128)
-    budget = estimate_context_parallel(budget_of(model, shape), model, shape, ranks=2, kind=kind)
-    sent = predicted_sent_bytes(model, shape, ranks=2, kind=kind)
+    sent = predicted_sent_bytes(model, rows=8, tokens=128, ranks=2, kind=kind)
     model = apply_context_parallel(model, kind=kind)
     batch = global_batch(0, tokens=128)
-    with PeakMemory() as memory, count_traffic() as traffic:
+    with count_traffic() as traffic:
         part = shard_sequence(model, **batch)
         before = traffic.sent
         model(**part).loss.backward()
         sum_gradients(model)
-    peaks = memory.peak - others, budget.peak - budget.states
-    return of_all_ranks((*peaks, traffic.sent - before, sent))
+    return of_all_ranks((traffic.sent - before, sent))
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_bytes_are_the_predicted_ones(two_ranks, kind):
-    """The mistakes: whole rows that are kept, repeated heads that are sent, a round too many."""
-    for peak, expected, sent, to_send in two_ranks.run(bytes_of_a_step, kind=kind):
-        assert peak == pytest.approx(expected, rel=0.05)
+    """The mistakes: repeated heads that are sent, a round too many."""
+    for sent, to_send in two_ranks.run(bytes_of_a_step, kind=kind):
         assert sent == pytest.approx(to_send, rel=0.001)
 
 

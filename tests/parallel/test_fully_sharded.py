@@ -2,21 +2,15 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Shape, compose
-from recipes_lib.core.predict.dry_ranks import rank_peak
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.core.ranks.traffic import count_traffic
-from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.fully_sharded import (
     apply_fully_sharded,
-    estimate_fully_sharded,
     predicted_sent_bytes,
 )
 from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
@@ -36,7 +30,6 @@ from tests.parallel.parity import (
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 STEPS = 3
-SEQ = 256  # tokens of the dry runs
 
 
 # --- functions that run on ranks ------------------------------------------------------------------
@@ -207,48 +200,6 @@ def test_the_strategies_as_they_are(four_ranks):
     assert rows["no shard"].sent_in_forward < whole / 1000
     assert rows["hybrid"].sent_in_forward > whole / 3
     assert rows["full"].sent > rows["gradients and states"].sent
-
-
-# --- the budget -----------------------------------------------------------------------------------
-
-
-def dry_peak(name, layers, ranks, mesh, checkpoint):
-    def build(device_mesh):
-        model = model_of_shape(name, layers=layers, device="cpu")
-        if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        apply_fully_sharded(model, mesh=device_mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        ids = torch.zeros(1, SEQ, dtype=torch.long)
-
-        def step():
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    return rank_peak(build, ranks=ranks, mesh=mesh).total
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "ranks", "copies", "checkpoint"),
-    [
-        ("llama-3.2-1b", 3, 8, 1, False),  # tied
-        ("llama-3.1-8b", 3, 8, 1, True),
-        ("llama-3.1-8b", 2, 8, 2, False),
-    ],
-)
-def test_estimate_against_a_dry_run(name, layers, ranks, copies, checkpoint):
-    """The mistake: a group that is alive at the peak, and is not counted there."""
-    model = model_of_shape(name, layers=layers, device="meta")
-    shape = Shape(batch=ranks, seq=SEQ, ranks=ranks)
-    recipes = [(estimate_fully_sharded, {"copies": copies})]
-    if checkpoint:
-        recipes.append((estimate_activation_checkpointing, {}))
-    predicted = compose(budget_of(model, shape), model, shape, recipes).peak
-    mesh = {"copies": copies, "parts": ranks // copies} if copies > 1 else None
-    assert predicted == pytest.approx(dry_peak(name, layers, ranks, mesh, checkpoint), rel=0.03)
 
 
 # --- precision, refusals -----------------------------------------------------------------

@@ -17,7 +17,7 @@ from recipes_lib.parallel.quantized_shards import (
     weight_of_shards,
     whole_adapters,
 )
-from recipes_lib.parallel.quantized_shards.dry_run import dry_quantized_rank
+from recipes_lib.parallel.quantized_shards.dry_run import beside_parts, dry_quantized_rank
 from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed, packed_shape
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
@@ -221,10 +221,10 @@ def test_parts_of_a_dry_run():
     """The mistake: a part of the base that is whole on every rank, or a table that is gathered."""
     options = {"rows": 1, "seq": 256, "layers": 2}
     two, four = [dry_quantized_rank("llama-3.1-8b", ranks=ranks, **options) for ranks in (2, 4)]
-    kept_by_two = two.total - two.beside_shards
-    assert four.total - four.beside_shards == pytest.approx(kept_by_two / 2, rel=0.01)
+    assert four.kept == pytest.approx(two.kept / 2, rel=0.01)
+    assert beside_parts(four) == pytest.approx(beside_parts(two), rel=0.01)
     gathered = dry_quantized_rank("llama-3.1-8b", ranks=2, cut_vocabulary=False, **options)
-    assert gathered.total > two.total + 2 * 128_256 * 4096  # bytes of a table in bf16
+    assert gathered.peak > two.peak + 2 * 128_256 * 4096  # bytes of a table in bf16
 
 
 # --- layers ---------------------------------------------------------------------------------------

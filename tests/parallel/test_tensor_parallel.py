@@ -9,9 +9,6 @@ from torch.nn import functional as F
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.dry_ranks import rank_peak
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
@@ -19,21 +16,17 @@ from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-    estimate_activation_checkpointing,
-)
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.tensor_parallel import (
     apply_tensor_parallel,
     cut_mlp,
 )
 from recipes_lib.parallel.tensor_parallel.arithmetic import (
-    estimate_tensor_parallel,
     predicted_sent_bytes,
 )
 from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
 from recipes_lib.parallel.tensor_parallel.simulated import simulated_mlp
+from recipes_lib.workflows.on_ranks.plans import kept_of_a_cut
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
@@ -53,12 +46,6 @@ from tests.small_models import as_if_trained
 
 # Those with something that Llama, which the other tests train, does not have.
 FAMILIES = ["tiny-qwen3", "tiny-gemma2"]
-LONG = Shape(batch=16, seq=128)  # so that activations are most of the peak
-CASES = [
-    (2, {}),
-    (4, {"sequence_parallel": False, "loss_parallel": False, "checkpointed": True}),
-]
-SHORT = Shape(batch=ROWS, seq=TOKENS)
 
 
 # --- the idea, without ranks ----------------------------------------------------------------------
@@ -134,15 +121,19 @@ def test_training_is_that_of_one_process(two_ranks):
     assert largest_difference(got["adamw"][0], alone) < TOLERANCE
 
     model = tiny_model()
-    plain = budget_of(model, SHORT)
-    plan = estimate_tensor_parallel(plain, model, SHORT, ranks=2)
+    kept = kept_of_a_cut(model, ranks=2)
     for name, cut in [("cut", True), ("not cut", False)]:
         _, held, sent = got[name]
-        assert held.gradients == plan.gradients
-        assert held.parameters + held.buffers == plan.weights
-        assert held.states == plan.states // 2  # one momentum, and AdamW has two states
+        assert held.gradients == kept.gradients
+        assert held.parameters + held.buffers == kept.weights
+        assert held.states == kept.states // 2  # one momentum, and AdamW has two states
         predicted = predicted_sent_bytes(
-            model, SHORT, ranks=2, sequence_parallel=cut, loss_parallel=cut
+            model,
+            rows=ROWS,
+            tokens=TOKENS,
+            ranks=2,
+            sequence_parallel=cut,
+            loss_parallel=cut,
         )
         assert sent == predicted, name
 
@@ -317,37 +308,3 @@ def test_mistakes_are_told_on_every_rank(two_ranks):
         "rows": "different rows",
     }
     assert {case: told[case] for case, text in expected.items() if text not in told[case]} == {}
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ranks", "case"), CASES)
-def test_peaks_are_as_estimated(ranks, case):
-    """Of one rank, by a dry run without the others; within 5 per cent."""
-    options = dict(case)
-    checkpointed = options.pop("checkpointed", False)
-
-    def small():
-        return tiny_model(num_hidden_layers=2, num_key_value_heads=4)
-
-    def build(mesh):
-        model = apply_tensor_parallel(small(), mesh=mesh, **options)
-        if checkpointed:
-            apply_activation_checkpointing(model)
-        updates = torch.optim.AdamW(model.parameters())
-        ids = torch.randint(0, 256, (LONG.batch, LONG.seq))
-
-        def step():
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            updates.step()
-            updates.zero_grad()
-
-        return model, updates, step
-
-    model = small()
-    plan = budget_of(model, LONG)
-    if checkpointed:
-        plan = estimate_activation_checkpointing(plan, model, LONG)
-    plan = estimate_tensor_parallel(plan, model, LONG, ranks=ranks, **options)
-    assert plan.peak == pytest.approx(rank_peak(build, ranks=ranks).total, rel=0.05)

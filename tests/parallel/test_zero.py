@@ -2,23 +2,17 @@ import pytest
 import torch
 from torch import distributed
 
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.dry_ranks import rank_peak
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
-from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.zero import (
     apply_zero,
-    estimate_zero,
     predicted_rank_bytes,
     predicted_sent_bytes,
     zero_step,
 )
-from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
@@ -156,50 +150,3 @@ def test_sent_bytes_as_predicted(two_ranks, stage):
     if stage == 3:
         assert calls["reduce_scatter"] == 4 + 3  # blocks; embedding, output layer, last norm
         assert calls["all_gather"] == 4 + 7 + 1  # blocks twice, and the counts of tokens
-
-
-def peak_of(stage, ranks, shape):
-    """Bytes of rank 0 at its worst moment, in a dry run with ranks that do not exist."""
-
-    def build(mesh):
-        model = apply_fully_sharded(wider_model(), mesh=mesh, reshard_after_forward=stage == 3)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
-
-        def step():
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    return rank_peak(build, ranks=ranks).total
-
-
-def wider_model():
-    return tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=5)
-
-
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (2, 8), (3, 2)])
-def test_peaks_as_estimated(stage, ranks):
-    """Few tokens, so that weights and gradients decide, and not the loss.
-
-    The mistakes: blocks that backward has left count as whole; gradients that are still to come
-    count as there.
-    """
-    shape = Shape(batch=ranks, seq=16, ranks=ranks)
-    model = wider_model()
-    plan = estimate_zero(budget_of(model, shape), model, shape, stage=stage)
-    assert plan.peak == pytest.approx(peak_of(stage, ranks, shape), rel=0.03)
-
-
-def test_estimates_of_micro_batches_and_of_stage_1():
-    """The mistake: gradients count as free, or as split, between micro-batches."""
-    model = tiny_model()
-    shape = Shape(batch=8, seq=32, ranks=2, micro_batches=2)
-    budget = estimate_gradient_accumulation(budget_of(model, shape), model, shape)
-    whole = predicted_rank_bytes(model, stage=0, ranks=2)
-    assert estimate_zero(budget, model, shape, stage=3).carried == whole["gradients"]
-    first = estimate_zero(budget, model, shape, stage=1)
-    assert first.states == predicted_rank_bytes(model, stage=1, ranks=2)["states"]
-    assert (first.weights, first.carried) == (budget.weights, whole["gradients"])

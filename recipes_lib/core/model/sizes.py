@@ -29,6 +29,11 @@ def weight_bytes(model: Any) -> int:
     return storage_bytes(tensors)
 
 
+def trainable_bytes(model: Any) -> int:
+    """Bytes of the parameters that train, and so of their gradients."""
+    return sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all states that `optimizer` holds now, each storage once."""
     return storage_bytes(state_tensors(optimizer))

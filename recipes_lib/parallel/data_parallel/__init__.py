@@ -42,8 +42,6 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_number, check_whole
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.rank_step import Batch, rank_step, sum_of_losses
@@ -163,24 +161,6 @@ def threaded_step(
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.SHARDING)
-def estimate_data_parallel(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """The budget of one rank: its rows, and gradients that are always there.
-
-    `budget_of` counts the rows of one rank already. A gradient arrives beside its bucket, so the
-    last one of them exists twice for a moment.
-    """
-    embedding = model.get_input_embeddings().weight
-    arriving = 0
-    if embedding.requires_grad:
-        arriving = tensor_bytes(embedding)
-    return budget.change(
-        carried=budget.gradients,
-        last_gradients=0,
-        embedding_gradient=budget.embedding_gradient + arriving,
-    )
 
 
 def predicted_sent_bytes(*, gradient_bytes: int, ranks: int) -> float:

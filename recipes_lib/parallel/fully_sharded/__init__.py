@@ -41,16 +41,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh
-from recipes_lib.parallel._shard_budget import sharded_budget, sharded_groups
 from recipes_lib.parallel._sharding import (
     fetch_ahead,
+    part_bytes,
     require_new_on_ranks,
     require_same_weights,
     shard_ends,
@@ -156,9 +154,7 @@ def apply_fully_sharded(
 def _require_alike(model: Any, **options: Any) -> None:
     """Raise ValueError on every rank for what would hang, or train something else."""
     require_group()
-    # First of all, so that no rank waits for one that has raised. A dry run is one process.
-    if not dry():
-        agree(model=model, **options)
+    agree(model=model, **options)  # first of all, so that no rank waits for one that has raised
     require_new_on_ranks(model)
     if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
         raise ValueError(
@@ -171,19 +167,6 @@ def _require_alike(model: Any, **options: Any) -> None:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-@estimate(Order.SHARDING)
-def estimate_fully_sharded(budget: Budget, model: Any, shape: Shape, *, copies: int = 1) -> Budget:
-    """The budget of one of `shape.ranks` ranks, with AdamW, as `apply_fully_sharded(model)` has it.
-
-    Args:
-        copies: how many copies of the model the ranks hold, with a mesh of two dimensions.
-
-    Raises ValueError for ranks that `copies` does not divide.
-    """
-    groups = sharded_groups(model, shards=_ranks_of_a_copy(shape.ranks, copies))
-    return sharded_budget(budget, model, shape, groups)
-
-
 def predicted_sent_bytes(model: Any, *, ranks: int, copies: int = 1) -> int:
     """Bytes that one rank sends in a step, each collective as a ring; a forward alone sends less.
 
@@ -193,17 +176,14 @@ def predicted_sent_bytes(model: Any, *, ranks: int, copies: int = 1) -> int:
 
     Raises ValueError for ranks that `copies` does not divide.
     """
-    shards = _ranks_of_a_copy(ranks, copies)
-    groups = sharded_groups(model, shards=shards)
-    gathered = groups.whole.gathered + groups.all_blocks.gathered
-    scattered = groups.whole.sent
-    in_a_copy = (gathered + scattered) * (shards - 1) // shards
-    between_copies = 2 * (scattered // shards) * (copies - 1) // copies
-    return in_a_copy + between_copies
-
-
-def _ranks_of_a_copy(ranks: int, copies: int) -> int:
     check_whole(ranks=ranks, copies=copies)
     if ranks % copies:
         raise ValueError(f"copies={copies}: give a divisor of the {ranks} ranks")
-    return ranks // copies
+    shards = ranks // copies
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gathered = part_bytes(model.parameters(), shards)
+    gathered += part_bytes(decoder_blocks(model).parameters(), shards)
+    scattered = part_bytes(trained, shards)
+    in_a_copy = (gathered + scattered) * (shards - 1)
+    between_copies = 2 * scattered * (copies - 1) // copies
+    return in_a_copy + between_copies

@@ -39,7 +39,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
@@ -117,10 +116,10 @@ def apply_quantized_shards(
     `layer.packed` refuses; and for fp16.
     """
     require_group()
-    if not dry():  # first of all, so that no rank waits for one that has raised
-        numbers = {"prefetch": prefetch, "offload": offload, "cut_vocabulary": cut_vocabulary}
-        dtypes = (adapter_dtype, parameter_dtype, reduce_dtype)
-        agree(model=model, mesh=mesh, dtypes=dtypes, reshard=reshard_after_forward, **numbers)
+    # First of all, so that no rank waits for one that has raised.
+    numbers = {"prefetch": prefetch, "offload": offload, "cut_vocabulary": cut_vocabulary}
+    dtypes = (adapter_dtype, parameter_dtype, reduce_dtype)
+    agree(model=model, mesh=mesh, dtypes=dtypes, reshard=reshard_after_forward, **numbers)
     check_whole(prefetch=prefetch)
     check_choice(DTYPES, adapter_dtype=adapter_dtype)
     require_new_on_ranks(model)

@@ -1,9 +1,10 @@
 """QLoRA on sharded 4-bit weights, for a model of any size: the memory of one rank, without a GPU.
 
-    peak = dry_quantized_rank("llama-3.1-70b", ranks=2, rows=1, seq=1024)
-    peak.total / 2**30
+    predicted = dry_quantized_rank("llama-3.1-70b", ranks=2, rows=1, seq=1024)
+    predicted.peak / 2**30
+    beside_parts(predicted)     # what is left on the device with offload
 
-Shapes are enough for that: no weight is drawn, quantized or sent (`core.predict.dry_ranks`).
+Shapes are enough for that: no weight is drawn, quantized or sent (`core.predict`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import nn
 
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.dry_ranks import RankPeak, rank_peak
+from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.core.ranks.rank_step import sum_of_losses
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
 from recipes_lib.parallel.quantized_shards.layer import packed_shape
+
+AT_REST = ("weights", "gradients", "states")  # in parts, which offload keeps on the host
 
 
 def dry_quantized_rank(
@@ -31,10 +34,8 @@ def dry_quantized_rank(
     rank: int = 16,
     layers: int | None = None,
     cut_vocabulary: bool = True,
-) -> RankPeak:
-    """The peak of rank 0 of `ranks` in a step of QLoRA with AdamW, every block checkpointed.
-
-    With offload the device would hold `beside_shards` of it. All is in bf16.
+) -> Prediction:
+    """Rank 0 of `ranks` in a step of QLoRA with AdamW in bf16, every block checkpointed.
 
     Args:
         shape: a key of `core.model.SHAPES`.
@@ -44,58 +45,45 @@ def dry_quantized_rank(
         cut_vocabulary: gather embedding and output layer a few rows at a time.
     """
 
-    def build(mesh: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
         model = packed_model(shape, rank=rank, layers=layers)
-        _on_cpu(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model = apply_quantized_shards(
-            model,
-            mesh=mesh,
-            adapter_dtype=torch.bfloat16,
-            cut_vocabulary=cut_vocabulary,
+            model, adapter_dtype=torch.bfloat16, cut_vocabulary=cut_vocabulary
         )
         adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(adapters, fused=True)
         ids = torch.zeros(rows, seq, dtype=torch.long)  # [B, S]
 
-        def step() -> None:
+        def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
             sum_of_losses(model, {"input_ids": ids, "labels": ids}).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return model, optimizer, step
+        return model, torch.optim.AdamW(adapters, fused=True), step
 
-    return rank_peak(build, ranks=ranks)
+    return predict(build, ranks=ranks)
+
+
+def beside_parts(predicted: Prediction) -> int:
+    """The most bytes beside the parts of weights, gradients and states that a rank has at rest."""
+    sizes = []
+    for point in predicted.timeline.points:
+        sizes.append(point.total - sum(point.bytes[kind] for kind in AT_REST))
+    return max(sizes)
 
 
 def packed_model(shape: str, *, rank: int, layers: int | None = None) -> Any:
-    """A bf16 model of a public shape on the meta device, with adapters and packed layers."""
+    """A bf16 model of a public shape, with adapters and layers that are packed from the start.
+
+    To quantize whole layers first would take as many operators again.
+    """
     peft = require("peft")
-    # peft moves what it makes from device to device, and fake tensors cannot be moved in a module.
-    with unset_fake_temporarily():
-        model = model_of_shape(shape, layers=layers, dtype=torch.bfloat16, device="meta")
-        names = {
-            name.rpartition(".")[2]
-            for name, module in decoder_blocks(model).named_modules()
-            if isinstance(module, torch.nn.Linear)
-        }
-        config = peft.LoraConfig(r=rank, target_modules=sorted(names), task_type="CAUSAL_LM")
-        with torch.device("meta"):
-            model = peft.get_peft_model(model, config)
-        for name, module in list(model.named_modules()):
-            if name.endswith(".base_layer"):
-                model.set_submodule(name, packed_shape(module, compute_dtype=torch.bfloat16))
+    model = model_of_shape(shape, layers=layers, dtype=torch.bfloat16, device="cpu")
+    linears = decoder_blocks(model).named_modules()
+    names = {name.rpartition(".")[2] for name, each in linears if isinstance(each, nn.Linear)}
+    config = peft.LoraConfig(r=rank, target_modules=sorted(names), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    for name, module in list(model.named_modules()):
+        if name.endswith(".base_layer"):
+            model.set_submodule(name, packed_shape(module, compute_dtype=torch.bfloat16))
     return model
-
-
-def _on_cpu(model: torch.nn.Module) -> None:
-    """Give every parameter and buffer on the meta device a tensor of the dry run, on the "cpu"."""
-    made: dict[torch.Tensor, torch.Tensor] = {}  # a shared one stays shared
-    for module in model.modules():
-        for name, old in module.named_parameters(recurse=False):
-            if old not in made:
-                empty = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-                made[old] = torch.nn.Parameter(empty, requires_grad=old.requires_grad)
-            setattr(module, name, made[old])
-        for name, old in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(old.shape, dtype=old.dtype, device="cpu"))

@@ -109,7 +109,7 @@ def apply_tensor_parallel(
     forward raises one if the ranks got different rows.
     """
     mesh = one_axis(mesh, such_as="tensor")
-    if mesh.size() == world_size() and not dry():
+    if mesh.size() == world_size():
         agree(model=model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     require_causal_lm(model)
     require_layers(model)

@@ -36,7 +36,7 @@ deepspeed  the same stages by DeepSpeed, from launch/deepspeed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.model.sizes import parts_needed, tensor_bytes, trainable_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.rank_step import Batch, rank_step
-from recipes_lib.parallel._shard_budget import sharded_budget, sharded_groups
-from recipes_lib.parallel._sharding import require_new_on_ranks, shard_ends
+from recipes_lib.parallel._sharding import part_bytes, require_new_on_ranks, shard_ends
 
 STAGES = (1, 2, 3)
 STATES_PER_WEIGHT = 2  # averages of AdamW
@@ -225,42 +223,11 @@ def predicted_sent_bytes(model: Any, *, stage: int, ranks: int) -> float:
     """
     check_choice((0, *STAGES), stage=stage)
     check_whole(ranks=ranks)
-    trained = _trained_bytes(model.parameters())
-    whole = {0: 2 * trained, 1: 3 * trained}.get(stage)
-    if whole is None:
-        # Rows that do not divide are filled up, and the filling is sent, too.
-        groups = sharded_groups(model, shards=ranks)
-        whole = groups.whole.gathered + groups.whole.sent
-        if stage == 3:
-            whole += groups.all_blocks.gathered
-    return (ranks - 1) / ranks * whole
-
-
-@estimate(Order.SHARDING)
-def estimate_zero(budget: Budget, model: Any, shape: Shape, *, stage: int) -> Budget:
-    """The budget of rank 0 of `shape.ranks` with PyTorch's stages and AdamW.
-
-    Stage 1 changes the states, and keeps gradients in DDP's buckets. In stages 2 and 3 what is
-    gathered counts where it is alive (_shard_budget.py), and several micro-batches carry whole
-    gradients.
-    """
-    check_choice(STAGES, stage=stage)
-    if stage == 1:
-        parts = predicted_rank_bytes(model, stage=1, ranks=shape.ranks)
-        embedding = model.get_input_embeddings().weight
-        return budget.change(
-            states=parts["states"],
-            carried=budget.gradients,
-            last_gradients=0,
-            # A gradient arrives beside its bucket.
-            embedding_gradient=budget.embedding_gradient + _trained_bytes([embedding]),
-        )
-    groups = sharded_groups(model, shards=shape.ranks)
-    sharded = sharded_budget(budget, model, shape, groups, reshard_after_forward=stage == 3)
-    if shape.micro_batches > 1:
-        return sharded.change(carried=groups.whole.gradients)
-    return sharded
-
-
-def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(tensor_bytes(parameter) for parameter in parameters if parameter.requires_grad)
+    if stage < 2:
+        collectives = 2 + stage
+        return (ranks - 1) / ranks * collectives * trainable_bytes(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    part = part_bytes(model.parameters(), ranks) + part_bytes(trained, ranks)
+    if stage == 3:
+        part += part_bytes(decoder_blocks(model).parameters(), ranks)
+    return (ranks - 1) * float(part)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from recipes_lib.core.predict.budget import Budget
 from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.report.bars import Bars, bars
 from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, same_to
@@ -57,7 +56,7 @@ class RankLadder(Ladder):
         name: str,
         run: Callable[[], RankRun],
         *,
-        predicted: Budget,
+        predicted: Any,
         predicted_sent: int | None = None,
         group: str = "",
     ) -> Row:
@@ -65,7 +64,7 @@ class RankLadder(Ladder):
 
         Args:
             run: trains a few steps on all ranks; called again by `take_turns`.
-            predicted: the budget of one rank.
+            predicted: weights, gradients and states of one rank by arithmetic, in bytes.
             predicted_sent: bytes that one rank sends in a step, if there is a formula.
             group: the heading above this row.
         Raises ValueError for a name that is taken, and for a run of another number of steps than

@@ -1,7 +1,20 @@
-"""What arithmetic expects of a strategy: the budget of one rank, and the bytes that it sends.
+"""What a rank keeps between two steps and what it sends in one, by arithmetic, for each strategy.
 
 plan = plan_of("DDP", model, rows=8, tokens=128, ranks=2)
-plan.budget.weights, plan.budget.gradients, plan.budget.states, plan.sent
+plan.kept.weights, plan.kept.gradients, plan.kept.states, plan.sent
+
+Of P bytes of weights that all train, and AdamW with two states for each:
+
+    strategy            weights          gradients        states
+    DDP, context        P                P                2 P
+    ZeRO-1              P                P                2 P / N, in whole parameters
+    ZeRO-2, 3, FSDP     P / N            P / N            2 P / N, rows filled up
+    HSDP                the same, with N the ranks of one copy
+    tensor parallel     P / N, but norms and some biases, which are whole: also of the other two
+    pipeline            the rank's own blocks; the first has the embedding, the last the output
+
+A peak is another number: `core.predict.predict(build, ranks=N)` takes the step on tensors without
+data.
 """
 
 from __future__ import annotations
@@ -9,27 +22,87 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.predict.budget import Budget, Shape
-from recipes_lib.core.predict.plain_step import budget_of, trainable_bytes
-from recipes_lib.parallel import (
-    data_parallel,
-    fully_sharded,
-    zero,
-)
-from recipes_lib.parallel.context_parallel import arithmetic as context_arithmetic
-from recipes_lib.parallel.pipeline_parallel import arithmetic as pipeline_arithmetic
-from recipes_lib.parallel.tensor_parallel import arithmetic as tensor_parallel_arithmetic
+from recipes_lib.core.model.sizes import tensor_bytes, trainable_bytes, weight_bytes
+from recipes_lib.parallel import data_parallel, fully_sharded, zero
+from recipes_lib.parallel._sharding import part_bytes
+from recipes_lib.parallel.context_parallel import arithmetic as by_tokens
+from recipes_lib.parallel.pipeline_parallel import arithmetic as by_stages
+from recipes_lib.parallel.pipeline_parallel import checked_stages
+from recipes_lib.parallel.tensor_parallel import arithmetic as by_cuts
+from recipes_lib.parallel.tensor_parallel import require_divisible
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP
 OF_PAIRS = ("HSDP", "FSDP × TP")
+STATES = 2  # averages of AdamW for each number that trains
+
+
+class Kept(NamedTuple):
+    """Bytes that a rank has between backward and step, without activations."""
+
+    weights: int
+    gradients: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return sum(self)
 
 
 class RankPlan(NamedTuple):
-    """The budget of one rank, and the bytes that it sends in a step."""
+    """What one rank keeps, and the bytes that it sends in a step."""
 
-    budget: Budget
+    kept: Kept
     sent: int
+
+
+# --- what a rank keeps ----------------------------------------------------------------------------
+
+
+def kept_whole(model: Any) -> Kept:
+    """One process, and every rank of DDP and of context parallelism."""
+    gradients = trainable_bytes(model)
+    return Kept(weight_bytes(model), gradients, STATES * gradients)
+
+
+def kept_by_zero(model: Any, *, stage: int, ranks: int) -> Kept:
+    """ZeRO: the states, then the gradients, then the weights are split."""
+    return Kept(**zero.predicted_rank_bytes(model, stage=stage, ranks=ranks))
+
+
+def kept_in_shards(model: Any, *, ranks: int) -> Kept:
+    """FSDP: a part of each parameter; `ranks` share one copy of the model."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = part_bytes(trained, ranks)
+    return Kept(part_bytes(model.parameters(), ranks), gradients, STATES * gradients)
+
+
+def kept_of_a_cut(model: Any, *, ranks: int) -> Kept:
+    """Tensor parallel: a part of each matrix, and small weights and buffers whole."""
+    whole = kept_whole(model)
+    small = by_cuts.whole_parameter_bytes(model)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
+    staying = Kept(small + buffers, small, STATES * small)
+    parts = []
+    for size, stays in zip(whole, staying, strict=True):
+        stays = min(stays, size)  # of a frozen norm there is no gradient
+        parts.append(stays + (size - stays) // ranks)
+    return Kept(*parts)
+
+
+def kept_in_stages(model: Any, *, ranks: int, rank: int) -> Kept:
+    """Pipeline: the blocks of the rank, with an end of the model on the first and on the last."""
+    whole = kept_whole(model)
+    trained = by_stages.own_share(model, ranks, rank, trained_only=True)
+    return Kept(
+        round(whole.weights * by_stages.own_share(model, ranks, rank, trained_only=False)),
+        round(whole.gradients * trained),
+        round(whole.states * trained),
+    )
+
+
+# --- plans ----------------------------------------------------------------------------------------
 
 
 def plan_of(
@@ -44,91 +117,53 @@ def plan_of(
         raise ValueError(
             f"ranks={ranks}: {strategy} takes pairs of ranks; give a multiple of {PAIR}"
         )
-    together = Shape(batch=rows, seq=tokens)  # all rows on each rank
+    batch = {"rows": rows, "tokens": tokens}
     if strategy == "one process":
-        return RankPlan(budget_of(model, together), 0)
-    if strategy == "tensor parallel":
-        return _cut(model, together, ranks)
-    if strategy.startswith("pipeline"):
-        return _in_stages(model, together, ranks, micro_batches)
-    if strategy.startswith("context parallel"):
-        kind = "ulysses" if "Ulysses" in strategy else "ring"
-        return _by_tokens(model, together, ranks, kind)
-    if strategy == "FSDP × TP":
-        return _sharded_and_cut(model, Shape(batch=rows, seq=tokens, ranks=ranks // PAIR))
-    return _by_rows(strategy, model, Shape(batch=rows, seq=tokens, ranks=ranks))
-
-
-def _by_rows(strategy: str, model: Any, shape: Shape) -> RankPlan:
-    """DDP, ZeRO, FSDP and HSDP: each rank has rows of its own."""
-    plain = budget_of(model, shape)
-    gradients = trainable_bytes(model)
+        return RankPlan(kept_whole(model), 0)
     if strategy == "DDP":
-        budget = data_parallel.estimate_data_parallel(plain, model, shape)
-        sent = data_parallel.predicted_sent_bytes(gradient_bytes=gradients, ranks=shape.ranks)
-        return RankPlan(budget, round(sent))
+        gradients = trainable_bytes(model)
+        sent = data_parallel.predicted_sent_bytes(gradient_bytes=gradients, ranks=ranks)
+        return RankPlan(kept_whole(model), round(sent))
     if strategy.startswith("ZeRO"):
         stage = int(strategy.removeprefix("ZeRO-"))
-        budget = zero.estimate_zero(plain, model, shape, stage=stage)
-        # The budget is that of the peak, when a part of the weights is whole. A rank keeps less.
-        kept = zero.predicted_rank_bytes(model, stage=stage, ranks=shape.ranks)
-        budget = budget.change(**kept)
-        sent = zero.predicted_sent_bytes(model, stage=stage, ranks=shape.ranks)
-        return RankPlan(budget, round(sent))
-    copies = 1
-    if strategy == "HSDP":
-        copies = shape.ranks // PAIR
-    budget = fully_sharded.estimate_fully_sharded(plain, model, shape, copies=copies)
-    sent = fully_sharded.predicted_sent_bytes(model, ranks=shape.ranks, copies=copies)
-    return RankPlan(budget, sent)
+        sent = zero.predicted_sent_bytes(model, stage=stage, ranks=ranks)
+        return RankPlan(kept_by_zero(model, stage=stage, ranks=ranks), round(sent))
+    if strategy in ("FSDP (ZeRO-3)", "HSDP"):
+        copies = ranks // PAIR if strategy == "HSDP" else 1
+        sent = fully_sharded.predicted_sent_bytes(model, ranks=ranks, copies=copies)
+        return RankPlan(kept_in_shards(model, ranks=ranks // copies), sent)
+    if strategy == "tensor parallel":
+        require_divisible(model, ranks=ranks)
+        sent = by_cuts.predicted_sent_bytes(model, **batch, ranks=ranks)
+        return RankPlan(kept_of_a_cut(model, ranks=ranks), sent)
+    if strategy == "FSDP × TP":
+        return _sharded_and_cut(model, **batch, shards=ranks // PAIR)
+    if strategy.startswith("pipeline"):
+        return _in_stages(model, **batch, ranks=ranks, micro_batches=micro_batches)
+    kind = "ulysses" if "Ulysses" in strategy else "ring"
+    sent = by_tokens.predicted_sent_bytes(model, **batch, ranks=ranks, kind=kind)
+    return RankPlan(kept_whole(model), sent)
 
 
-def _cut(model: Any, shape: Shape, ranks: int) -> RankPlan:
-    plain = budget_of(model, shape)
-    budget = tensor_parallel_arithmetic.estimate_tensor_parallel(plain, model, shape, ranks=ranks)
-    sent = tensor_parallel_arithmetic.predicted_sent_bytes(model, shape, ranks=ranks)
-    return RankPlan(budget, sent)
+def _sharded_and_cut(model: Any, *, rows: int, tokens: int, shards: int) -> RankPlan:
+    """First cut by pairs, then sharded over the pairs: what FSDP sends is half a model's."""
+    cut = kept_of_a_cut(model, ranks=PAIR)
+    of_cut = by_cuts.predicted_sent_bytes(model, rows=rows // shards, tokens=tokens, ranks=PAIR)
+    of_shards = fully_sharded.predicted_sent_bytes(model, ranks=shards) // PAIR
+    return RankPlan(Kept(*[size // shards for size in cut]), of_cut + of_shards)
 
 
-def _in_stages(model: Any, shape: Shape, ranks: int, micro_batches: int) -> RankPlan:
+def _in_stages(model: Any, *, rows: int, tokens: int, ranks: int, micro_batches: int) -> RankPlan:
     """The plan of the rank that keeps most."""
-    plain = budget_of(model, shape)
+    checked_stages(model, "1f1b", ranks, micro_batches, None)
     plans = []
     for rank in range(ranks):
-        budget = pipeline_arithmetic.estimate_pipeline_parallel(
-            plain,
-            model,
-            shape,
-            ranks=ranks,
-            micro_batches=micro_batches,
-            rank=rank,
+        sent = by_stages.predicted_sent_bytes(
+            model, rows=rows, tokens=tokens, ranks=ranks, rank=rank
         )
-        sent = pipeline_arithmetic.predicted_sent_bytes(model, shape, ranks=ranks, rank=rank)
-        plans.append(RankPlan(budget, sent))
-    return max(plans, key=_kept)
+        plans.append(RankPlan(kept_in_stages(model, ranks=ranks, rank=rank), sent))
+    return max(plans, key=_total)
 
 
-def _kept(plan: RankPlan) -> int:
-    return plan.budget.weights + plan.budget.gradients + plan.budget.states
-
-
-def _by_tokens(model: Any, shape: Shape, ranks: int, kind: str) -> RankPlan:
-    budget = context_arithmetic.estimate_context_parallel(
-        budget_of(model, shape), model, shape, ranks=ranks, kind=kind
-    )
-    sent = context_arithmetic.predicted_sent_bytes(model, shape, ranks=ranks, kind=kind)
-    return RankPlan(budget, sent)
-
-
-def _sharded_and_cut(model: Any, shape: Shape) -> RankPlan:
-    """First cut by pairs, then sharded over the pairs: what FSDP sends is half a model's."""
-    plain = budget_of(model, shape)
-    budget = tensor_parallel_arithmetic.estimate_tensor_parallel(plain, model, shape, ranks=PAIR)
-    of_cut = tensor_parallel_arithmetic.predicted_sent_bytes(model, shape, ranks=PAIR)
-    of_shards = fully_sharded.predicted_sent_bytes(model, ranks=shape.ranks) // PAIR
-    parts = {
-        "weights": budget.weights // shape.ranks,
-        "gradients": budget.gradients // shape.ranks,
-        "states": budget.states // shape.ranks,
-    }
-    return RankPlan(budget.change(**parts), of_cut + of_shards)
+def _total(plan: RankPlan) -> int:
+    return plan.kept.total

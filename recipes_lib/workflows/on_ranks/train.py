@@ -23,15 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED, load_text
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.dry_ranks import pretended_ranks, rank_peak
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.predict import predict
+from recipes_lib.core.predict.equation import plain_step, sharded
+from recipes_lib.core.predict.ranks import pretended_ranks
 from recipes_lib.core.ranks import group_device, require_group, world_size
 from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
 from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.core.ranks.rank_step import Batch
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
-from recipes_lib.parallel.fully_sharded import apply_fully_sharded, estimate_fully_sharded
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded
+from recipes_lib.workflows.on_ranks.plans import kept_in_shards
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options, Training
 
 VOCABULARY = 256  # bytes
@@ -217,8 +218,8 @@ def _bytes_of_a_step(strategy: str, sizes: dict[str, int], tokens: int) -> RankB
 class PeakOfRank(NamedTuple):
     """Bytes of one rank at its worst moment, and what of them stays from step to step."""
 
-    predicted: int
-    counted: int
+    by_arithmetic: int
+    by_a_dry_step: int
     kept: int
 
 
@@ -230,24 +231,18 @@ def sharded_peak(*, shape: str, layers: int | None, ranks: int, tokens: int) -> 
         layers: fewer blocks than the shape has; None for all.
         ranks: how many there would be.
     """
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = apply_fully_sharded(model_of_shape(shape, layers=layers, device="cpu"))
+        return model, torch.optim.AdamW(model.parameters(), fused=True), step
+
     plain = model_of_shape(shape, layers=layers, device="meta")
-    step_of_all = Shape(batch=ranks, seq=tokens, ranks=ranks)
-    budget = budget_of(plain, step_of_all)
-    predicted = estimate_fully_sharded(budget, plain, step_of_all)
-
-    def build(mesh: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
-        model = model_of_shape(shape, layers=layers, device="cpu")
-        apply_fully_sharded(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-
-        def step() -> None:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    counted = rank_peak(build, ranks=ranks).total
-    kept = (budget.weights + budget.gradients + budget.states) // ranks
-    return PeakOfRank(predicted.peak, counted, kept)
+    equation = sharded(plain_step(plain, rows=1, length=tokens), ranks=ranks)
+    kept = kept_in_shards(plain, ranks=ranks)
+    return PeakOfRank(equation.peak, predict(build, ranks=ranks).peak, kept.total)

@@ -1,0 +1,164 @@
+"""A rank of many without the others, against real ranks."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes_lib.core.measure import PeakMemory, dry_run, record_timeline
+from recipes_lib.core.predict import predict
+from recipes_lib.core.predict.ranks import pretended_ranks
+from recipes_lib.core.ranks.meshes import mesh_of
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.parallel.data_parallel import apply_data_parallel
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded
+from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel
+from recipes_lib.parallel.zero import apply_zero
+
+FEW_BYTES = 64  # the numbers of ranks in a mesh, and of tokens in a batch
+
+
+def small_llama():
+    config = transformers.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def step(model, optimizer):
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def trained(apply, prepare=None):
+    model = small_llama()
+    if prepare is not None:
+        prepare(model)
+    model = apply(model)
+    return model, torch.optim.AdamW(model.parameters()), step
+
+
+def hybrid(model):
+    """A mesh of recipes_lib, made inside of build()."""
+    return apply_fully_sharded(
+        model, mesh=mesh_of(replicate=2, shard=distributed.get_world_size() // 2)
+    )
+
+
+def hybrid_of_torch(model):
+    """PyTorch's own mesh, made inside of build()."""
+    sizes = (2, distributed.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    return apply_fully_sharded(model, mesh=mesh)
+
+
+def zero_1():
+    return *apply_zero(small_llama(), torch.optim.AdamW, stage=1, lr=1e-3), step
+
+
+BUILDS = {
+    "FSDP2": partial(trained, apply_fully_sharded),
+    "FSDP2, checkpointed": partial(trained, apply_fully_sharded, apply_activation_checkpointing),
+    "HSDP": partial(trained, hybrid),
+    "HSDP, mesh of PyTorch": partial(trained, hybrid_of_torch),
+    "tensor parallel": partial(trained, apply_tensor_parallel),
+    "DDP": partial(trained, apply_data_parallel),
+    "DDP, gradients beside buckets": partial(trained, DistributedDataParallel),
+    "ZeRO-1 over DDP": zero_1,
+}
+
+
+def reduce_scatter_in_place(output, input, op, group=None, async_op=False):
+    """As NCCL's: without the copy of `input` that gloo makes, which has no reduce-scatter."""
+    distributed.all_reduce(input, op=op, group=group)
+    place = distributed.get_rank(group)
+    output.copy_(input.chunk(distributed.get_world_size(group))[place])
+
+
+def measured(names, gloos_own=False):
+    """Timelines of a step of this rank; the third one, for the second rebuilds DDP's buckets."""
+    with PeakMemory() as memory:
+        before = memory.current
+    timelines = {}
+    for name in names:
+        model, optimizer, take = BUILDS[name]()
+        replaced = mock.patch.object(
+            distributed, "reduce_scatter_single", reduce_scatter_in_place, create=True
+        )
+        if gloos_own:
+            replaced = mock.patch.object(distributed, "unused", None, create=True)
+        with replaced:
+            take(model, optimizer)
+            take(model, optimizer)
+            timeline = record_timeline(
+                partial(take, model, optimizer), model=model, optimizer=optimizer
+            )
+        timelines[name] = timeline.without(before)
+        del model, optimizer
+    return timelines
+
+
+def test_a_rank_needs_what_it_needs_among_real_ones(two_ranks):
+    """The mistakes: a bucket that is not there, gathered weights that stay, states of all ranks."""
+    found = two_ranks.run(measured, names=list(BUILDS), timeout=300)
+    for name, build in BUILDS.items():
+        predicted = predict(build, ranks=2)
+        assert predicted.peak == pytest.approx(found[name].peak, abs=FEW_BYTES), name
+        assert predicted.at_peak() == pytest.approx(found[name].at_peak(), abs=FEW_BYTES), name
+        assert predicted.kept == pytest.approx(found[name].points[-1].total, abs=FEW_BYTES), name
+
+
+def test_gloo_copies_what_it_scatters(two_ranks):
+    """The mistake: to take the copy for a gap of the prediction, and to count it on a GPU."""
+    name = "FSDP2, checkpointed"
+    real = two_ranks.run(measured, names=[name], gloos_own=True)[name]
+    table = 4 * 2048 * 128  # bytes of the largest group of gradients
+    assert 0 < real.peak - predict(BUILDS[name], ranks=2).peak <= table + FEW_BYTES
+
+
+def test_more_ranks_keep_less_and_gather_as_much():
+    """The mistakes: parts of two ranks for any number; a gathered block in parts; HSDP's copies."""
+    few, many = [predict(BUILDS["FSDP2"], ranks=ranks) for ranks in (4, 64)]
+    assert many.kept == pytest.approx(few.kept / 16, rel=0.01)
+    assert many.peak - many.kept == pytest.approx(few.peak - few.kept, rel=0.05)
+    of_copies = predict(BUILDS["HSDP"], ranks=8, rank=5)
+    assert of_copies.kept == pytest.approx(few.kept, rel=0.01)
+
+
+def test_the_group_is_gone_afterwards_also_after_an_error():
+    """The mistake: the next prediction finds a group."""
+    reducer = distributed.Reducer
+    with pytest.raises(ZeroDivisionError):
+        predict(lambda: 1 / 0, ranks=2)
+    assert not distributed.is_initialized()
+    assert distributed.Reducer is reducer
+
+
+def test_refusals():
+    """The mistakes: a rank that is not there, and a prediction from inside of a real group."""
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        predict(BUILDS["DDP"], ranks=2, rank=2)
+    with dry_run(), pytest.raises(ValueError, match="a dry run already"):
+        predict(BUILDS["DDP"], ranks=2)
+    with pretended_ranks(4, rank=3):
+        assert distributed.get_rank() == 3
+        with pytest.raises(ValueError, match="belongs to a group"):
+            predict(BUILDS["DDP"], ranks=2)
