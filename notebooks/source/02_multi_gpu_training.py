@@ -503,7 +503,7 @@ climb("HSDP", 4, "rows are split")
 # %% [markdown]
 # The answer to the guess: one and a half times as many. The three transfers send (N-1)/N · 4 P each, and DDP's all-reduce is two of them. The row of FSDP says 40 MiB, and the row of DDP said 27. It is slightly less than one and a half times, because the embedding and the output layer are gathered only once.
 #
-# **Why not more?** During a step a rank also holds the block that is gathered, the next one that is fetched ahead, and the gradients of a whole block until they are scattered. So its peak is 16 P / N, plus two to four blocks, plus the activations of its rows. The ladder counts only what stays, 16 P / N. The peak can be counted without the ranks. PyTorch lets this process pretend that it is one of 64, with tensors that have shapes and no data. It takes one step on the shape of Llama 3.1 8B, with a few of its blocks, and a row of 512 tokens:
+# **Why not more?** During a step a rank also holds the block that is gathered, the next one that is fetched ahead, and the gradients of a whole block until they are scattered. So its peak is 16 P / N, plus two to four blocks, plus the activations of its rows. The ladder counts only what stays, 16 P / N. The peak can be predicted without the ranks, in two ways that know nothing of each other. One is arithmetic: the sentence before. The other is a *dry step*: `predict(build, ranks=64)` lets this process pretend that it is one of 64, with tensors that have shapes and no data. Both are asked for one step on the shape of Llama 3.1 8B, with a few of its blocks, and a row of 512 tokens:
 
 # %%
 from recipes_lib.workflows.on_ranks.train import sharded_peak
@@ -514,10 +514,10 @@ for count in (2, 8, 64):
         shape="llama-3.1-8b", layers=sizes.peak_layers, ranks=count, tokens=512
     )
     peaks[count] = list(peak)
-    predicted, counted, parts = [size / 2**30 for size in peak]
+    arithmetic, dry_step, parts = [size / 2**30 for size in peak]
     print(f"{count:>2} ranks: 16 P / N is {parts:5.2f} GiB, the peak ", end="")
-    print(f"{predicted:5.2f} predicted, {counted:5.2f} counted: ", end="")
-    print(f"{counted - parts:.2f} more")
+    print(f"{arithmetic:5.2f} by arithmetic, {dry_step:5.2f} by a dry step: ", end="")
+    print(f"{dry_step - parts:.2f} more")
 
 # %% [markdown]
 # The last number is what a rank holds beside 16 P / N: blocks that are gathered, the output layer, activations and logits. It does not fall with N. It even grows, because 16 P / N counts all gradients, and at the peak a part of them does not exist yet: with few ranks this part is large. With many ranks nearly all of the peak is beside 16 P / N. Then smaller blocks or checkpoints help, and more ranks do not.
@@ -600,16 +600,17 @@ print(f"the losses differ by {quantized_difference:.0e}")
 # The claim about 70 billion weights can be checked without any card. PyTorch can pretend that other ranks exist, and that tensors have shapes and no data. So this machine takes a step of rank 0 of 2 on the shape of Llama 3.1 70B, one row of 1,024 tokens, every block checkpointed, and counts every byte:
 
 # %%
-from recipes_lib.parallel.quantized_shards.dry_run import dry_quantized_rank
+from recipes_lib.parallel.quantized_shards.dry_run import beside_parts, dry_quantized_rank
 
 dry = dry_quantized_rank(
     "llama-3.1-70b", ranks=2, rows=1, seq=1024, layers=sizes.dry_layers
 )
-print(f"one of 2 ranks: {dry.total / 2**30:.2f} GiB at its peak")
-# The four largest kinds of tensors at that moment.
-for kind, size in sorted(dry.kinds.items(), key=lambda pair: -pair[1])[:4]:
+print(f"one of 2 ranks: {dry.peak / 2**30:.2f} GiB at its peak")
+# What it consists of at that moment.
+for kind, size in sorted(dry.at_peak().items(), key=lambda pair: -pair[1]):
     print(f"  {kind:<20}{size / 2**30:6.2f} GiB")
-print(f"with its parts in host memory: {dry.beside_shards / 2**30:.2f} GiB on the card")
+on_the_card = beside_parts(dry) / 2**30
+print(f"with its parts in host memory: {on_the_card:.2f} GiB on the card")
 
 # %% [markdown]
 # So the tensors of 70 billion weights do fit two cards of 24 GB, with little left. Half of the weights takes most of it: the codes, their scales, and the embedding, which stays in 16 bits. On top of these tensors a card needs memory for its CUDA context, the driver's own memory, and for gaps between tensors. The last line is the case with *offload*, where the parts wait in host memory. [Those who first published this](https://www.answer.ai/posts/2024-03-06-fsdp-qlora) measured 14.92 GiB per card with offload. Our number is much smaller, and the two do not compare directly: they trained Llama 2 70B with longer rows, and counted all memory that PyTorch had reserved, and not only tensors.
@@ -1241,7 +1242,7 @@ ladder.note(
     deepspeed=deepspeed,
     quantized={name: run["parameters"] for name, run in tuned.items()},
     quantized_difference=quantized_difference,
-    dry_quantized=[dry.total, dry.beside_shards],
+    dry_quantized=[dry.peak, beside_parts(dry)],
     peaks=peaks,
     experts={name: run["parameters"] for name, run in mixtures.items()},
     expert_difference=expert_difference,
@@ -1260,8 +1261,8 @@ for row in ladder.rows:
         assert abs(off) < 0.03, f"{row.name}: sent bytes are {off:+.1%} off"
     if row.loss_difference is not None:
         assert row.loss_difference < 1e-5, f"{row.name} is the same training"
-for predicted, counted, _ in peaks.values():
-    assert abs(predicted / counted - 1) < 0.03, "the peak of a rank of many"
+for arithmetic, dry_step, _ in peaks.values():
+    assert abs(arithmetic / dry_step - 1) < 0.03, "the peak of a rank of many"
 assert quantized_difference < 1e-5
 assert expert_difference < 1e-5
 pairs = zip(before + after, through, strict=True)

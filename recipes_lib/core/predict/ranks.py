@@ -6,9 +6,10 @@ The group of ranks is pretended: every collective returns at once and moves noth
 makes all buffers that it would make for it, so the bytes are its own. Where it asks the others for
 a number, they say what it says itself. Times say nothing.
 
-    real ranks hold longer    gloo keeps the tensors of a collective until its thread is done with
-                              them, some moments after the answer: a peak that is measured there
-                              may be higher, by the one or two groups that FSDP sent last
+    gloo takes more    On CPUs gloo has no reduce-scatter: it copies all that it gets, sums the
+                       copies up, and gives each rank its part. So a measured step of FSDP has one
+                       copy more of the gradients of a block, or of the output layer. NCCL has none,
+                       and neither has the prediction.
 
 Source: PyTorch, torch.testing._internal.distributed.fake_pg.
 """
