@@ -600,7 +600,10 @@ print(f"the losses differ by {quantized_difference:.0e}")
 # The claim about 70 billion weights can be checked without any card. PyTorch can pretend that other ranks exist, and that tensors have shapes and no data. So this machine takes a step of rank 0 of 2 on the shape of Llama 3.1 70B, one row of 1,024 tokens, every block checkpointed, and counts every byte:
 
 # %%
-from recipes_lib.parallel.quantized_shards.dry_run import beside_parts, dry_quantized_rank
+from recipes_lib.parallel.quantized_shards.dry_run import (
+    beside_parts,
+    dry_quantized_rank,
+)
 
 dry = dry_quantized_rank(
     "llama-3.1-70b", ranks=2, rows=1, seq=1024, layers=sizes.dry_layers

@@ -28,7 +28,7 @@ Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream
 
 Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
-arithmetic  what a rank keeps and sends, by the order of its actions and its stages
+arithmetic  the orders of all ranks, the part of a model that one keeps, and what it sends
 clock  when each action of a pipeline began and ended
 stage  some blocks of a model as a module of their own
 """

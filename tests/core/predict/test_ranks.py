@@ -10,7 +10,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.measure import PeakMemory, dry_run, record_timeline
+from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure.timeline import record_timeline
 from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.ranks import pretended_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
