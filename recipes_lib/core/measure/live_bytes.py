@@ -6,15 +6,18 @@ adds each new storage that an operator returns, and subtracts it when the storag
 buffers inside an operator's C++ code are not tensors and are not seen.
 
 It is a dispatch mode: PyTorch hands every operator to `__torch_dispatch__`, those of backward
-included.
+included. One change is made by no operator: `fully_shard` empties the storage of a gathered weight,
+and fills it again. So `UntypedStorage.resize_` tells this account, too.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch._guards import active_fake_mode
@@ -59,6 +62,7 @@ class LiveBytes(TorchDispatchMode):
         self._listener = listener
         self._storages: dict[int, _Storage] = {}
         self._numbers = 0
+        self._resizing: Any = None  # the patch, while inside
         self.current = 0
         self.peak = 0
 
@@ -79,10 +83,13 @@ class LiveBytes(TorchDispatchMode):
                 if thing.is_leaf and thing.grad is not None:
                     self.see(thing.grad)
         self.peak = self.current
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", self._resized())
+        self._resizing.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._resizing.stop()
         self.stop_watching()
 
     def stop_watching(self) -> None:
@@ -135,6 +142,20 @@ class LiveBytes(TorchDispatchMode):
         if known.size != size:  # new, or resized in place
             self._change(known, size - known.size)
         return known.number
+
+    def _resized(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
+        """`UntypedStorage.resize_` as it is now, which then tells this account."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            known = self._storages.get(storage._cdata)
+            if known is not None and known.size != size:
+                self._change(known, size - known.size)
+                self.peak = max(self.peak, self.current)
+            return storage
+
+        return resize_
 
     def _enter(self, key: int, storage: torch.UntypedStorage) -> _Storage:
         # PyTorch keeps the Python object of a storage alive exactly as long as the storage itself.

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.measure import PeakMemory, dry_run
@@ -133,6 +134,38 @@ def test_gloo_copies_what_it_scatters(two_ranks):
     real = two_ranks.run(measured, names=[name], gloos_own=True)[name]
     table = 4 * 2048 * 128  # bytes of the largest group of gradients
     assert 0 < real.peak - predict(BUILDS[name], ranks=2).peak <= table + FEW_BYTES
+
+
+WIDTH = 256
+LAYERS = 12
+LINEAR = 4 * WIDTH * WIDTH  # bytes of one layer
+
+
+def many_layers():
+    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    for layer in model:
+        fully_shard(layer)
+    model = fully_shard(model)
+
+    def one_step(model, optimizer):
+        model(torch.zeros(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, torch.optim.AdamW(model.parameters()), one_step
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_layers_that_were_taken_apart_are_free(ranks):
+    """The mistake: no operator empties their storage, and an account of operators keeps them.
+
+    A measurement would keep them, too, so this bound is arithmetic.
+    """
+    predicted = predict(many_layers, ranks=ranks)
+    assert predicted.kept == pytest.approx(3 * LAYERS * LINEAR / ranks, rel=0.01)
+    own_gradients = LAYERS * LINEAR / ranks
+    # Gradients of one layer on their way, a layer, the next one, and gradients: four at most.
+    assert LINEAR < predicted.peak - predicted.kept < 4.2 * LINEAR + own_gradients
 
 
 def test_more_ranks_keep_less_and_gather_as_much():
