@@ -60,7 +60,8 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if active_fake_mode() is None:  # lifted for a moment: a mesh reads the numbers of its ranks
+        if active_fake_mode() is None:  # lifted for a moment, as by a mesh that looks for its ranks
+            args, kwargs = tree_map_only(FakeTensor, _known_or_itself, (args, kwargs))
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -164,6 +165,11 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if known is None:
         known = tensor.constant  # PyTorch keeps that of a number in a tensor itself
     return known
+
+
+def _known_or_itself(tensor: torch.Tensor) -> torch.Tensor:
+    known = values_of(tensor)
+    return tensor if known is None else known
 
 
 def written_to(func: Any, leaves: list[Any], form: Any) -> Iterable[torch.Tensor]:

@@ -218,18 +218,36 @@ def in_four_bits(step: StepBytes) -> StepBytes:
 def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
     """FSDP: a rank keeps its part of weights, gradients and states, and gathers block by block.
 
-    Two blocks are whole at a time, the second one while the first is computed.
+    In the backward of a block four of its size are there: the block, the next one, which arrives,
+    and gradients, those that are made and those of the block before, on their way. The output layer
+    is there twice: as it arrives and as it is put together; its gradient as made and as sent. One
+    that is tied to the embedding is whole from forward to backward, and its gradient waits.
     """
     check_whole(ranks=ranks)
     sizes = step.sizes
-    two_blocks = 2 * sizes.element * sizes.linears // sizes.blocks
+    block = sizes.element * sizes.linears // sizes.blocks
+    logits = _logits(sizes)
+    table = sizes.table
+    tied = table if sizes.tied else 0
+    head = table - tied  # gathered for the loss alone
+    loss = max(
+        2 * logits + 2 * head,  # the output layer has just arrived
+        3 * logits + head,  # gradients of the loss
+        logits + head + table + block,  # the gradient of the output layer, and a block that arrives
+        2 * head + head // ranks + block,  # that gradient is sent
+    )
+    # Two blocks are done by then, unless one of them was made again.
+    done = 0 if step.one_block else 2 * _block(sizes)
     return replace(
         step,
         weights=step.weights // ranks,
         gradients=step.gradients // ranks,
         states=step.states // ranks,
-        activations=step.activations + two_blocks,
-        loss=step.loss + sizes.table,
+        activations=step.activations + tied,
+        loss=loss,
+        one_block=step.one_block + 4 * block - done + tied,
+        # Made beside those of the first block, which are on their way; or on their way themselves.
+        copies=tied + max(block + table + 2 * tied - table // ranks, 2 * table),
     )
 
 

@@ -162,7 +162,7 @@ def test_layers_that_were_taken_apart_are_free(ranks):
     A measurement would keep them, too, so this bound is arithmetic.
     """
     predicted = predict(many_layers, ranks=ranks)
-    assert predicted.kept == pytest.approx(3 * LAYERS * LINEAR / ranks, rel=0.01)
+    assert predicted.kept == pytest.approx(3 * LAYERS * LINEAR / ranks, rel=0.03)
     own_gradients = LAYERS * LINEAR / ranks
     # Gradients of one layer on their way, a layer, the next one, and gradients: four at most.
     assert LINEAR < predicted.peak - predicted.kept < 4.2 * LINEAR + own_gradients
