@@ -10,6 +10,8 @@ a number, they say what it says itself. Times say nothing.
                        copies up, and gives each rank its part. So a measured step of FSDP has one
                        copy more of the gradients of a block, or of the output layer. NCCL has none,
                        and neither has the prediction.
+    messages           A real rank holds what it has sent until it waits for it, and a pretended one
+                       has nothing to wait for: in a pipeline it keeps a message less.
 
 Source: PyTorch, torch.testing._internal.distributed.fake_pg.
 """
