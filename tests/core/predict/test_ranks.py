@@ -41,13 +41,17 @@ def small_llama():
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def step(model, optimizer):
+def step_of_a_batch():
     ids = torch.zeros(2, 64, dtype=torch.long)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+
+    def step(model, optimizer):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
 
 
 def trained(apply, prepare=None):
@@ -55,7 +59,7 @@ def trained(apply, prepare=None):
     if prepare is not None:
         prepare(model)
     model = apply(model)
-    return model, torch.optim.AdamW(model.parameters()), step
+    return model, torch.optim.AdamW(model.parameters()), step_of_a_batch()
 
 
 def hybrid(model):
@@ -73,7 +77,7 @@ def hybrid_of_torch(model):
 
 
 def zero_1():
-    return *apply_zero(small_llama(), torch.optim.AdamW, stage=1, lr=1e-3), step
+    return *apply_zero(small_llama(), torch.optim.AdamW, stage=1, lr=1e-3), step_of_a_batch()
 
 
 BUILDS = {
