@@ -34,6 +34,7 @@ from recipes_lib.memory.activation_checkpointing import apply_activation_checkpo
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
+from recipes_lib.training.compiled_blocks import apply_compiled_blocks
 
 FILE = Path(__file__).with_suffix(".jsonl")
 CHUNKS = 8  # into which torchtune cuts the tokens of its loss
@@ -95,20 +96,13 @@ def build_of(row: Published) -> Build:
         loss_of = LOSSES[row.loss]
 
         def step(model: Any, optimizer: Any) -> None:
-            with contextlib.ExitStack() as stack:
-                if row.offload:
-                    stack.enter_context(offload_activations(model, to="disk", in_flight=1))
-                if row.autocast:
-                    stack.enter_context(torch.autocast("cpu", torch.float16))
-                mask = None
-                if "mask" in row.attention:
-                    mask = torch.ones(row.tokens, row.tokens, dtype=torch.bool).tril()[None, None]
-                loss, logits = loss_of(model, ids, mask)
-                del mask
+            with offloading(model, row):
+                with torch.autocast("cpu", torch.float16, enabled=row.autocast == "fp16"):
+                    loss, logits = loss_of(model, ids, mask_of(row))
                 if not row.keeps_logits:
-                    del logits
+                    logits = None
                 loss.backward()
-            logits = None
+            del logits
             optimizer.step()
             optimizer.zero_grad(set_to_none=not row.keeps_gradients)
 
@@ -135,10 +129,26 @@ def model_as_published(row: Published) -> Any:
             parameter.data = parameter.data.to(torch.bfloat16)
         elif parameter.dtype is torch.bfloat16 and row.kbit_casts:
             parameter.data = parameter.data.float()
+    if row.compiled:
+        apply_compiled_blocks(model)
     if row.checkpointing:
         apply_activation_checkpointing(model)
     torch.cuda.empty_cache()  # what is changed in place here is loaded layer by layer there
     return model
+
+
+def mask_of(row: Published) -> torch.Tensor | None:
+    """What transformers 4.53 to 4.57 makes in every training step [1, 1, S, S]."""
+    if "mask" not in row.attention:
+        return None
+    return torch.ones(row.tokens, row.tokens, dtype=torch.bool).tril()[None, None]
+
+
+def offloading(model: Any, row: Published) -> contextlib.AbstractContextManager:
+    """The surroundings of forward and backward."""
+    if not row.offload:
+        return contextlib.nullcontext()
+    return offload_activations(model, to="disk", in_flight=1)
 
 
 # --- their losses ---------------------------------------------------------------------------------
