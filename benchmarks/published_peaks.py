@@ -129,7 +129,7 @@ def model_as_published(row: Published) -> Any:
             parameter.data = parameter.data.to(torch.bfloat16)
         elif parameter.dtype is torch.bfloat16 and row.kbit_casts:
             parameter.data = parameter.data.float()
-    if row.compiled:
+    if row.compiled and not row.checkpointing:  # under a checkpoint only the block's input stays
         apply_compiled_blocks(model)
     if row.checkpointing:
         apply_activation_checkpointing(model)

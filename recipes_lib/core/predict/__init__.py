@@ -26,6 +26,7 @@ ranks  one rank among many, without the others
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.dry_run import dry, dry_run
 from recipes_lib.core.measure.live_bytes import LiveBytes
-from recipes_lib.core.measure.timeline import Timeline, record_timeline
+from recipes_lib.core.measure.timeline import Timeline, TimelineRecorder, record_timeline
 from recipes_lib.core.predict.allocator import Allocator
 from recipes_lib.core.predict.card import CARDS, Card, on_card
 from recipes_lib.core.predict.ranks import buckets_without_data, pretended_ranks
@@ -115,8 +116,8 @@ def predict(
             return Prediction(timeline, values.asked, card)
         replayed = Allocator()
         emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
-        with LiveBytes("cuda", listener=replayed), emptied:
-            timeline = _second_step(build, card=card, allocator=replayed)
+        with LiveBytes("cuda", listener=replayed) as account, emptied:
+            timeline = _step_on(card, build, account, replayed)
         return Prediction(
             timeline, values.asked, card, replayed.peak_allocated, replayed.peak_reserved
         )
@@ -141,16 +142,24 @@ def _first_step(build: Build) -> Timeline:
     return timeline.with_states_from_the_start()
 
 
-def _second_step(
-    build: Build, *, card: Card | None = None, allocator: Allocator | None = None
-) -> Timeline:
+def _second_step(build: Build) -> Timeline:
     model, optimizer, step = build()
-    if allocator is not None:
-        allocator.take_workspaces(card.workspace)
     step(model, optimizer)
-    if allocator is not None:
-        allocator.restart_peak()
     return record_timeline(lambda: step(model, optimizer), model=model, optimizer=optimizer)
+
+
+def _step_on(card: Card, build: Build, account: LiveBytes, allocator: Allocator) -> Timeline:
+    """The second step, with the peaks of the allocator."""
+    model, optimizer, step = build()
+    allocator.take_workspaces(card.workspace)
+    step(model, optimizer)
+    allocator.restart_peak()
+    gc.collect()
+    with TimelineRecorder(model, optimizer) as recorder:
+        # What a compiler has traced holds tensors that nobody allocated: the account knows none.
+        traced = recorder.account.current - account.current
+        step(model, optimizer)
+    return recorder.timeline().without(traced)
 
 
 @contextlib.contextmanager
