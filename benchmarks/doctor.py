@@ -1,6 +1,7 @@
-"""What the doctor computes for an 8-billion model. Nothing is measured.
+"""What the doctor predicts for an 8-billion model. Nothing is measured.
 
-The model has the shape of Llama 3.1 8B and no weights, so any machine finds the same numbers.
+The model has the shape of Llama 3.1 8B and no weights, so any machine finds the same numbers: those
+of the step itself on tensors without data.
 """
 
 from __future__ import annotations
@@ -18,33 +19,58 @@ COMMAND = (
     f"python -m recipes_lib doctor --model {SHAPE} --dtype bf16 --memory {CARD} "
     f"--batch-size {BATCH} --seq-len {TOKENS}"
 )
+# What a page compares: the recipes before, and one more.
+STEPS = {
+    "4 micro-batches of 1": ((), ("micro-batches",)),
+    "optimizer offload": (
+        ("loss in chunks", "checkpointing"),
+        ("loss in chunks", "checkpointing", "optimizer offload"),
+    ),
+}
+
+
+@functools.cache
+def _model() -> Any:
+    import torch
+
+    from recipes_lib.core.model import model_of_shape
+
+    return model_of_shape(SHAPE, dtype=torch.bfloat16, device="meta")
 
 
 @functools.cache
 def remedies() -> list[Any]:
     """The doctor's remedies, each with its predicted peak; the first is the step as it is."""
-    import torch
-
-    from recipes_lib.core.model import model_of_shape
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
-    model = model_of_shape(SHAPE, dtype=torch.bfloat16, device="meta")
-    found = diagnose(model=model, batch_size=BATCH, seq_len=TOKENS, memory_bytes=CARD * GIB)
+    step = {"model": _model(), "batch_size": BATCH, "seq_len": TOKENS}
+    found = diagnose(**step, memory_bytes=CARD * GIB, by_arithmetic=False)
     return [remedy for remedy in found.remedies if remedy.peak is not None]
 
 
 def host_gib() -> float:
-    """Host memory of the optimizer offload: 16 bytes per parameter, and a copy of the weights."""
-    from recipes_lib.core.model import model_of_shape
+    """Host memory of the optimizer offload."""
+    from recipes_lib.memory.optimizer_offload import host_bytes
 
-    parameters = sum(p.numel() for p in model_of_shape(SHAPE, device="meta").parameters())
-    return (16 + 2) * parameters / GIB
+    return host_bytes(_model()) / GIB
 
 
 def in_words(name: str) -> str:
-    """The step before a remedy and with it: "61.8 → 50.0 GiB". "8b" is all of them together."""
-    found = remedies()
+    """The step before a recipe and with it: "61.8 → 50.0 GiB". "8b" is the last of all remedies."""
     if name == "8b":
+        found = remedies()
         return f"{found[0].peak / GIB:,.0f} → {found[-1].peak / GIB:,.0f} GiB"
-    number = [remedy.name for remedy in found].index(name)
-    return f"{found[number - 1].peak / GIB:,.1f} → {found[number].peak / GIB:,.1f} GiB"
+    before, after = [_peak(names) / GIB for names in STEPS[name]]
+    return f"{before:,.1f} → {after:,.1f} GiB"
+
+
+@functools.cache
+def _peak(names: tuple[str, ...]) -> int:
+    from recipes_lib.core.predict import Card
+    from recipes_lib.workflows.out_of_memory_doctor.remedies import Question, Stack, dry_peak
+
+    card = Card(f"{CARD} GiB", (8, 0), CARD * GIB)
+    micro_batches = BATCH if "micro-batches" in names else 1
+    return dry_peak(
+        Question(_model(), BATCH, TOKENS, card, card.for_tensors), Stack(names, micro_batches)
+    )

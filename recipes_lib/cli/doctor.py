@@ -15,6 +15,9 @@ Memory = Annotated[
     float | None,
     typer.Option(help="of the device in GiB; default: what the error says, or this machine's"),
 ]
+CardName = Annotated[
+    str, typer.Option("--card", help="a GPU by name, such as L4 or H100, in place of --memory")
+]
 Shapes = Annotated[bool, typer.Option("--shapes", help="list the shapes with their sizes, and end")]
 Dtype = Annotated[Literal["fp32", "bf16"], typer.Option(help="of the weights")]
 
@@ -27,6 +30,7 @@ def doctor(
     error: Error = "",
     model: Model = "",
     memory: Memory = None,
+    card: CardName = "",
     dtype: Dtype = "fp32",
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 1024,
@@ -48,7 +52,7 @@ def doctor(
         check_number(above=0, memory=memory)
         memory_bytes = int(memory * GIB)
     step = {"model": _model(model, dtype), "batch_size": batch_size, "seq_len": seq_len}
-    print(diagnose(error=error, **step, memory_bytes=memory_bytes))
+    print(diagnose(error=error, **step, memory_bytes=memory_bytes, card=card or None))
 
 
 def table_of_shapes() -> str:

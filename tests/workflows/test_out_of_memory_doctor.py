@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from benchmarks.family_predictions import small_model
 from recipes_lib.core.measure.machine import machine
@@ -51,47 +52,46 @@ def test_invents_no_cause(error):
     assert names(diagnose(error=error)) == list(RECIPES)
 
 
-def test_says_the_first_that_fits(eight_b):
-    """The mistake: the best remedy in place of the first one that is enough."""
+def test_says_what_was_assumed_and_the_first_that_fits(eight_b):
+    """The mistake: advice for a batch, a dtype or a card that nobody can read."""
     sizes = {"model": eight_b, "batch_size": 8, "seq_len": 2048}
-    diagnosis = diagnose(**sizes, memory_bytes=24 * GIB)
-    assert diagnosis.first_fit.name == "LoRA, 16-bit base"
-    assert "First that fits: LoRA, 16-bit base" in diagnosis.findings[-1]
-    hopeless = diagnose(**sizes, memory_bytes=7 * GIB)
-    assert hopeless.first_fit is None
-    assert "First that fits: none; shorten the rows" in hopeless.findings[-1]
+    diagnosis = diagnose(**sizes, card="H100")
+    said = " ".join(diagnosis.findings)
+    assert "AdamW on 8 x 2,048 tokens, weights in float32, on H100 (capability 9.0)" in said
+    assert f"First that fits: {diagnosis.first_fit.name}." in said
+    with pytest.raises(ValueError, match="card='X1': choose one of"):
+        diagnose(**sizes, card="X1")
 
 
-def test_shorter_rows_are_no_advice_where_the_weights_are_too_much():
-    """The mistake: 32B in 16 GiB was told to shorten the rows, and four bits of it are 18 GiB."""
-    model = model_of_shape("qwen2.5-32b", device="meta")
-    diagnosis = diagnose(model=model, batch_size=8, seq_len=1024, memory_bytes=16 * GIB)
-    said = diagnosis.findings[-1]
-    assert "shorten" not in said
-    assert "shorter rows do not help" in said
-    assert "the weights 18.4 GiB: take a device of" in said
-    larger = int(re.search(r"a device of (\d+) GiB", said)[1])
-    sizes = {"model": model, "batch_size": 8, "seq_len": 1024}
-    assert diagnose(**sizes, memory_bytes=larger * GIB).first_fit.name == "QLoRA"
-    assert diagnose(**sizes, memory_bytes=(larger - 1) * GIB).first_fit is None
+def test_what_helps_where_nothing_fits():
+    """The mistakes: shorter rows against weights that are too much, or a larger device that is
+    too small."""
+    model = model_of_shape("smollm2-135m", layers=3, dtype=torch.bfloat16, device="meta")
+    sizes = {"model": model, "batch_size": 8}
+    weights = diagnose(**sizes, seq_len=64, memory_bytes=600 * 2**20).findings[-1]
+    assert "shorter rows do not help" in weights
+    rows = diagnose(**sizes, seq_len=2**15, memory_bytes=2**30).findings[-1]
+    assert "shorten the rows to " in rows
+    larger = int(re.search(r"a device of (\d+) GiB", rows)[1])
+    assert diagnose(**sizes, seq_len=2**15, memory_bytes=larger * GIB).first_fit is not None
 
 
 def test_killed_is_the_memory_of_the_host(eight_b):
     """The mistake: the word that Linux has for it was "not an out-of-memory error"."""
     alone = diagnose(error="Killed")
     assert "memory of the host" in alone.findings[0]
-    assert names(alone) == [name for name in RECIPES if name != "optimizer offload"]
+    assert names(alone) == [name for name in RECIPES if "offload" not in name]
     sizes = {"batch_size": 1, "seq_len": 512, "memory_bytes": 24 * GIB}
     together = diagnose(error=KERNEL_LOG, model=eight_b, **sizes)
     assert "this process held 23.1 GiB" in together.findings[0]
-    assert "optimizer offload" not in names(together)
+    assert not any("offload" in name for name in names(together))
 
 
 def test_error_and_model_together(eight_b):
     """The limit is the memory that the error leaves to this process."""
     together = diagnose(error=TORCH_2_6, model=eight_b, batch_size=1, seq_len=512)
     assert names(together)[:2] == ["stop other processes", "as it is"]
-    assert "of 3.1 GiB" in together.findings[1]
+    assert "tensors may take 2.4 GiB" in together.findings[1]
     assert together.first_fit is None
 
 
@@ -105,10 +105,10 @@ def test_a_model_that_should_fit_points_at_a_leak(tiny_on_meta):
 def test_the_memory_is_that_given_else_that_allowed_else_the_machines(tiny_on_meta):
     """The mistake: all of a card where a part of it was allowed."""
     sizes = {"model": tiny_on_meta, "batch_size": 1, "seq_len": 8}
-    assert "of 7.0 GiB" in diagnose(**sizes, memory_bytes=7 * GIB).findings[0]
-    assert "of 20.0 GiB" in diagnose(error=GRAPHS_AND_CAP, **sizes).findings[1]
-    here = machine().memory_bytes / GIB
-    assert f"of {here:,.1f} GiB" in diagnose(**sizes).findings[0]
+    assert "a GPU of 7.0 GiB" in diagnose(**sizes, memory_bytes=7 * GIB).findings[0]
+    assert "a GPU of 20.0 GiB" in diagnose(error=GRAPHS_AND_CAP, **sizes).findings[1]
+    here = machine()
+    assert (here.device == "cpu") == ("on a CPU" in diagnose(**sizes).findings[0])
 
 
 def test_shows_itself_as_text_and_table(eight_b):
@@ -120,9 +120,8 @@ def test_shows_itself_as_text_and_table(eight_b):
     assert max(map(len, text.splitlines())) <= 80
     page = diagnosis._repr_html_()
     assert repr(diagnosis) == text
-    assert "weights 29.9 GiB → 15.1 GiB" in text
-    assert diagnosis.remedies[-1].outcome in text
-    assert page.count("<tr>") == len(diagnosis.table()) == 10
+    assert diagnosis.remedies[-1].outcome in " ".join(text.split())
+    assert page.count("<tr>") == len(diagnosis.table())
     assert "fine_tuning/qlora.py" in text
     assert "fine_tuning/qlora.py" in page
 
@@ -137,11 +136,8 @@ def test_nothing_to_diagnose(llama):
 
 @pytest.mark.parametrize("family", ["Mixtral", "Mamba2"])
 def test_a_model_to_which_not_all_recipes_apply(family):
-    """The mistake: no diagnosis at all, where adapters do not reach the experts or the mixers."""
-    diagnosis = diagnose(
-        model=small_model(family), batch_size=2, seq_len=16, memory_bytes=4 * 2**20
-    )
-    assert "by a dry step, because its blocks have" in diagnosis.findings[1]
-    tried = [remedy.name for remedy in diagnosis.remedies]
-    assert "8-bit AdamW" in tried
-    assert not any("LoRA" in name for name in tried)
+    """The mistake: no diagnosis at all, where a recipe does not reach the experts or the mixers."""
+    sizes = {"batch_size": 2, "seq_len": 16, "memory_bytes": 2**20}
+    diagnosis = diagnose(model=small_model(family), **sizes)
+    assert any(finding.startswith("Not with QLoRA: ") for finding in diagnosis.findings)
+    assert len(diagnosis.remedies) > 1

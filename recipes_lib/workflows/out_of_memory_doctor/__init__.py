@@ -1,25 +1,27 @@
-"""Out-of-memory doctor: what to try in which order, and at which point the model fits.
+"""Out-of-memory doctor: what to try, and with what the model fits.
 
 Problem    "CUDA out of memory" names the tensor that did not fit. It does not say what fills the
            memory, nor what to do.
-Idea       Read the numbers in the message, lay out the model's budget, apply one recipe after the
-           other:
+Idea       Read the numbers in the message. Then take the step itself on tensors without data, with
+           one stack of recipes after the other:
 
                asked for <= free + reserved but unallocated     fragmentation: a setting, no recipe
                capacity - free - this process is large          another process: stop it
                "Killed"                                         the host's memory, not the GPU's
-               else   budget -> micro-batches -> chunked loss -> ... -> QLoRA      until it fits
+               else   predict(build with recipes).peak          until it fits
 Saves      Trying the recipes blindly; nothing by itself.
-Costs      Nothing runs: it is arithmetic on shapes. A model on "meta", without weights, will do.
+Costs      Some seconds, less when it was asked before. No GPU, no weights: a model on "meta" will
+           do.
 Use when   A step ran out of memory, or before you rent a GPU.
 Not when   Memory grows from step to step: that is a leak (losses kept with their graph), which
-           `torch.cuda.memory._snapshot()` shows.
+           `torch.cuda.memory._snapshot()` shows. The model is made again from its configuration,
+           with its adapters: other recipes that it has already are not seen, nor four bits.
 In production   `accelerate estimate-memory` counts weights, gradients and states, not activations
            or the loss.
 Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the message.
 
 message  its reading of the error: which number means what
-remedies  its arithmetic: the recipes, one on top of the other
+remedies  its stacks of recipes, each with the predicted peak
 """
 
 from __future__ import annotations
@@ -30,21 +32,25 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from recipes_lib.core.checks import check_number, check_whole
+import psutil
+
+from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.predict import CARDS, Card
+from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import parse_error, was_killed
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (
-    FITS,
     RECIPES,
+    Question,
+    Remedies,
     Remedy,
     readable,
-    remedies_for,
-    smallest_without_rows,
 )
 
+# Of what is left beside CUDA's own context: holes between tensors take the rest.
+FILLED = 0.95
+MODERN = (8, 0)  # compute capability of a device of which only the memory is said
 COLUMNS = 80  # of a terminal that nobody has made wider
 
 # --- what the doctor says -------------------------------------------------------------------------
@@ -52,15 +58,15 @@ COLUMNS = 80  # of a terminal that nobody has made wider
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Findings, and remedies in the order to try: a table in Jupyter, text in a terminal."""
+    """Findings, and remedies from cheap to dear: a table in Jupyter, text in a terminal."""
 
     findings: list[str]
     remedies: list[Remedy]
 
     @property
     def first_fit(self) -> Remedy | None:
-        """The first remedy with which, on top of all above it, the model fits, or None."""
-        return _first_fit(self.remedies)
+        """The first remedy with which the model fits, or None."""
+        return next((remedy for remedy in self.remedies if remedy.fits), None)
 
     def table(self) -> list[list[str]]:
         """Header and rows, as text."""
@@ -70,22 +76,17 @@ class Diagnosis:
         return rows
 
     def __repr__(self) -> str:
-        """For a terminal of 80 columns: what to try and the peak in a line, the rest below it."""
+        """For a terminal of 80 columns: what to try and its peak, and below it the rest."""
         lines = []
         for finding in self.findings:
             lines += textwrap.wrap(finding, COLUMNS, subsequent_indent="  ")
-        width = max(len(remedy.name) for remedy in self.remedies)
         for remedy in self.remedies:
-            lines.append(f"{remedy.name.ljust(width)}  {remedy.outcome}".rstrip())
+            line = f"{remedy.name}: {remedy.outcome}" if remedy.outcome else remedy.name
+            lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
             for text in remedy.details():
-                lines += textwrap.wrap(
-                    text,
-                    COLUMNS,
-                    initial_indent="    ",
-                    subsequent_indent="      ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                indents = {"initial_indent": "    ", "subsequent_indent": "      "}
+                unbroken = {"break_long_words": False, "break_on_hyphens": False}
+                lines += textwrap.wrap(text, COLUMNS, **indents, **unbroken)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -107,13 +108,17 @@ def diagnose(
     batch_size: int = 0,
     seq_len: int = 0,
     memory_bytes: int | None = None,
+    card: str | None = None,
+    by_arithmetic: bool = True,
 ) -> Diagnosis:
     """Say what to try, from the text of an error, from a model and its batch, or from both.
 
     Args:
-        model: a causal LM on any device. Remedies then say what they save of an AdamW step on
-            [batch_size, seq_len].
+        model: a causal LM on any device. Remedies then say what an AdamW step on
+            [batch_size, seq_len] takes with them.
         memory_bytes: of the device; default is what the error leaves to us, else this machine's.
+        card: one of core.predict.CARDS, whose memory and kernels count.
+        by_arithmetic: let arithmetic decide what is far from the limit. It is faster.
     Raises ValueError without error and model, and for an error of another kind.
     """
     if not error and model is None:
@@ -124,7 +129,7 @@ def diagnose(
     remedies = _remedies_without_recipe(said)
     if model is None:
         for name, recipe in RECIPES.items():
-            if killed and name == "optimizer offload":
+            if killed and "offload" in name:
                 continue  # the host is what has run out
             remedies.append(Remedy(name, recipe.saves, recipe.costs, recipe.where))
         return Diagnosis(findings, remedies)
@@ -132,11 +137,17 @@ def diagnose(
     require_causal_lm(model)
     check_whole(batch_size=batch_size)
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
-    shape = Shape(batch=batch_size, seq=seq_len)
-    limit = _memory_for_us(memory_bytes, said)
-    tried = remedies_for(model, shape, memory_bytes=limit, spare_the_host=killed)
-    findings += _findings_about(model, shape, limit, tried, failed=bool(error))
-    return Diagnosis(findings, remedies + tried)
+    memory = _memory_for_us(memory_bytes, said)
+    elsewhere = memory_bytes is not None or "capacity" in said
+    device = _device(model, memory, card, elsewhere=elsewhere)
+    limit = FILLED * memory
+    if device is not None:
+        limit = FILLED * device.for_tensors - 2 * device.workspace
+    question = Question(model, batch_size, seq_len, device, limit)
+    tried = Remedies(question, spare_the_host=killed, all_dry=not by_arithmetic)
+    rows = tried.rows()
+    findings += _findings_about(question, rows, tried, failed=bool(error))
+    return Diagnosis(findings, remedies + rows)
 
 
 def _findings_in(said: dict[str, int], *, killed: bool) -> list[str]:
@@ -192,46 +203,61 @@ def _memory_for_us(memory_bytes: int | None, said: dict[str, int]) -> int:
     return capacity - said.get("others", 0)
 
 
+def _device(model: Any, memory: int, card: str | None, *, elsewhere: bool) -> Card | None:
+    """The GPU that is asked about, or None for a CPU."""
+    if card is not None:
+        check_choice(CARDS, card=card)
+        return CARDS[card]
+    here = machine()
+    if here.device == "cuda":
+        import torch
+
+        return Card(here.name, torch.cuda.get_device_capability(), memory)
+    if model.device.type == "cpu" or not elsewhere:
+        return None
+    return Card(f"a GPU of {readable(memory)}", MODERN, memory)
+
+
 def _findings_about(
-    model: Any, shape: Shape, limit: int, tried: list[Remedy], *, failed: bool
+    question: Question, rows: list[Remedy], tried: Remedies, *, failed: bool
 ) -> list[str]:
-    """The peak of the plain step and its parts, and the first remedy that is enough."""
-    budget = budget_of(model, shape)
-    parts = [f"{name} {readable(part)}" for name, part in budget.at_peak().items() if part]
+    """What was assumed, and the first remedy that is enough."""
+    model, card = question.model, question.card
+    on = f"{card.name} (capability {card.capability[0]}.{card.capability[1]})" if card else "a CPU"
     findings = [
-        f"Predicted peak in {model.dtype} with AdamW: "
-        f"{readable(budget.peak)} of {readable(limit)}: {', '.join(parts)}.",
-        f"The prediction is made {budget.source}.",
+        f"Assumed: AdamW on {question.rows} x {question.length:,} tokens, weights in "
+        f"{str(model.dtype).removeprefix('torch.')}, on {on}, where tensors may take "
+        f"{readable(question.limit)}.",
+        "Predicted by the step itself, on tensors without data; about: by arithmetic.",
     ]
-    if failed and budget.peak <= FITS * limit:
+    if failed and rows[0].fits:
         findings.append(
             "It should fit: look for tensors that stay from step to step "
             "(loss in place of loss.item())."
         )
-    enough = _first_fit(tried)
-    if enough is None:
-        first = f"none; {_where_nothing_fits(model, limit, tried)}"
-    else:
-        first = enough.name
-    findings.append(
-        f"Each row includes those above; only adapters do without 8-bit states and the offload. "
-        f"{1 - FITS:.0%} of the memory stays free. First that fits: {first}."
-    )
+    if any("optimizer offload" in row.name for row in rows):
+        findings.append(
+            f"The optimizer offload needs {readable(host_bytes(model))} of host memory; this "
+            f"machine has {readable(psutil.virtual_memory().total)}."
+        )
+    for name, reason in tried.refused.items():
+        findings.append(f"Not with {name}: {reason}.")
+    enough = next((row.name for row in rows if row.fits), None)
+    findings.append(f"First that fits: {enough or f'none; {_where_nothing_fits(tried)}'}.")
     return findings
 
 
-def _where_nothing_fits(model: Any, limit: int, tried: list[Remedy]) -> str:
+def _where_nothing_fits(tried: Remedies) -> str:
     """What to do then. Shorter rows are no advice where the weights alone are too much."""
-    needed = math.ceil(min(remedy.peak for remedy in tried) / FITS / GIB)
+    stack, peak = tried.smallest()
+    question = tried.question
+    beside = 0.0
+    if question.card is not None:
+        beside = question.card.memory_bytes - question.card.for_tensors
+        beside += 2 * question.card.workspace / FILLED
+    needed = math.ceil((peak / FILLED + beside) / GIB)
     larger = f"take a device of {needed} GiB or more, or shard over several GPUs (FSDP)"
-    smallest = smallest_without_rows(model)
-    if smallest.peak <= FITS * limit:
-        return f"shorten the rows, {larger}"
-    return (
-        f"shorter rows do not help, for one of two tokens takes {readable(smallest.peak)}, and of "
-        f"them the weights {readable(smallest.weights)}: {larger}"
-    )
-
-
-def _first_fit(remedies: list[Remedy]) -> Remedy | None:
-    return next((remedy for remedy in remedies if remedy.fits), None)
+    length = tried.longest_rows()
+    if length is None:
+        return f"shorter rows do not help, for {tried.short} tokens are too much already: {larger}"
+    return f"shorten the rows to {length:,} tokens, {larger}"

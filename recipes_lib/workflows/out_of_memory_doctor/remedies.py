@@ -1,42 +1,45 @@
-"""The remedies against running out of memory, in the order to try, each with its predicted peak.
+"""The remedies against running out of memory, each with the predicted peak of the step it makes.
 
-Part of out_of_memory_doctor. The techniques' own estimates do the arithmetic. Here each is put on
-top of those before it.
+Part of out_of_memory_doctor. A remedy is a stack of recipes, applied together. Its peak is that of
+the real step on tensors without data, taken with few blocks and followed to all of them. That costs
+some seconds for each stack. So where the arithmetic of core.predict.equation holds, it comes first,
+and the step confirms what is close to the limit and what is advised.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterable
+import functools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from recipes_lib.core.measure import dry_run
+from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Shape
-from recipes_lib.core.predict.plain_step import budget_of, head_of, head_trains, trainable_bytes
-from recipes_lib.fine_tuning.lora import estimate_lora
-from recipes_lib.fine_tuning.qlora import estimate_qlora
-from recipes_lib.memory.activation_checkpointing import estimate_activation_checkpointing
-from recipes_lib.memory.chunked_cross_entropy import estimate_chunked_cross_entropy
-from recipes_lib.memory.optimizer_offload import estimate_optimizer_offload
-from recipes_lib.precision.eight_bit_adam import estimate_eight_bit_adam
-from recipes_lib.training.gradient_accumulation import estimate_gradient_accumulation
+from recipes_lib.core.predict import Build, Card, equation, predict
+from recipes_lib.core.predict.any_size import any_size
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.activation_offload import offload_activations
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
+from recipes_lib.memory.optimizer_offload import host_bytes, offload_optimizer
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
+from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
+from recipes_lib.training.gradient_accumulation import accumulate_gradients, own_loss_sum
 
 MIB = 2**20
-
-# Of the memory. The CUDA context, workspaces and rounded allocations take the rest.
-FITS = 0.95
-
-# Bytes per weight in NF4: half a byte for its code, a one-byte scale per block of 64 weights, and a
-# scale in fp32 per 256 of those.
-NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+LR = 1e-4
+SHORT = 256  # tokens of a row that is not the problem
+RANK = 16
+CLOSE = 0.05  # share of the limit: closer than this the arithmetic does not decide
+BY_ARITHMETIC = ("llama", "mistral", "qwen2")  # families whose blocks are those of the equation
 
 # --- the recipes ----------------------------------------------------------------------------------
 
@@ -50,54 +53,267 @@ class Recipe:
     where: str
 
 
-# In the order to try. The first five leave the gradient as it is.
 RECIPES = {
     "micro-batches": Recipe(
-        saves="(1 - 1/k) of activations and loss",
-        costs="smaller products",
-        where="training/gradient_accumulation.py",
+        "(1 - 1/k) of activations and loss",
+        "smaller products",
+        "training/gradient_accumulation.py",
     ),
     "loss in chunks": Recipe(
-        saves="logits: 12 bytes x tokens x vocabulary",
-        costs="little",
-        where="memory/chunked_cross_entropy",
+        "logits: 12 bytes x tokens x vocabulary", "little", "memory/chunked_cross_entropy"
     ),
     "checkpointing": Recipe(
-        saves="all but the blocks' inputs",
-        costs="one more forward",
-        where="memory/activation_checkpointing.py",
+        "all but the blocks' inputs", "one more forward", "memory/activation_checkpointing.py"
+    ),
+    "16-bit AdamW": Recipe(
+        "half of fp32 states", "rounded states", "precision/sixteen_bit_adam.py"
     ),
     "8-bit AdamW": Recipe(
-        saves="6 of 8 bytes x parameters",
-        costs="rounded states",
-        where="precision/eight_bit_adam.py",
+        "6 of 8 bytes x parameters", "rounded states", "precision/eight_bit_adam.py"
+    ),
+    "step in backward": Recipe(
+        "all gradients but one",
+        "no accumulation, no clipping",
+        "memory/optimizer_in_backward.py",
     ),
     "optimizer offload": Recipe(
-        saves="states and gradients",
-        costs="traffic to the host",
-        where="memory/optimizer_offload.py",
+        "states and gradients", "traffic to the host", "memory/optimizer_offload.py"
     ),
     "LoRA, 16-bit base": Recipe(
-        saves="gradients, states, half of the rest",
-        costs="only adapters train",
-        where="fine_tuning/lora.py",
+        "gradients, states, half of the rest", "only adapters train", "fine_tuning/lora.py"
     ),
-    "QLoRA": Recipe(
-        saves="1.5 of 2 bytes x weights",
-        costs="a rounded base, time",
-        where="fine_tuning/qlora.py",
+    "QLoRA": Recipe("1.5 of 2 bytes x weights", "a rounded base, time", "fine_tuning/qlora.py"),
+    "tiled MLP": Recipe("what the MLP keeps of long rows", "little", "memory/tiled_mlp"),
+    "head groups": Recipe(
+        "what attention keeps of long rows", "smaller products", "attention/head_groups.py"
+    ),
+    "activation offload": Recipe(
+        "the blocks' inputs", "traffic to the host", "memory/activation_offload"
     ),
 }
 
-# These two put adapters beside another base, and take only these recipes from above: adapters have
-# few states to save.
-ADAPTERS = {"QLoRA": estimate_qlora, "LoRA, 16-bit base": estimate_lora}
-BESIDE_ADAPTERS = ("micro-batches", "loss in chunks", "checkpointing")
+# What leaves the gradient as it is, from cheap to dear: whatever else is done, these go with it.
+BESIDE = (
+    (),
+    ("loss in chunks",),
+    ("micro-batches",),
+    ("micro-batches", "loss in chunks"),
+    ("loss in chunks", "checkpointing"),
+    ("micro-batches", "loss in chunks", "checkpointing"),
+)
+# Where one row alone is too long for all of these.
+FOR_LONG_ROWS = (
+    (*BESIDE[-1], "tiled MLP"),
+    (*BESIDE[-1], "tiled MLP", "activation offload"),
+)
+ADAPTERS = ("LoRA, 16-bit base", "QLoRA")
+# What changes the result, or needs another memory, in the order to try.
+PRICED = ("16-bit AdamW", "8-bit AdamW", "step in backward", "optimizer offload", *ADAPTERS)
+
+# --- a step with recipes --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    """The step that has to fit: of which model, on which batch, in which memory.
+
+    `card` is None where a CPU computes, whose memory is the host's.
+    """
+
+    model: Any
+    rows: int
+    length: int
+    card: Card | None
+    limit: float  # bytes that tensors may take
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Recipes that are applied together."""
+
+    names: tuple[str, ...] = ()
+    micro_batches: int = 1
+
+
+def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
+    """The step of a model of so many blocks with these recipes, for `predict`."""
+    micro_batches = min(stack.micro_batches, 2)  # a third one takes the bytes of the second
+    rows = micro_batches * question.rows // stack.micro_batches
+    ids = torch.zeros(rows, question.length, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+
+    def build() -> tuple[Any, Any, Any]:
+        model = _shallow(question.model, stack, layers)
+        if "tiled MLP" in stack.names:
+            apply_tiled_mlp(model, norms=False, check=False)
+        if "head groups" in stack.names:
+            apply_head_groups(model, check=False)
+        if "checkpointing" in stack.names:
+            apply_activation_checkpointing(model, check=False)
+        if "loss in chunks" in stack.names:
+            apply_chunked_cross_entropy(model, check=False)
+        return model, _optimizer(model, stack, micro_batches), step
+
+    def step(model: Any, optimizer: Any) -> None:
+        if "activation offload" in stack.names:
+            with offload_activations(model):
+                forward_and_backward(model)
+        else:
+            forward_and_backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward_and_backward(model: Any) -> None:
+        if micro_batches > 1:
+            options = {"micro_batches": micro_batches, "loss_sum": own_loss_sum}
+            accumulate_gradients(model, batch, **options)
+        else:
+            model(**batch, use_cache=False).loss.backward()
+
+    return build
+
+
+def _shallow(model: Any, stack: Stack, layers: int) -> Any:
+    """`model` with fewer blocks, made from its configuration; its adapters are there again."""
+    plain = without_adapters(model)
+    config = copy.deepcopy(plain.config)  # for the dtype is written into it
+    text = config.get_text_config()
+    for name, values in _per_block(text).items():
+        setattr(text, name, values[:layers])
+    text.num_hidden_layers = layers
+    adapters = set(ADAPTERS).intersection(stack.names)
+    dtype = torch.bfloat16 if adapters else model.dtype
+    shallow = type(plain)._from_config(config, dtype=dtype).train()
+    there = getattr(model, "peft_config", None)
+    if there is not None:
+        from peft import get_peft_model
+
+        if "QLoRA" in stack.names:
+            quantize_nf4(shallow)
+        for adapter in copy.deepcopy(there).values():
+            shallow = get_peft_model(shallow, adapter)
+        return shallow
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in shallow.named_parameters():
+        parameter.requires_grad_(trains.get(name, True))
+    targets = "attention" if has_experts(model) else "all-linear"
+    if "QLoRA" in stack.names:
+        return apply_qlora(shallow, rank=RANK, target_modules=targets)
+    if "LoRA, 16-bit base" in stack.names:
+        return apply_lora(shallow, rank=RANK, target_modules=targets, check=False)
+    return shallow
+
+
+def has_experts(model: Any) -> bool:
+    """Whether the blocks have experts, which adapters of linear layers do not reach."""
+    names = {type(module).__name__ for module in decoder_blocks(model).modules()}
+    return any("Experts" in name or "Moe" in name for name in names)
+
+
+def _optimizer(model: Any, stack: Stack, micro_batches: int) -> Any:
+    if "16-bit AdamW" in stack.names:
+        return sixteen_bit_adamw(model, lr=LR)
+    if "8-bit AdamW" in stack.names:
+        return eight_bit_adamw(model, lr=LR)
+    if "step in backward" in stack.names:
+        return apply_optimizer_in_backward(model, lr=LR, fused=True)
+    if "optimizer offload" in stack.names:
+        return offload_optimizer(model, lr=LR, micro_batches=micro_batches)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, fused=True)
+
+
+# --- its peak -------------------------------------------------------------------------------------
+
+
+def dry_peak(question: Question, stack: Stack) -> int:
+    """Bytes at the peak of the step on tensors without data; what a recipe refuses, it refuses."""
+    build_of = functools.partial(build_with, question, stack)
+    depth = len(decoder_blocks(question.model))
+    few, period = _repetition(question.model)
+    if 3 * (few + period) >= depth:
+        build = build_of(layers=depth)
+        return predict(build, card=question.card, allocator=False).peak
+    key = [
+        without_adapters(question.model).config.to_dict(),
+        str(question.model.dtype),
+        str(getattr(question.model, "peft_config", None)),
+        [parameter.requires_grad for parameter in question.model.parameters()],
+        [question.rows, question.length, stack.names, stack.micro_batches],
+    ]
+    step = any_size(build_of, key=key, card=question.card, layers=(few, few + period))
+    return step.peak(layers=depth)
+
+
+def _repetition(model: Any) -> tuple[int, int]:
+    """The fewest blocks that have all kinds, and how many more end with the same kind."""
+    per_block = _per_block(without_adapters(model).config.get_text_config())
+    kinds = []
+    for number, block in enumerate(decoder_blocks(model)):
+        kinds.append((repr(block), [values[number] for values in per_block.values()]))
+    depth = len(kinds)
+    for period in range(1, depth):
+        others = [at for at in range(depth - period) if kinds[at] != kinds[at + period]]
+        few = max([2, period, *[at + 1 + period for at in others[-1:]]])
+        few += (depth - few) % period
+        if few + period < depth:
+            return few, period
+    return depth, depth
+
+
+def _per_block(config: Any) -> dict[str, list[Any]]:
+    """The lists in a configuration that have an entry for each block."""
+    depth = config.num_hidden_layers
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list)}
+    return {name: value for name, value in lists.items() if len(value) == depth}
+
+
+BY_EQUATION = {
+    "QLoRA": equation.in_four_bits,
+    "checkpointing": equation.with_checkpointing,
+    "loss in chunks": equation.with_chunked_loss,
+    "16-bit AdamW": functools.partial(equation.with_states_in, bits=16),
+    "8-bit AdamW": functools.partial(equation.with_states_in, bits=8),
+    "step in backward": functools.partial(replace, gradients=0),
+    "optimizer offload": functools.partial(replace, gradients=0, states=0),
+}
+
+
+def arithmetic_peak(question: Question, stack: Stack) -> int | None:
+    """The same by the equation, at once; None where it says nothing of this model or recipe."""
+    model = question.model
+    known = {*BESIDE[-1], *PRICED}
+    changed = hasattr(model, "peft_config") or not all(p.requires_grad for p in model.parameters())
+    if changed or model.config.model_type not in BY_ARITHMETIC or not known.issuperset(stack.names):
+        return None
+    rows = question.rows // stack.micro_batches
+    if set(ADAPTERS).intersection(stack.names):
+        step = equation.plain_step(_on_meta(model), rows=rows, length=question.length)
+        step = equation.with_adapters(step, rank=RANK)
+    else:
+        step = equation.plain_step(model, rows=rows, length=question.length)
+    for name, change in BY_EQUATION.items():
+        if name in stack.names:
+            step = change(step)
+    if stack.micro_batches > 1 and "optimizer offload" not in stack.names:
+        # Gradients are there all the time.
+        step = replace(step, weights=step.weights + step.gradients, gradients=0)
+    return step.peak
+
+
+def _on_meta(model: Any) -> Any:
+    """The model as it would be loaded in 16 bits, without data."""
+    with torch.device("meta"):
+        config = copy.deepcopy(model.config)
+        return type(model)._from_config(config, dtype=torch.bfloat16)
+
+
+# --- the remedies ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to try. `peak` and `fits` hold with everything above it; None without a model."""
+    """What to apply together. Without a model there are no peaks: then `peak` is None."""
 
     name: str
     saves: str = ""
@@ -105,13 +321,15 @@ class Remedy:
     where: str = ""
     peak: int | None = None
     fits: bool | None = None
+    by_arithmetic: bool = False
 
     @property
     def outcome(self) -> str:
         """The predicted peak, and whether it fits: "16.5 GiB, fits"."""
         if self.peak is None:
             return ""
-        return f"{readable(self.peak)}, {'fits' if self.fits else 'too much'}"
+        about = "about " if self.by_arithmetic else ""
+        return f"{about}{readable(self.peak)}, {'fits' if self.fits else 'too much'}"
 
     def details(self) -> list[str]:
         """What it saves, what it costs and where it is, as far as there is something to say."""
@@ -125,256 +343,173 @@ class Remedy:
         return lines
 
 
-# --- the remedies, one on top of the other --------------------------------------------------------
+class Remedies:
+    """The stacks that one would choose among, in the order to try, with reasons for the missing."""
 
+    def __init__(self, question: Question, *, spare_the_host: bool, all_dry: bool) -> None:
+        self.question = question
+        self.refused: dict[str, str] = {}  # by name of a recipe, in the words of the recipe
+        self._all_dry = all_dry
+        self._dry: dict[tuple[Stack, int], int | None] = {}
+        self._spare_the_host = spare_the_host or question.card is None
+        self.short = max(2, min(SHORT, question.length // 2))
+        self.stacks = list(self._chosen())
 
-def remedies_for(
-    model: Any, shape: Shape, *, memory_bytes: int, spare_the_host: bool = False
-) -> list[Remedy]:
-    """The recipes in the order to try, each with the predicted peak of itself and all above it.
+    def rows(self) -> list[Remedy]:
+        """The remedies, of which the first that fits is confirmed by a step without data."""
+        for stack in self.stacks:
+            if self._peak(stack) <= self.question.limit:
+                self._confirm(stack)
+                if self._peak(stack) <= self.question.limit:
+                    break
+        return [self._remedy(stack) for stack in self.stacks if self._peak(stack) is not None]
 
-    Each row has a smaller peak than the row above. A recipe that would not make the peak smaller
-    here is no remedy. It may take something away that would be the peak after the next recipe:
-    then the two are one row.
+    def _chosen(self) -> Iterator[Stack]:
+        """As it is, and for each price the cheapest stack that fits; none where there is no need.
 
-    Args:
-        spare_the_host: leave out what moves memory to the host.
-    """
-    limit = FITS * memory_bytes
-    plans = _Plans(model, shape, limit=limit)
-    rows = _Rows(plans, limit=limit)
-    for name in plans.candidates(spare_the_host=spare_the_host):
-        rows.add(name)
-    return rows.remedies
-
-
-def smallest_without_rows(model: Any) -> Budget:
-    """The smallest budget that any of the recipes gives, for one row of two tokens.
-
-    What does not fit then will not fit with shorter rows either.
-    """
-    plans = _Plans(model, Shape(batch=1, seq=2), limit=0)
-    budgets = [plans.of(())]
-    names: list[str] = []
-    for name in plans.candidates(spare_the_host=False):
-        names.append(name)
-        budgets.append(plans.of(names))
-    return min(budgets, key=attrgetter("peak"))
-
-
-class _Plans:
-    """The budget of the step with any choice of recipes, from the techniques' own estimates."""
-
-    def __init__(self, model: Any, shape: Shape, *, limit: float) -> None:
-        self.model = model
-        self.whole = shape
-        self.plain = budget_of(model, shape)
-        self.split = self._enough_micro_batches(limit)
-        # Adapters that exist already train few of the weights: there is no need of others.
-        self.adapters_are_there = 2 * trainable_bytes(model) <= self.plain.weights
-        self._base: Any = None  # the model in 16 bits, and the budget of its plain step
-        self._plain_base: Budget | None = None
-
-    def candidates(self, *, spare_the_host: bool) -> list[str]:
-        """The recipes that can be applied to this model, in the order to try."""
-        names = list(RECIPES)
-        if self.split is None:
-            names.remove("micro-batches")
-        if not self._fewer_states():
-            names.remove("8-bit AdamW")
-        # A CPU gains nothing by moving to the host.
-        if self.model.device.type == "cpu" or spare_the_host:
-            names.remove("optimizer offload")
-        if self.adapters_are_there:
-            names.remove("LoRA, 16-bit base")
-        possible: list[str] = []
-        for name in names:
-            if self._has_an_estimate([*possible, name]):
-                possible.append(name)
-        return possible
-
-    def of(self, names: Iterable[str]) -> Budget:
-        """The budget with these recipes, in any order; QLoRA stands in LoRA's place."""
-        chosen = set(names)
-        model = self.model
-        plan = self.plain
-        adapters = None
-        if not self.adapters_are_there:
-            adapters = next((ADAPTERS[name] for name in ADAPTERS if name in chosen), None)
-        if adapters is not None:
-            chosen.intersection_update(BESIDE_ADAPTERS)
-            model, plan = self._sixteen_bits()
-        shape = self.whole
-        if "micro-batches" in chosen and self.split is not None:
-            shape = self.split
-            plan = estimate_gradient_accumulation(plan, model, shape)
-        if adapters is not None:
-            plan = adapters(plan, model, shape)
-        if "loss in chunks" in chosen:
-            plan = _in_chunks(plan, model, shape)
-        if "checkpointing" in chosen:
-            plan = estimate_activation_checkpointing(plan, model, shape)
-        if "8-bit AdamW" in chosen:
-            plan = estimate_eight_bit_adam(plan, model, shape)
-        if "optimizer offload" in chosen:
-            plan = estimate_optimizer_offload(plan, model, shape)
-        if "QLoRA" in chosen and self.adapters_are_there:
-            plan = _with_quantized_base(plan, model)
-        return plan
-
-    def name(self, recipe: str) -> str:
-        """The recipe in a row of its own: micro-batches with their number."""
-        if recipe == "micro-batches" and self.split is not None:
-            return f"{self.split.micro_batches} micro-batches of {self.split.rows}"
-        return recipe
-
-    def _enough_micro_batches(self, limit: float) -> Shape | None:
-        """The shape with the fewest micro-batches that fit, or with one row at a time.
-
-        None where there is one row only, and where the gradients that stay between micro-batches
-        cost more than they save.
+        A stack that does not fit is shown if it comes closer than those before.
         """
-        for count in range(2, self.whole.batch + 1):
-            if self.whole.batch % count:
+        question = self.question
+        yield Stack()
+        lowest = self._peak(Stack())
+        if lowest <= question.limit:
+            return
+        for priced in ((), *[(name,) for name in self._priced()]):
+            stack = self._cheapest(priced)
+            peak = None if stack is None else self._peak(stack)
+            if peak is None:
                 continue
-            split = replace(self.whole, micro_batches=count)
-            plan = estimate_gradient_accumulation(self.plain, self.model, split)
-            enough = plan.peak <= limit or split.rows == 1
-            if enough and plan.peak <= self.plain.peak:
-                return split
+            if peak <= question.limit or peak < lowest:
+                yield stack
+                lowest = min(lowest, peak)
+            if peak <= question.limit and not priced:
+                return
+
+    def _priced(self) -> list[str]:
+        names = list(PRICED)
+        if self.question.model.dtype.itemsize < 4:
+            names.remove("16-bit AdamW")  # of 16-bit weights AdamW's states have 16 bits anyway
+        if self._spare_the_host:
+            names.remove("optimizer offload")
+        if hasattr(self.question.model, "peft_config"):
+            return ["QLoRA"]
+        return names
+
+    def _cheapest(self, priced: tuple[str, ...]) -> Stack | None:
+        """The cheapest that fits with `priced`, or that with the smallest peak."""
+        strongest = self._peaks(BESIDE[-2:], priced)
+        fits = min(strongest.values(), default=math.inf) <= self.question.limit
+        if not fits and priced == ("QLoRA",) and self._rows_are_too_long(priced):
+            strongest |= self._peaks(FOR_LONG_ROWS, priced)
+        if not fits:
+            return min(strongest, key=strongest.__getitem__, default=None)
+        for names in BESIDE:
+            for stack, peak in self._peaks([names], priced).items():
+                if peak <= self.question.limit:
+                    return stack
         return None
 
-    def _fewer_states(self) -> bool:
-        """Whether 8-bit states take less: an embedding keeps those of 32 bits.
+    def _peaks(self, beside: Iterable[tuple[str, ...]], priced: tuple[str, ...]) -> dict:
+        """The stacks with `priced` that no recipe refuses, and their peaks."""
+        peaks = {}
+        for names in beside:
+            for stack in self._in_micro_batches((*names, *priced)):
+                peaks[stack] = self._peak(stack)
+        return {stack: peak for stack, peak in peaks.items() if peak is not None}
 
-        Those of a small 16-bit model would grow.
+    def _in_micro_batches(self, names: tuple[str, ...]) -> Iterator[Stack]:
+        """The stack, with each number of micro-batches if it has them; all single rows at least."""
+        if "micro-batches" not in names:
+            yield Stack(names)
+            return
+        if "step in backward" in names:
+            return  # it leaves no gradients to add up
+        rows = self.question.rows
+        for count in range(2, rows + 1):
+            stack = Stack(names, count)
+            quick = not self._all_dry and arithmetic_peak(self.question, stack) is not None
+            if rows % count == 0 and (quick or count == rows):
+                yield stack
+
+    def _rows_are_too_long(self, priced: tuple[str, ...]) -> bool:
+        """Whether the same would fit with short rows."""
+        stack = Stack((*BESIDE[-1], *priced), self.question.rows)
+        peak = self._peak(stack, length=self.short)
+        return peak is not None and peak <= self.question.limit
+
+    def smallest(self) -> tuple[Stack, int]:
+        """The stack with the smallest peak, and that peak."""
+        peaks = {stack: self._peak(stack) for stack in self.stacks}
+        stack = min(peaks, key=peaks.__getitem__)
+        self._confirm(stack)
+        return stack, self._peak(stack)
+
+    def longest_rows(self) -> int | None:
+        """Tokens of a row with which the smallest stack fits, or None if no row is short enough.
+
+        With the tokens a peak grows in a straight line, or faster: between two lengths it is never
+        above the straight line through both.
         """
-        if not self.plain.states:
-            return False
-        return self.of(["8-bit AdamW"]).states < self.plain.states
+        stack, long_peak = self.smallest()
+        limit = self.question.limit
+        length, peak = self.short, self._peak(stack, length=self.short)
+        if peak is None or peak > limit or long_peak <= peak:
+            return None
+        share = (limit - peak) / (long_peak - peak)
+        return length + int(share * (self.question.length - length)) // 8 * 8
 
-    def _has_an_estimate(self, names: list[str]) -> bool:
-        """Whether these go with the model: adapters do not reach experts, nor 4 bits GPT-2."""
+    def _peak(self, stack: Stack, *, length: int | None = None) -> int | None:
+        """The peak as far as it is known: by a dry step, else by arithmetic. None: refused."""
+        length = length or self.question.length
+        if (stack, length) not in self._dry:
+            question = replace(self.question, length=length)
+            quick = None if self._all_dry else arithmetic_peak(question, stack)
+            close = quick is None or abs(quick / self.question.limit - 1) < CLOSE
+            if not close:
+                return quick
+            self._confirm(stack, length)
+        return self._dry[stack, length]
+
+    def _confirm(self, stack: Stack, length: int | None = None) -> None:
+        length = length or self.question.length
+        if (stack, length) in self._dry:
+            return
         try:
-            self.of(names)
-        except ValueError:
-            return False
-        return True
+            peak = dry_peak(replace(self.question, length=length), stack)
+        except ValueError as error:
+            peak = None
+            new = [name for name in stack.names if name not in BESIDE[-1]] or stack.names
+            self.refused.setdefault(new[-1], str(error))
+        self._dry[stack, length] = peak
 
-    def _sixteen_bits(self) -> tuple[Any, Budget]:
-        """The model as it would be loaded in 16 bits, and the budget of its plain step."""
-        if self._plain_base is None:
-            self._base = _sixteen_bit_base(self.model)
-            self._plain_base = budget_of(self._base, self.whole)
-        return self._base, self._plain_base
-
-
-class _Rows:
-    """The remedies so far, the names of the recipes in them, and the budget with all of these."""
-
-    def __init__(self, plans: _Plans, *, limit: float) -> None:
-        self.plans = plans
-        self.limit = limit
-        self.plan = plans.of(())
-        self.names: list[str] = []
-        # Recipes that have not made the peak smaller so far: the next one may need them.
-        self.waiting: list[str] = []
-        self.remedies = [Remedy("as it is", peak=self.plan.peak, fits=self.plan.peak <= limit)]
-
-    def add(self, name: str) -> None:
-        """Add a row for the recipe, with those that wait and are needed, if it lowers the peak."""
-        before = self.plans.of([*self.names, *self.waiting])
-        plan = self._with(name, self.waiting)
-        saves = _terms_saved(before, plan)
-        if not saves or plan.peak > self.plan.peak:
-            return
-        if plan.peak == self.plan.peak:
-            self.waiting.append(name)
-            return
-
-        needed = list(self.waiting)
-        for other in self.waiting:
-            fewer = [each for each in needed if each != other]
-            if self._with(name, fewer).peak <= plan.peak:
-                needed = fewer
-        new = [*needed, name]
-        plan = self._with(name, needed)
-        self.remedies.append(
-            Remedy(
-                name=" + ".join(self.plans.name(each) for each in new),
-                saves=", ".join(_terms_saved(self.plan, plan)),
-                costs=", ".join(RECIPES[each].costs for each in new),
-                where=", ".join(RECIPES[each].where for each in new),
-                peak=plan.peak,
-                fits=plan.peak <= self.limit,
-            )
+    def _remedy(self, stack: Stack) -> Remedy:
+        peak = self._peak(stack)
+        recipes = [RECIPES[name] for name in stack.names]
+        costs = [recipe.costs for recipe in recipes]
+        if "optimizer offload" in stack.names:
+            costs.append(f"{readable(host_bytes(self.question.model))} of host memory")
+        return Remedy(
+            name=" + ".join(self._in_words(stack)) or "as it is",
+            saves=", ".join(recipe.saves for recipe in recipes),
+            costs=", ".join(dict.fromkeys(costs)),
+            where=", ".join(recipe.where for recipe in recipes),
+            peak=peak,
+            fits=peak <= self.question.limit,
+            by_arithmetic=(stack, self.question.length) not in self._dry,
         )
-        self.waiting = [each for each in self.waiting if each not in needed]
-        self.names += new
-        self.plan = plan
 
-    def _with(self, name: str, waiting: Iterable[str]) -> Budget:
-        """The budget with all rows so far, with some of those that wait, and with `name`."""
-        return self.plans.of([*self.names, *waiting, name])
-
-
-def _terms_saved(old: Budget, new: Budget) -> list[str]:
-    """The terms that are smaller: "states 14.9 GiB → 0.0 MiB".
-
-    Where any of them looks smaller, those that look the same are left out.
-    """
-    saved = {}
-    for term in ("weights", "states", "gradients", "activations", "loss"):
-        before = getattr(old, term)
-        after = getattr(new, term)
-        if after < before:
-            saved[f"{term} {readable(before)} → {readable(after)}"] = readable(before - after)
-    clearly = [text for text, difference in saved.items() if difference != "0.0 MiB"]
-    return clearly or list(saved)
+    def _in_words(self, stack: Stack) -> Iterable[str]:
+        for name in stack.names:
+            if name == "micro-batches":
+                rows = self.question.rows // stack.micro_batches
+                yield f"{stack.micro_batches} micro-batches of {rows}"
+            elif name in ADAPTERS and has_experts(self.question.model):
+                yield f"{name}, on attention only"
+            else:
+                yield name
 
 
-def _in_chunks(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """The budget with a loss in chunks; as it is, where chunks would save nothing."""
-    plan = estimate_chunked_cross_entropy(budget, model, shape)
-    if model.device.type == "meta":
-        # The estimate plans the chunks for this machine. A model without weights is a question
-        # about another one, whose chunks are small beside what remains on any machine: the
-        # gradient of the weight, and that of what the output layer reads [T, D] in fp32.
-        remains = 4 * shape.tokens * model.config.hidden_size
-        if head_trains(budget, model):
-            remains += tensor_bytes(head_of(model))
-        plan = plan.change(loss=remains)
-    if plan.loss >= budget.loss:
-        return budget
-    return plan
-
-
-def _sixteen_bit_base(model: Any) -> Any:
-    """The model as it would be loaded in 16 bits: a copy without data, on the same device."""
-    from transformers import AutoModelForCausalLM
-
-    # A copy, because from_config writes the dtype into the configuration that it is given.
-    config = copy.deepcopy(without_adapters(model).config)
-    # "meta" has no data anyway.
-    without_data = contextlib.nullcontext() if model.device.type == "meta" else dry_run()
-    with without_data, torch.device(model.device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def _with_quantized_base(plan: Budget, model: Any) -> Budget:
-    """The budget when the frozen weights of the blocks have four bits, below adapters that exist.
-
-    `estimate_qlora` would add a second pair of adapters.
-    """
-    saved = 0
-    for parameter in decoder_blocks(model).parameters():
-        frozen_matrix = parameter.ndim == 2 and not parameter.requires_grad
-        if frozen_matrix and parameter.is_floating_point():
-            saved += int(parameter.numel() * (model.dtype.itemsize - NF4))
-    return plan.change(weights=plan.weights - saved)
-
-
-def readable(number: int) -> str:
+def readable(number: float) -> str:
     """Bytes for people: 16.5 GiB, 320.0 MiB."""
     if number >= GIB:
         return f"{number / GIB:,.1f} GiB"
