@@ -54,7 +54,7 @@ def test_few_blocks_say_what_all_say(names):
 
 @pytest.mark.parametrize(
     ("names", "micro_batches"),
-    [((), 1), (BESIDE[3], 4), (BESIDE[4], 1), ((*BESIDE[5], "LoRA, 16-bit base"), 4)],
+    [((), 1), (("micro-batches",), 4), (("checkpointing",), 1)],
 )
 def test_the_arithmetic_agrees_with_the_step(names, micro_batches):
     """The mistake: an order of remedies by numbers that belong to another step."""
