@@ -170,23 +170,27 @@ sizes
 # **Guess first.** Within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
 
 # %%
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.predict import equation
 from recipes_lib.workflows.longest import predicted_longest
 
 build = partial(model_of_shape, sizes.shape, layers=sizes.layers, dtype=dtype)
 real_weights = sizes.shape == "smollm2-135m" and sizes.layers is None
 weightless = build(device="meta")  # weighs nothing: enough for arithmetic
-weightless.set_attn_implementation("eager")
 
 
-def base_plan(tokens):
-    """A plan: the budget of a step as a function of the length of its text."""
-    return budget_of(weightless, Shape(batch=1, seq=tokens))
+def eager_terms(tokens):
+    """The terms of the equation for a text of so many tokens."""
+    plain = equation.plain_step(weightless, rows=1, length=tokens)
+    return equation.with_eager_attention(plain)
 
 
-print(base_plan(sizes.common))
-expected = predicted_longest(base_plan, limit_bytes=sizes.limit)
+def longest_by(terms):
+    """The longest text within the limit by arithmetic."""
+    return predicted_longest(lambda tokens: terms(tokens).peak, limit_bytes=sizes.limit)
+
+
+print(eager_terms(sizes.common))
+expected = longest_by(eager_terms)
 print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
 
 # %% [markdown]
@@ -244,10 +248,10 @@ def real_step(adapt, make_optimizer):
 
 
 # %%
-def climb(row, plan, adapt, make_optimizer=adamw, lengths=sizes.lengths):
+def climb(row, terms, adapt, make_optimizer=adamw, lengths=sizes.lengths):
     """Predict the longest text of a row, search for it, and add the row."""
     seed_everything(0)
-    expected = predicted_longest(plan, limit_bytes=sizes.limit)
+    expected = longest_by(terms)
     begin = ladder.rows[-1].tokens if ladder.rows else sizes.common
 
     def fresh_step():
@@ -269,7 +273,7 @@ def climb(row, plan, adapt, make_optimizer=adamw, lengths=sizes.lengths):
         peak_bytes=found[row].peak_bytes,
         predicted=expected,
         loss=loss,
-        least_seconds=step_operations(weightless, Shape(batch=1, seq=longest)) / rate,
+        least_seconds=step_operations(weightless, rows=1, length=longest) / rate,
     )
     print(ladder.line(row))
     searched = found[row].peaks[sizes.common]
@@ -282,7 +286,7 @@ def eager(model):
     return model
 
 
-climb("baseline", base_plan, eager)
+climb("baseline", eager_terms, eager)
 
 # %% [markdown]
 # ## Part A: the same numbers, in less memory
@@ -306,7 +310,6 @@ climb("baseline", base_plan, eager)
 from recipes_lib.attention.flash import (
     apply_flash_attention,
     best_kernel,
-    estimate_flash_attention,
     running_softmax_attention,
 )
 from recipes_lib.report.show import show
@@ -321,17 +324,11 @@ print("by hand and by PyTorch: the same")
 
 
 # %%
-def with_recipe(plan, estimate, **options):
-    """The plan after one more recipe."""
-
-    def changed(tokens):
-        return estimate(plan(tokens), weightless, Shape(batch=1, seq=tokens), **options)
-
-    return changed
+def flash_terms(tokens):
+    return equation.plain_step(weightless, rows=1, length=tokens)
 
 
-flash_plan = with_recipe(base_plan, estimate_flash_attention)
-climb("flash attention", flash_plan, apply_flash_attention)
+climb("flash attention", flash_terms, apply_flash_attention)
 
 # %% [markdown]
 # **Why not more?** The line *flash attention* above answers the guess. Something else fills the memory now: the logits, and the activations of all layers.
@@ -408,7 +405,6 @@ del layer
 # %%
 from recipes_lib.memory.chunked_cross_entropy import (
     apply_chunked_cross_entropy,
-    estimate_chunked_cross_entropy,
     plain_chunked_loss,
 )
 
@@ -430,8 +426,11 @@ def lean(model):
     return apply_chunked_cross_entropy(apply_flash_attention(model))
 
 
-lean_plan = with_recipe(flash_plan, estimate_chunked_cross_entropy)
-climb("+ chunked loss", lean_plan, lean)
+def lean_terms(tokens):
+    return equation.with_chunked_loss(flash_terms(tokens))
+
+
+climb("+ chunked loss", lean_terms, lean)
 
 # %%
 from recipes_lib.workflows.bench.kernels import compare_losses
@@ -461,18 +460,18 @@ for which, cost in beside.items():
 # **The idea.** **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most.
 
 # %%
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-    estimate_activation_checkpointing,
-)
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 
 
 def checkpointed(model):
     return apply_activation_checkpointing(lean(model))
 
 
-checkpoint_plan = with_recipe(lean_plan, estimate_activation_checkpointing)
-climb("+ checkpointing", checkpoint_plan, checkpointed)
+def checkpoint_terms(tokens):
+    return equation.with_checkpointing(lean_terms(tokens))
+
+
+climb("+ checkpointing", checkpoint_terms, checkpointed)
 
 # %% [markdown]
 # **Why not more?** No other recipe multiplies the length by so much, as the column *× previous* of the table below will show: on a CPU the text becomes eleven times as long. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
@@ -497,7 +496,6 @@ climb("+ checkpointing", checkpoint_plan, checkpointed)
 # %%
 from recipes_lib.memory.tiled_mlp import (
     apply_tiled_mlp,
-    estimate_tiled_mlp,
     tiled_by_hand,
 )
 
@@ -523,10 +521,13 @@ def tiled_and_checkpointed(model):
     return apply_activation_checkpointing(tiled(model))
 
 
-tiled_plan = with_recipe(lean_plan, estimate_tiled_mlp, tile_size=sizes.tile)
-checkpoint_plan = with_recipe(tiled_plan, estimate_activation_checkpointing)
+def tiled_terms(tokens):
+    in_tiles = equation.with_tiled_mlp(lean_terms(tokens), tile=sizes.tile)
+    return equation.with_checkpointing(in_tiles)
+
+
 shortest = sizes.lengths[:1]  # this row is not in the picture of growth
-climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
+climb("+ tiled MLP", tiled_terms, tiled_and_checkpointed, lengths=shortest)
 
 # %% [markdown]
 # **Why not more?** The small gain answers the guess: the inputs of the blocks are larger. They are still there, and a tile does not touch them.
@@ -552,7 +553,6 @@ climb("+ tiled MLP", checkpoint_plan, tiled_and_checkpointed, lengths=shortest)
 from recipes_lib.memory.nested_checkpointing import (
     apply_nested_checkpointing,
     best_group,
-    estimate_nested_checkpointing,
     nested_by_hand,
 )
 
@@ -570,7 +570,6 @@ print("nested and plain: the same gradient")
 
 # %%
 group = best_group(weightless.config.num_hidden_layers)
-nested_plan = with_recipe(tiled_plan, estimate_nested_checkpointing, group=group)
 blocks = weightless.config.num_hidden_layers
 for k in range(1, 11):
     # When backward is in block i, the inputs of the groups up to its own are alive, and
@@ -588,7 +587,12 @@ def nested(model, **options):
     return apply_nested_checkpointing(tiled(model, **options), group=group)
 
 
-climb("+ nested checkpoints", nested_plan, nested, lengths=shortest)
+def nested_terms(tokens):
+    in_tiles = equation.with_tiled_mlp(lean_terms(tokens), tile=sizes.tile)
+    return equation.with_checkpointing(in_tiles, group=group)
+
+
+climb("+ nested checkpoints", nested_terms, nested, lengths=shortest)
 
 # %% [markdown]
 # **Why not more?** The inputs that are left still grow with the text, and so does the one block that is computed again.
@@ -602,17 +606,17 @@ climb("+ nested checkpoints", nested_plan, nested, lengths=shortest)
 # Two things are left. The norms can run in tiles like the MLP. And the optimizer can step in backward and free each gradient, which is recipe 6 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb).
 
 # %%
-from recipes_lib.memory.optimizer_in_backward import (
-    apply_optimizer_in_backward,
-    estimate_optimizer_in_backward,
-)
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 
-norms_plan = with_recipe(lean_plan, estimate_tiled_mlp, tile_size=sizes.tile, norms=True)
-nested_plan = with_recipe(norms_plan, estimate_nested_checkpointing, group=group)
-everything_plan = with_recipe(nested_plan, estimate_optimizer_in_backward)
+
+def everything_terms(tokens):
+    in_tiles = equation.with_tiled_mlp(lean_terms(tokens), tile=sizes.tile, norms=True)
+    return equation.with_step_in_backward(equation.with_checkpointing(in_tiles, group=group))
+
+
 climb(
     "everything combined",
-    everything_plan,
+    everything_terms,
     partial(nested, norms=True),
     partial(apply_optimizer_in_backward, lr=2e-5, fused=True),
 )
@@ -685,7 +689,8 @@ def known(peaks):
     return {tokens: size for tokens, size in peaks.items() if size is not None}
 
 
-fixed = base_plan(2).weights + base_plan(2).states
+shortest_text = eager_terms(2)
+fixed = shortest_text.weights + shortest_text.states
 shown = ["baseline", "flash attention", "+ chunked loss", "+ checkpointing"]
 shown.append("everything combined")
 curves = {}

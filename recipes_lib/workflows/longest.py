@@ -1,16 +1,15 @@
-"""The longest sequence that fits into a memory: predicted with arithmetic, found by bisection.
+"""The longest sequence that fits into a memory: predicted by arithmetic, found by bisection.
 
-    def plan(tokens):
-        return budget_of(model, Shape(batch=1, seq=tokens))
+    def predicted_peak(tokens):
+        return plain_step(model, rows=1, length=tokens).peak     # core.predict.equation
 
-    expected = predicted_longest(plan, limit_bytes=4 * GIB)
-    step(16)  # AdamW makes its states at the end of the first step: let that one be short
-    peak = peak_of(step, optimizer.zero_grad)
-    found = find_longest(peak, limit_bytes=4 * GIB, start=expected)
+    expected = predicted_longest(predicted_peak, limit_bytes=4 * GIB)
+    found = search(arrange, start=512, limit_bytes=4 * GIB)      # it does not know `expected`
 
-On a GPU `peak` takes a real step. On a CPU, where a step of so many tokens takes minutes, it takes
-a *dry* one (`core.measure.dry_run`): the same operators on tensors without data, counted by the
-same account. `report.length_ladder` keeps what was found.
+On a GPU the search takes real steps. On a CPU, where a step of so many tokens takes minutes, it
+takes *dry* ones (`core.measure.dry_run`): the same operators on tensors without data, counted by
+the same account. So there the arithmetic and the search are two independent answers.
+`report.ladders.length` keeps both.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import torch
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.predict.budget import Budget
 
 LONGEST = 2**30  # tokens: beyond it indices of 32 bits end
 SHORT = 16  # tokens of the first step of a search
@@ -76,25 +74,25 @@ def _crossing(first: int, first_bytes: int, second: int, second_bytes: int, limi
 # --- by arithmetic --------------------------------------------------------------------------------
 
 
-def predicted_longest(plan: Callable[[int], Budget], *, limit_bytes: int) -> int:
-    """The largest number of tokens with `plan(tokens).peak <= limit_bytes`, by bisection.
+def predicted_longest(peak: Callable[[int], int], *, limit_bytes: int) -> int:
+    """The largest number of tokens with `peak(tokens) <= limit_bytes`, by bisection.
 
     Raises ValueError if not even two tokens fit, of which the second is predicted from the first.
     """
-    if plan(2).peak > limit_bytes:
+    if peak(2) > limit_bytes:
         raise ValueError(
-            f"limit_bytes={limit_bytes:,}: two tokens are predicted to take {plan(2).peak:,} "
+            f"limit_bytes={limit_bytes:,}: two tokens are predicted to take {peak(2):,} "
             f"bytes, most of it weights and states: shrink those first (LoRA, 8-bit states)"
         )
     # Twice as long until it is too long: that gives a bracket. Then halve the bracket.
     fits = 2
     too_long = 4
-    while too_long < LONGEST and plan(too_long).peak <= limit_bytes:
+    while too_long < LONGEST and peak(too_long) <= limit_bytes:
         fits = too_long
         too_long = 2 * too_long
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if plan(middle).peak <= limit_bytes:
+        if peak(middle) <= limit_bytes:
             fits = middle
         else:
             too_long = middle

@@ -26,10 +26,11 @@ from typing import Any
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
-from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.operations import features, is_linear
 
 FP32 = 4  # bytes
+CHUNK = 64 * 2**20  # of logits
 ADAMW = 2  # averages of each number that trains
 # Bytes per weight in NF4: half a byte for its code, a byte of scale per 64 weights, and a scale in
 # fp32 per 256 of those.
@@ -41,6 +42,7 @@ class Sizes:
     """What the bytes of a step follow from."""
 
     tokens: int  # T
+    length: int  # S, of a row
     hidden: int  # D
     queries: int  # Q
     keys: int  # KV
@@ -50,8 +52,11 @@ class Sizes:
     element: int  # bytes of a weight and of an activation
     table: int  # bytes of the output layer V D
     tied: bool  # the embedding is the output layer
+    heads: int  # of attention
+    in_mlp: int  # tokens that an MLP sees at a time: t where it works in tiles, else T
     linears: int  # weights of the linear layers in all blocks
     ends: int  # weights of the two sides of those layers: the numbers that adapters have per rank
+    norms_in_tiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
     in_blocks = [features(layer) for layer in blocks.modules() if is_linear(layer)]
     return Sizes(
         tokens=rows * length,
+        length=length,
         hidden=config.hidden_size,
         queries=queries,
         keys=keys,
@@ -112,6 +118,8 @@ def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
         blocks=len(blocks),
         vocabulary=config.vocab_size,
         element=table.dtype.itemsize,
+        heads=config.num_attention_heads,
+        in_mlp=rows * length,
         table=tensor_bytes(table),
         tied=table is model.get_input_embeddings().weight,
         linears=sum(inputs * outputs for inputs, outputs in in_blocks),
@@ -144,11 +152,15 @@ def _block(sizes: Sizes) -> int:
     """What one block saves for backward."""
     attention = 2 * sizes.queries + 2 * sizes.keys  # Q, K, V and what comes out
     mlp = 4 * sizes.feed_forward  # gate, up, the activated gate, and the product
+    if sizes.in_mlp < sizes.tokens:
+        mlp = 0  # in tiles: backward makes them again
     return sizes.tokens * (2 * _norm(sizes) + sizes.element * (attention + mlp))
 
 
 def _norm(sizes: Sizes) -> int:
     """RMSNorm per token: its input in fp32, that normalised, and what comes out."""
+    if sizes.norms_in_tiles:
+        return sizes.hidden * 2 * sizes.element  # what goes in and out
     return sizes.hidden * (FP32 + 2 * sizes.element)
 
 
@@ -159,30 +171,66 @@ def _logits(sizes: Sizes) -> int:
 # --- what recipes change --------------------------------------------------------------------------
 
 
-def with_checkpointing(step: StepBytes) -> StepBytes:
-    """Of each block only its input [T, D] stays. Backward makes one block again, and its gradients:
-    of the block's output, of the gate and of the product."""
+def with_eager_attention(step: StepBytes) -> StepBytes:
+    """All scores [heads, S, S] after the softmax, and K and V copied for each head."""
     sizes = step.sizes
-    block = (step.activations - sizes.tokens * _norm(sizes)) // sizes.blocks
-    inputs = sizes.tokens * sizes.hidden * sizes.element
-    inside = sizes.tokens * sizes.element * (sizes.hidden + 2 * sizes.feed_forward)
+    scores = sizes.heads * sizes.tokens * sizes.length * sizes.element
+    copies = 2 * sizes.tokens * (sizes.queries - sizes.keys) * sizes.element
+    return replace(step, activations=step.activations + sizes.blocks * (scores + copies))
+
+
+def with_tiled_mlp(step: StepBytes, *, tile: int, norms: bool = False) -> StepBytes:
+    """MLPs, and norms too, see `tile` tokens at a time and keep what they read. Checkpoints come
+    after this."""
+    sizes = step.sizes
+    in_tiles = replace(sizes, in_mlp=min(tile, sizes.tokens), norms_in_tiles=norms)
+    saved = sizes.blocks * (_block(sizes) - _block(in_tiles))
+    return replace(step, activations=step.activations - saved, sizes=in_tiles)
+
+
+def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
+    """Of each block only its input [T, D] stays; of nested checkpoints, that of each group.
+
+    Backward makes one block again and the gradients in it: of its output, of the gate and of the
+    product. Nested checkpoints make the inputs of a group again, too.
+    """
+    sizes = step.sizes
+    one = sizes.tokens * sizes.hidden * sizes.element  # input [T, D]
+    outside = sizes.tokens * _norm(sizes)  # the last norm, free before a block is made again
+    whole = sizes.in_mlp == sizes.tokens
+    inside = _block(sizes) + one + sizes.element * sizes.in_mlp * 2 * sizes.feed_forward
+    if not whole:  # a tile is whole, and the gradient of the input grows beside that of the output
+        inside += one + sizes.element * sizes.in_mlp * 4 * sizes.feed_forward
+    if sizes.element == FP32:  # the first norm reads the input itself, and no copy in fp32
+        inside -= one
     head = 0 if _frozen(step) else sizes.table  # its gradient is there by then
-    kept = sizes.blocks * inputs + sizes.tokens * _norm(sizes)
-    return replace(step, activations=kept, one_block=block + inside + head)
+    groups = parts_needed(sizes.blocks, group)
+    return replace(
+        step,
+        activations=groups * one + outside,
+        one_block=(group - 1) * one + inside + head - outside,
+    )
 
 
-def with_chunked_loss(step: StepBytes) -> StepBytes:
-    """No table of all logits: the gradients of the output layer and of what it reads [T, D]."""
+def with_chunked_loss(step: StepBytes, *, chunk: int | None = None) -> StepBytes:
+    """Not all logits: those of `chunk` tokens, or 64 MiB of them; and the gradients of the output
+    layer and of what it reads [T, D]."""
     sizes = step.sizes
+    of_a_chunk = CHUNK if chunk is None else FP32 * chunk * sizes.vocabulary
     of_hidden = 2 * sizes.tokens * sizes.hidden * sizes.element
     of_table = 0 if _frozen(step) else sizes.vocabulary * sizes.hidden * FP32
-    return replace(step, loss=of_hidden + of_table)
+    return replace(step, loss=min(of_a_chunk, _logits(sizes)) + of_hidden + of_table)
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
     """AdamW's averages in 16 or 8 bits."""
     numbers = step.gradients // (FP32 if _frozen(step) else step.sizes.element)
     return replace(step, states=ADAMW * numbers * bits // 8)
+
+
+def with_step_in_backward(step: StepBytes) -> StepBytes:
+    """A gradient is used at once. That of a tied table waits for its second half."""
+    return replace(step, gradients=0)
 
 
 def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:

@@ -47,15 +47,19 @@ class LengthLadder(Ladder):
         tokens: int,
         crossing: float,
         peak_bytes: int,
-        predicted: int,
+        predicted: int | None,
         loss: float | None = None,
         least_seconds: float | None = None,
     ) -> Row:
-        """Append a row, save the file and return the row. `set_times` brings its times."""
+        """Append a row, save the file and return the row. `set_times` brings its times.
+
+        `predicted` is None where no arithmetic holds.
+        """
         row = Row(name=name, tokens=tokens, crossing=crossing, peak_bytes=peak_bytes, loss=loss)
         row.predicted_tokens = predicted
         row.least_seconds = least_seconds
-        row.prediction_error = predicted / round(crossing) - 1
+        if predicted is not None:
+            row.prediction_error = predicted / round(crossing) - 1
         row.times_baseline = 1.0
         if self.rows:
             row.times_baseline = tokens / self.rows[0].tokens

@@ -12,6 +12,9 @@ from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
 from tests.core.predict.recipes import adamw, plain_step
 
@@ -41,7 +44,7 @@ STACKS = {
         adamw,
         (with_lora, equation.in_four_bits, equation.with_checkpointing),
     ),
-    "chunked": ((chunked,), adamw, (equation.with_chunked_loss,)),
+    "chunked": ((chunked,), adamw, (partial(equation.with_chunked_loss, chunk=64),)),
     "16-bit states": ((), in_16_bits, (partial(equation.with_states_in, bits=16),)),
 }
 
@@ -87,6 +90,49 @@ def test_near_the_step_itself(shape, stack):
     for change in STACKS[stack][2]:
         step = change(step)
     assert step.peak == pytest.approx(peak_of_the_step(shape, stack), rel=0.05)
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+    return model
+
+
+def long_text(step):
+    """The terms of notebook 04's last row."""
+    in_tiles = equation.with_tiled_mlp(equation.with_chunked_loss(step), tile=8192, norms=True)
+    return equation.with_step_in_backward(equation.with_checkpointing(in_tiles, group=5))
+
+
+nested = partial(apply_nested_checkpointing, group=5, check=False)
+tiled = partial(apply_tiled_mlp, tile_size=8192, norms=True, check=False)
+lean = partial(apply_chunked_cross_entropy, check=False)
+in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
+LONG = {
+    "eager": ((eager,), adamw, equation.with_eager_attention, 891),
+    "everything": ((lean, tiled, nested), in_backward, long_text, 54_000),
+}
+
+
+@pytest.mark.parametrize("row", LONG)
+def test_long_texts(row):
+    """The mistake: a tensor of the length of the text that a recipe leaves, and the sum does not
+    have, or that is free by then."""
+    changes, optimizer, terms, tokens = LONG[row]
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+
+    def build_of(layers):
+        def build():
+            model = model_of_shape("smollm2-135m", layers=layers, device="cpu")
+            for change in changes:
+                model = change(model)
+            return model, optimizer(model), plain_step({"input_ids": ids, "labels": ids})
+
+        return build
+
+    model = model_of_shape("smollm2-135m", device="meta")
+    by_arithmetic = terms(equation.plain_step(model, rows=1, length=tokens)).peak
+    itself = any_size(build_of, layers=(5, 10)).peak(layers=30)
+    assert by_arithmetic == pytest.approx(itself, rel=0.01)
 
 
 @pytest.mark.survey
