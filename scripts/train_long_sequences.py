@@ -1,0 +1,101 @@
+"""Train on long texts: one row of thousands of tokens at a time, all weights in fp32.
+
+    python scripts/train_long_sequences.py                          # 4,096 tokens on this machine
+    python scripts/train_long_sequences.py --model Qwen/Qwen3-0.6B --length 65536 --text book.txt
+
+Everything is in `main`, from top to bottom. Each recipe is one line. The same command once more
+goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import HfArgumentParser, get_constant_schedule_with_warmup
+
+from recipes_lib.attention.flash import apply_flash_attention
+from recipes_lib.core.data.corpus import load_text
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure.machine import machine, seed_everything
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+from recipes_lib.precision.mixed_precision import mixed_precision
+from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
+
+
+@dataclass
+class Settings:
+    """What a run is; every field is an option of the command line."""
+
+    model: str = "smollm2"  # or a hub id, or a folder
+    text: str = ""  # a file of plain text; by default Python's own sources
+    output: Path = Path("runs/long-sequences")
+    length: int = 4096  # tokens of a step
+    steps: int = 6
+    learning_rate: float = 2e-5
+    save_every: int = 3  # steps
+    seed: int = 0
+
+
+def main(settings: Settings) -> None:
+    seed_everything(settings.seed)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = settings.output / "checkpoint.pt"
+
+    # Data: one long text in pieces of `length` tokens; the last of them is held out.
+    tokenizer = load_tokenizer(settings.model)
+    text = Path(settings.text).read_text() if settings.text else load_text()
+    needed = (settings.steps + 1) * settings.length
+    ids = tokenizer(text[: 12 * needed], return_tensors="pt").input_ids[0]  # [tokens]
+    if len(ids) < needed:
+        raise ValueError(f"the text has {len(ids):,} tokens, and {needed:,} are needed")
+    pieces = ids[:needed].view(-1, settings.length).to(machine().device)  # [steps + 1, S]
+
+    # The model, and what makes room for the tokens.
+    precision = mixed_precision()
+    model = load_model(settings.model, dtype=torch.float32)
+    apply_flash_attention(model)  # no table of scores [S, S]
+    apply_chunked_cross_entropy(model)  # no table of logits [S, V]
+    apply_tiled_mlp(model, norms=True)  # MLPs see some tokens at a time
+    # Inputs of groups of blocks stay, and in backward those of the blocks of one group.
+    apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
+    schedule = get_constant_schedule_with_warmup(optimizer, 2)
+    facts = {name: str(value) for name, value in asdict(settings).items() if name != "output"}
+    parts = {"schedule": schedule, "precision": precision}
+    state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts}
+    done = load_checkpoint(checkpoint, **state) if checkpoint.exists() else 0
+
+    @torch.no_grad()
+    def held_out_loss() -> float:
+        last = pieces[-1:]
+        with precision.autocast():
+            return model(input_ids=last, labels=last, use_cache=False).loss.item()
+
+    if done == 0:
+        print(f"held-out loss before: {held_out_loss():.3f}")
+    with PeakMemory() as memory:
+        for step in range(done, settings.steps):
+            row = pieces[step : step + 1]  # [1, S]
+            with precision.autocast():
+                loss = model(input_ids=row, labels=row, use_cache=False).loss
+            precision.backward(loss)
+            precision.step(optimizer, max_grad_norm=1.0)
+            schedule.step()
+            optimizer.zero_grad()
+            print(f"step {step + 1:>4}  loss {loss.item():.3f}", flush=True)
+            if (step + 1) % settings.save_every == 0 or step + 1 == settings.steps:
+                save_checkpoint(checkpoint, step=step + 1, **state)
+
+    print(f"peak of tensors: {memory.peak / 2**20:,.0f} MiB")
+    print(f"held-out loss after:  {held_out_loss():.3f}")
+    model.save_pretrained(settings.output)
+
+
+if __name__ == "__main__":
+    main(*HfArgumentParser(Settings).parse_args_into_dataclasses())
