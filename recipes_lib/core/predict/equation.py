@@ -30,7 +30,7 @@ from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 from recipes_lib.core.predict.operations import features, is_linear
 
 FP32 = 4  # bytes
-CHUNK = 64 * 2**20  # of logits
+CHUNK = 64 * 2**20  # bytes of logits and their gradients
 ADAMW = 2  # averages of each number that trains
 # Bytes per weight in NF4: half a byte for its code, a byte of scale per 64 weights, and a scale in
 # fp32 per 256 of those.
@@ -213,13 +213,13 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
 
 
 def with_chunked_loss(step: StepBytes, *, chunk: int | None = None) -> StepBytes:
-    """Not all logits: those of `chunk` tokens, or 64 MiB of them; and the gradients of the output
-    layer and of what it reads [T, D]."""
+    """Not all logits: those of `chunk` tokens and their gradients, or 64 MiB of both; and the
+    gradients of the output layer and of what it reads [T, D]."""
     sizes = step.sizes
-    of_a_chunk = CHUNK if chunk is None else FP32 * chunk * sizes.vocabulary
+    of_a_chunk = CHUNK if chunk is None else 2 * FP32 * chunk * sizes.vocabulary
     of_hidden = 2 * sizes.tokens * sizes.hidden * sizes.element
     of_table = 0 if _frozen(step) else sizes.vocabulary * sizes.hidden * FP32
-    return replace(step, loss=min(of_a_chunk, _logits(sizes)) + of_hidden + of_table)
+    return replace(step, loss=min(of_a_chunk, 2 * _logits(sizes)) + of_hidden + of_table)
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
