@@ -50,7 +50,7 @@ SIZES = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 128},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 256},
     "gemma2": {},
     "gemma3_text": {"sliding_window": 32},  # fewer than tokens
     "qwen3": {},
