@@ -29,7 +29,6 @@ Shapes: B batch, S sequence, D hidden, G groups, E head dimension.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,8 +47,6 @@ from recipes_lib.core.model.recomputed_parts import (
     refuse_selective_checkpointing,
     run_recomputed_parts,
 )
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate, require_adapters
-from recipes_lib.core.predict.plain_step import dry_budget, with_activations_of
 
 INPUTS = ("q_proj", "k_proj", "v_proj")  # their rows are heads
 OUTPUT = "o_proj"  # its columns are heads
@@ -286,28 +283,3 @@ def _groups(model: Any, groups: int | None) -> int:
             f"groups={groups}: the model has {heads} KV heads; give a number that divides them"
         )
     return groups
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.ATTENTION)
-def estimate_head_groups(
-    budget: Budget, model: Any, shape: Shape, *, groups: int | None = None
-) -> Budget:
-    """The budget with attention in groups, of which a dry step counts the bytes.
-
-    `model` is that of the step: with its adapters, and with its kernel of attention. Raises
-    ValueError for what `apply_head_groups` refuses.
-    """
-    require_adapters(budget, model)
-    groups = _groups(model, groups)
-    prepare: Callable[[Any], Any] = partial(apply_head_groups, groups=groups, check=False)
-    counted = dry_budget(
-        model,
-        shape.micro(),
-        reason="its attention works on one group of heads after the other",
-        prepare=prepare,
-        key=("head_groups", groups),
-    )
-    return with_activations_of(budget, counted)

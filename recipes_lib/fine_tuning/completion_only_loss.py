@@ -42,8 +42,6 @@ from recipes_lib.core.data import Batch
 from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.output_layer import require_shifted_loss
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import head_trains, loss_bytes
 
 # End marks of an answer. A base model's text may end with another mark than its answers.
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
@@ -178,15 +176,3 @@ def _end_marks(tokenizer: Any) -> set[int]:
     known.add(tokenizer.eos_token_id)  # in GPT-2 this is the unknown token as well
     known.discard(None)
     return known
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.LOSS)
-def estimate_completion_only_loss(
-    budget: Budget, model: Any, shape: Shape, *, targets: int
-) -> Budget:
-    """The budget when only `targets` logits (B*K) of a micro-batch are computed."""
-    kept = loss_bytes(model, targets, head_trains=head_trains(budget, model))
-    return budget.change(loss=min(budget.loss, kept))

@@ -34,7 +34,6 @@ S sequence.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,26 +41,7 @@ import torch
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.model.causal_lm import (
-    decoder_blocks,
-    is_layer_norm,
-    leaf_names,
-    norms_of,
-    projection_widths,
-)
 from recipes_lib.core.model.marks import TAKES_GRADIENTS_IN_BACKWARD, marked
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import (
-    block_bytes,
-    dry_budget,
-    features,
-    head_trains,
-    is_linear,
-    makes_scores_in,
-    repeats_kv,
-    require_adapters,
-    with_activations_of,
-)
 
 # PyTorch begins with 2**16. A gradient of 1 is infinite then, so the first steps of most models are
 # skipped, and a run of few steps trains less than it says. Here one of 15 is still finite.
@@ -225,141 +205,3 @@ def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
                 f"nothing. Load the model in torch.float32; frozen weights may be 16-bit"
             )
     return parameters
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.PRECISION)
-def estimate_mixed_precision(
-    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype = torch.bfloat16
-) -> Budget:
-    """The same step under autocast: activations shrink, 16-bit copies of the fp32 weights add.
-
-    Weights, states, gradients and the loss stay in fp32. Give the model with its adapters, if any.
-    Raises ValueError for 16-bit weights in linear layers: their activations have 16 bits already.
-    """
-    require_adapters(budget, model)
-    if dtype is torch.float32:
-        return budget
-    weights = [layer.weight for layer in _cast_layers(model).values()]
-    if any(weight.dtype is not torch.float32 for weight in weights):
-        raise ValueError(
-            f"the weights are {model.dtype}: this estimate is for fp32 weights under autocast"
-        )
-    if budget.dry is not None:
-        computing = dry_budget(model, shape.micro(), reason=budget.dry.reason, autocast=dtype)
-        return with_activations_of(budget, computing)
-    blocks = decoder_blocks(model)
-    per_block = shape.tokens * autocast_block_bytes(model, seq=shape.seq, dtype=dtype)
-
-    # The norm behind the last block: its input and the normalised one in fp32, and the output
-    # layer's 16-bit copy of that if its weight trains.
-    final_norm = 8
-    if head_trains(budget, model):
-        final_norm += 2
-    final_norm *= shape.tokens * model.config.hidden_size
-
-    # Backward needs the 16-bit copy of every weight, frozen or not.
-    copies = _copy_bytes(model)
-    largest_copies = max(_copy_bytes(block) for block in blocks)
-    return budget.change(
-        activations=len(blocks) * per_block + final_norm + copies,
-        one_block=per_block + largest_copies,
-    )
-
-
-def autocast_block_bytes(model: Any, *, seq: int, dtype: torch.dtype) -> int:
-    """Bytes that one block saves per token under autocast to `dtype`.
-
-    Raises ValueError where `block_bytes` does.
-    """
-    block_bytes(model, seq=seq)  # for its ValueError only
-    block = decoder_blocks(model)[0]
-    norm = norms_of(block)[0]
-    norm_trains = any(parameter.requires_grad for parameter in norm.parameters())
-    return (
-        _norm_bytes(model, trains=norm_trains)
-        + _linear_input_bytes(block)
-        + _attention_bytes(model, seq=seq, dtype=dtype, norm_trains=norm_trains)
-        + _mlp_bytes(model)
-    )
-
-
-def _norm_bytes(model: Any, *, trains: bool) -> int:
-    """The norms compute in fp32: each saves its input.
-
-    An RMSNorm whose weight trains also saves the normalised input.
-    """
-    norms = norms_of(decoder_blocks(model)[0])
-    per_element = 4
-    if trains and not is_layer_norm(norms[0]):
-        per_element = 8
-    return len(norms) * model.config.hidden_size * per_element
-
-
-def _linear_input_bytes(block: torch.nn.Module) -> int:
-    """Each linear layer casts its input for itself, so Q, K and V make three copies.
-
-    A copy is kept for backward if the layer's weight trains.
-    """
-    total = 0
-    for name, layer in _cast_layers(block).items():
-        # What the attention returns is in 16 bits already, and `_attention_bytes` counts it.
-        reads_attention = re.search(r"attn.*(o_proj|c_proj)", name)
-        if layer.weight.requires_grad and not reads_attention:
-            inputs, _ = features(layer)
-            total += 2 * inputs
-    return total
-
-
-def _attention_bytes(model: Any, *, seq: int, dtype: torch.dtype, norm_trains: bool) -> int:
-    """Q, K, V and the output in 16 bits; and what attention makes of them."""
-    config = model.config
-    q, kv, _ = projection_widths(config)
-    total = 2 * (2 * q + 2 * kv)
-    if repeats_kv(model, dtype=dtype):
-        total = 2 * 4 * q
-    if config._attn_implementation == "eager":
-        # The softmax in fp32 and its 16-bit copy; Gemma 2 caps the scores before.
-        per_score = 6
-        if config.model_type.startswith("gemma2"):
-            per_score = 8
-        total += per_score * config.num_attention_heads * seq
-    elif makes_scores_in(model, dtype=dtype):
-        # SDPA's plain kernel computes in fp32: it saves Q, K, V and the softmax in 4 bytes each.
-        total += 2 * 3 * q + 4 * config.num_attention_heads * seq
-    if "q_norm" in leaf_names(decoder_blocks(model)[0]):
-        # An fp32 copy of the 16-bit input, and the normalised one if a trained weight reads it.
-        per_element = 4
-        if norm_trains:
-            per_element += 2
-        total += per_element * (q + kv)
-    return total
-
-
-def _mlp_bytes(model: Any) -> int:
-    """What the feed-forward part saves beside the inputs of its linear layers."""
-    _, _, feed_forward = projection_widths(model.config)
-    if "gate_proj" in leaf_names(decoder_blocks(model)[0]):
-        # Gate, activated gate and up; the down projection keeps its own input.
-        return 2 * 3 * feed_forward
-    # GPT-2's gelu_new keeps four tensors. On CUDA its power, and what follows, runs in fp32: three
-    # of the four then have 4 bytes per element.
-    if model.device.type == "cpu":
-        return 4 * 2 * feed_forward
-    return (2 + 3 * 4) * feed_forward
-
-
-def _cast_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The linear layers that autocast casts, by name; quantized ones cast for themselves."""
-    return {
-        name: layer
-        for name, layer in module.named_modules()
-        if is_linear(layer) and layer.weight.is_floating_point()
-    }
-
-
-def _copy_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the 16-bit copies of all weights that autocast casts."""
-    return 2 * sum(layer.weight.numel() for layer in _cast_layers(module).values())

@@ -38,8 +38,6 @@ from typing import Any
 import torch
 
 from recipes_lib.core.model.trainable import parameters_to_train, require_whole_fp32
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import require_adapters
 from recipes_lib.precision._adam import (
     ChunkedAdamW,
     averages,
@@ -169,28 +167,3 @@ class _Workbench:
         """`count` of the random bits of this step, from a place that is drawn."""
         place = int(torch.randint(self._size, (), generator=self._places))
         return self._bits[place : place + count]
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.STATES)
-def estimate_sixteen_bit_adam(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """Two bf16 averages of each trainable parameter, and what a step needs for a chunk.
-
-    That is two fp32 averages and two int32 random numbers per element, and copies of the largest
-    transposed weight and its gradient. Raises ValueError as `sixteen_bit_adamw` does.
-    """
-    require_adapters(budget, model)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    require_whole_fp32(trainable)
-    elements = sum(parameter.numel() for parameter in trainable)
-    chunk = min((SixteenBitAdamW.chunk(parameter.device) for parameter in trainable), default=0)
-    transposed = [parameter.numel() for parameter in trainable if not parameter.is_contiguous()]
-    in_step = 16 * min(elements, chunk) + 8 * max(transposed, default=0)
-    # In the step these copies exist beside all gradients, and so do the embedding's copies in
-    # backward. The budget has one term for both.
-    return budget.change(
-        states=4 * elements,
-        embedding_gradient=max(budget.embedding_gradient, in_step),
-    )

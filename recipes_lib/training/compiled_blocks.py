@@ -56,9 +56,7 @@ from recipes_lib.core.model.mixing import (
     unmixed_class,
 )
 from recipes_lib.core.model.recompute import caches_among
-from recipes_lib.core.model.sizes import quantization_tensors, storage_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import require_adapters, saved_outside_the_blocks
+from recipes_lib.core.model.sizes import quantization_tensors
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
 
@@ -343,109 +341,4 @@ def _warn_of_cache() -> None:
     warnings.warn(
         "with a KV cache blocks are not compiled: pass use_cache=False to the model's forward",
         stacklevel=3,
-    )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.MLP)
-def estimate_compiled_blocks(
-    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype | None = None
-) -> Budget:
-    """The budget when blocks keep for backward what PyTorch's partitioner chooses.
-
-    No formula covers its choice: it weighs the bytes of each tensor against computing it again. So
-    one block is traced and partitioned here, without compiling a kernel, and what it keeps is
-    counted. That takes a second or two and a copy of one block; the model is left as it is.
-
-    Args:
-        model: with its adapters, if any; its blocks may be compiled or checkpointed already.
-        dtype: of autocast, as in `estimate_mixed_precision`; None if this is called inside of it,
-            or if there is none.
-    """
-    require_adapters(budget, model)
-    one_block = compiled_block_bytes(model, shape, dtype=dtype)
-    all_blocks = len(decoder_blocks(model)) * one_block
-    outside = saved_outside_the_blocks(budget, model)
-    return budget.change(activations=all_blocks + outside, one_block=one_block)
-
-
-def compiled_block_bytes(model: Any, shape: Shape, *, dtype: torch.dtype | None) -> int:
-    """Bytes that one compiled block keeps of `shape.rows` rows; under autocast with its copies."""
-    block = decoder_blocks(model)[0]
-    device = next(block.parameters()).device
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with _autocast(device.type, dtype), torch.enable_grad(), _random_numbers_stay(device):
-        hidden, others, options = _inputs_of(model, block, shape)
-        block = copy.deepcopy(block).train()
-        block.gradient_checkpointing = False  # Hugging Face's own, which is counted elsewhere
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            _partitioned(block)(_with_gradient(hidden), *others, **options)
-    stored = [*block.parameters(), *block.buffers()]
-    for parameter in block.parameters():
-        stored += quantization_tensors(parameter)
-    for tensor in stored:  # the weights are counted elsewhere
-        kept.pop(tensor.untyped_storage()._cdata, None)
-    return storage_bytes(kept.values())
-
-
-def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """The autocast of a step of this dtype; None leaves it as it is."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype, enabled=dtype is not torch.float32)
-
-
-def _random_numbers_stay(device: torch.device) -> contextlib.AbstractContextManager:
-    """Dropout draws numbers inside. Afterwards training draws those that it would have drawn."""
-    devices = []  # beside the CPU
-    if device.type == "cuda":
-        devices.append(device)
-    return torch.random.fork_rng(devices)
-
-
-def _inputs_of(
-    model: Any, block: torch.nn.Module, shape: Shape
-) -> tuple[torch.Tensor, tuple, dict[str, Any]]:
-    """What the model gives to its first block: hidden [B, S, D], other arguments, keywords."""
-    taken = []
-
-    def take_apart(hidden_states: torch.Tensor, *others: Any, **options: Any) -> None:
-        taken.append((hidden_states, others, options))
-
-    def take(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        take_apart(*args, **kwargs)
-        raise _Enough
-
-    ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long, device=model.device)  # [B, S]
-    hook = block.register_forward_pre_hook(take, with_kwargs=True)
-    with hook, torch.no_grad(), contextlib.suppress(_Enough):
-        model(input_ids=ids, use_cache=False)
-    return taken[0]
-
-
-class _Enough(Exception):
-    """Ends the forward of a model in front of its first block."""
-
-
-def _partitioned(block: torch.nn.Module) -> Callable[..., Any]:
-    """`block` traced and divided into forward and backward, and run operator by operator.
-
-    It is the forward of its own class: without the checkpoint around it, and not compiled already.
-    """
-    block_class = unmixed_class(block)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return block_class.forward(block, *args, **kwargs)
-
-    # A new code object has no graphs yet, and leaves none to those that train.
-    forward.__code__ = forward.__code__.replace()
-    return torch.compile(
-        forward, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"
     )

@@ -38,8 +38,6 @@ from torch import nn
 from recipes_lib.core.checks import check_number
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.trainable import check_adamw, parameters_to_train, require_whole_fp32
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import require_adapters
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -198,25 +196,3 @@ class InOne(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What `copy.deepcopy` and pickle take along."""
         return super().__getstate__() | {"parts": self.parts}
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.STATES)
-def estimate_muon(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """One average per matrix of the blocks, two and a count for the rest.
-
-    The step of the largest matrix needs its direction in fp32, and in bf16 X before and after a
-    round of Newton and Schulz and two squares of the shorter side. Raises ValueError as
-    `muon_adamw` does.
-    """
-    require_adapters(budget, model)
-    split = split_for_muon(model)
-    require_whole_fp32([*split.matrices, *split.rest])
-    states = sum(4 * matrix.numel() for matrix in split.matrices)
-    states += sum(8 * parameter.numel() + 4 for parameter in split.rest)
-    in_step = max(8 * each.numel() + 4 * min(each.shape) ** 2 for each in split.matrices)
-    # The products exist beside all gradients, and so do the embedding's copies in backward. The
-    # budget has one term for both.
-    return budget.change(states=states, embedding_gradient=max(budget.embedding_gradient, in_step))

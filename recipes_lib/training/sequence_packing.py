@@ -45,10 +45,7 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import check_rows
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.evaluation import evaluating
-from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
 from recipes_lib.core.model.output_layer import require_shifted_loss
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.dry_step import dry_step
 
 Row = dict[str, list[int]]
 
@@ -243,48 +240,3 @@ def predicted_speedup(
     padded = padded_tokens(lengths, batch_size=batch_size)
     packed = padded_tokens(packs, batch_size=packs_per_batch)
     return padded / packed
-
-
-@estimate(Order.ATTENTION)
-def estimate_sequence_packing(
-    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype | None = None
-) -> Budget:
-    """The budget when SDPA keeps documents apart, for packed rows as `shape` says.
-
-    Each layer keeps its mask [L, L], in the `dtype` that attention computes in (None: the model's),
-    and the K and V heads repeated to as many as Q has. Where no formula holds for the model, two
-    dry steps tell: one has a mask of its own already, in another all layers share one.
-    """
-    if budget.dry is not None:
-        return _estimate_by_dry_steps(budget, model, shape, dtype=dtype)
-    if dtype is None:
-        dtype = model.dtype
-    size = dtype.itemsize
-    query_width, key_width, _ = projection_widths(model.config)
-    repeated = 2 * (query_width - key_width)  # elements per token: K and V
-    mask = shape.seq  # elements per token: one row of the mask
-    block = shape.tokens * size * (repeated + mask)
-    return budget.change(
-        activations=budget.activations + len(decoder_blocks(model)) * block,
-        one_block=budget.one_block + block,
-    )
-
-
-def _estimate_by_dry_steps(
-    budget: Budget, model: Any, shape: Shape, *, dtype: torch.dtype | None
-) -> Budget:
-    """What packed rows save more than whole ones, of the same model in the same precision."""
-    options = {"rows": shape.rows, "length": shape.seq}
-    if dtype is not model.dtype:
-        options["autocast"] = dtype
-    whole = dry_step(model, **options)
-    packed = dry_step(model, **options, packed=True)
-    more = []
-    for before, after in zip(whole.blocks, packed.blocks, strict=True):
-        more.append(after.saved - before.saved)
-    dry = budget.dry.saving_more(more)
-    return budget.change(
-        activations=budget.activations + packed.activations - whole.activations,
-        one_block=max(block.saved for block in dry.blocks),
-        dry=dry,
-    )

@@ -11,19 +11,15 @@ from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import (
     apply_head_groups,
     attention_by_groups,
-    estimate_head_groups,
     remove_head_groups,
 )
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
-    estimate_activation_checkpointing,
 )
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from tests.conftest import assert_near, assert_same_gradients, run
@@ -179,31 +175,6 @@ def test_what_few_tokens_do_not_show_is_refused():
 
 
 # --- what it saves --------------------------------------------------------------------------------
-
-
-def peak_of_step(model, tokens):
-    model.train()
-    model(input_ids=tokens[:, :4], labels=tokens[:, :4], use_cache=False).loss.backward()
-    model.zero_grad()
-    with PeakMemory() as memory:
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    return memory.peak - weight_bytes(model)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_peak_as_estimated(checkpointed):
-    """The mistake: a checkpoint of a group holds what it saves, or the estimate counts it all."""
-    torch.manual_seed(0)
-    shape = Shape(batch=1, seq=512)
-    model = apply_flash_attention(model_of("Llama", hidden_size=128, head_dim=16))
-    plan = estimate_head_groups(budget_of(model, shape), model, shape)
-    tokens = torch.arange(512)[None] % 128
-    apply_head_groups(model)
-    if checkpointed:
-        plan = estimate_activation_checkpointing(plan, model, shape)
-        apply_activation_checkpointing(model)
-    expected = plan.peak - plan.weights - plan.states
-    assert peak_of_step(model, tokens) == pytest.approx(expected, rel=0.03)
 
 
 def test_the_block_of_a_public_shape():

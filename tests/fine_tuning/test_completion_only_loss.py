@@ -5,17 +5,13 @@ import torch
 
 from recipes_lib.core.data import load_instructions
 from recipes_lib.core.data.chat import IGNORED, tokenize_chat
-from recipes_lib.core.measure import measure
 from recipes_lib.core.model import load_tokenizer, model_of_shape
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.completion_only_loss import (
     check_labels,
     completion_only_loss,
-    estimate_completion_only_loss,
     plain_answer_loss,
 )
-from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.fine_tuning.lora import apply_lora
 from tests.conftest import assert_same_gradients, gradients, make_batch
 
 
@@ -59,43 +55,6 @@ def test_with_adapters(llama, batch):
     expected = completion_only_loss(llama, batch).item()
     model = apply_lora(llama, rank=2)
     assert completion_only_loss(model, batch).item() == pytest.approx(expected, rel=1e-6)
-
-
-# --- the arithmetic -----------------------------------------------------------------------------
-
-
-def peak_of(model, loss_of, batch):
-    def step():
-        loss_of(model, batch).backward()
-        model.zero_grad()
-
-    return measure(step, repeats=0).peak_bytes
-
-
-def test_estimate_meets_the_measurement():
-    """The mistake: logits that nobody learns from are in memory for a moment."""
-    model = model_of_shape("smollm2-135m", layers=1, device="cpu").requires_grad_(False)
-    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
-    ids = torch.randint(1, 128, (1, 128))
-    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(128) < 96, IGNORED)}
-    shape = Shape(batch=1, seq=128)
-    plan = budget_of(model, shape)
-    only = estimate_completion_only_loss(plan, model, shape, targets=32)
-    of_all = peak_of(model, plain_answer_loss, batch)
-    of_targets = peak_of(model, completion_only_loss, batch)
-    assert only.peak - only.states == pytest.approx(of_targets, rel=0.05)
-    assert of_targets - plan.weights < 0.5 * (of_all - plan.weights)
-
-
-def test_estimate_after_adapters_on_a_base_that_has_none_yet():
-    """The mistake: the gradient of the output layer counts, which will be frozen."""
-    shape = Shape(batch=1, seq=16)
-    model = model_of_shape("tiny-llama", device="cpu")
-    planned = estimate_lora(budget_of(model, shape), model, shape, rank=2)
-    before = estimate_completion_only_loss(planned, model, shape, targets=4)
-    adapted = apply_lora(model, rank=2)
-    after = estimate_completion_only_loss(planned, adapted, shape, targets=4)
-    assert before.loss == after.loss == 3 * 4 * 4 * 128
 
 
 # --- the labels ---------------------------------------------------------------------------------

@@ -4,29 +4,16 @@ import copy
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recipes_lib.attention import flash
-from recipes_lib.attention.flash import apply_flash_attention
-from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict import plain_step
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.fine_tuning.lora import apply_lora
-from recipes_lib.memory.activation_checkpointing import (
-    apply_activation_checkpointing,
-    estimate_activation_checkpointing,
-)
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.precision.mixed_precision import (
-    estimate_mixed_precision,
     linear_by_hand,
     mixed_precision,
     scaled_gradients,
 )
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
-from tests.conftest import FAMILIES, gradients, make_batch
+from tests.conftest import gradients, make_batch
 
 
 def backward(model, batch, mp, factor=1.0):
@@ -214,89 +201,6 @@ def test_cuda_without_cuda_is_refused():
         mixed_precision(dtype=torch.float16, device="cuda")
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def peak(model, mp, shape, device="cpu"):
-    """Peak bytes of a step that is not the first."""
-    ids = torch.randint(0, model.config.vocab_size, (shape.batch, shape.seq), device=device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    options = {
-        "micro_batches": shape.micro_batches,
-        "autocast": mp.autocast,
-        "backward": mp.backward,
-    }
-
-    def step():
-        accumulate_gradients(model, {"input_ids": ids, "labels": ids}, **options)
-        mp.step(optimizer)
-        optimizer.zero_grad()
-
-    step()  # creates the states
-    with PeakMemory() as memory:
-        step()
-    return memory.peak
-
-
-def estimated(model, shape):
-    return estimate_mixed_precision(budget_of(model, shape), model, shape)
-
-
-PEAKS = [("tiny-llama", Shape(1, 37)), ("tiny-gemma2", Shape(4, 64)), ("tiny-gpt2", Shape(4, 64))]
-
-
-@pytest.mark.parametrize(("family", "shape"), PEAKS)
-def test_peak_as_estimated(family, shape):
-    """Every family saves something else; an odd row is rounded nowhere."""
-    model = model_of_shape(family, layers=6, device="cpu")
-    measured = peak(model, mixed_precision(dtype=torch.bfloat16), shape)
-    assert estimated(model, shape).peak == pytest.approx(measured, rel=0.03)
-
-
-def test_estimate_under_checkpointing():
-    """What checkpointing keeps, the inputs of the blocks, stays in fp32.
-
-    What it makes anew is in 16 bits.
-    """
-    shape = Shape(16, 64)
-    model = model_of_shape("tiny-llama", layers=12, device="cpu")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("q_proj" in name)
-    plan = estimate_activation_checkpointing(estimated(model, shape), model, shape)
-    apply_activation_checkpointing(model)
-    measured = peak(model, mixed_precision(dtype=torch.bfloat16), shape)
-    assert plan.peak == pytest.approx(measured, rel=0.06)
-
-
-def test_estimate_with_a_frozen_base():
-    """Frozen layers keep the 16-bit copy of their weight, but not their input."""
-    model = model_of_shape("tiny-llama", layers=6, device="cpu")
-    adapted = apply_lora(model, rank=4, target_modules=["q_proj", "v_proj"])
-    shape = Shape(4, 64)
-    measured = peak(adapted, mixed_precision(dtype=torch.bfloat16), shape)
-    assert estimated(adapted, shape).peak == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "fused"])
-def test_estimate_before_ampere(monkeypatch, implementation):
-    """The mistake on a T4: fp16 has no kernel for grouped heads either, and saves scores in fp32.
-
-    Flash attention repeats the heads. A CPU does both if it is told to.
-    """
-    for place in (flash, plain_step):
-        monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
-    model = model_of_shape("tiny-llama", layers=8, device="cpu")
-    model.set_attn_implementation("sdpa")
-    plan = estimated(model, Shape(4, 128))
-    backend = SDPBackend.MATH
-    if implementation == "fused":
-        backend = SDPBackend.FLASH_ATTENTION
-        plan = estimated(apply_flash_attention(model), Shape(4, 128))
-    with sdpa_kernel(backend):
-        measured = peak(model, mixed_precision(dtype=torch.bfloat16), Shape(4, 128))
-    assert plan.peak == pytest.approx(measured, rel=0.02)
-
-
 # --- beside another technique, and on a GPU -------------------------------------------------------
 
 
@@ -329,15 +233,3 @@ def test_on_gpu(dtype):
     assert mp.step(optimizer, max_grad_norm=1.0)
     backward(model, batch, mp, factor=1e6)
     assert mp.step(optimizer) is (dtype is torch.bfloat16)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-def test_peak_as_estimated_on_gpu(family):
-    """In the dtype of this machine: bf16 on a T4 has no fast kernel of attention at all."""
-    model = model_of_shape(family, layers=8, device="cuda")
-    shape = Shape(64, 256)  # so large that the workspaces of cuBLAS, 17 MiB or more, are little
-    mp = mixed_precision()
-    measured = peak(model, mp, shape, "cuda")
-    plan = estimate_mixed_precision(budget_of(model, shape), model, shape, dtype=mp.dtype)
-    assert plan.peak == pytest.approx(measured, rel=0.15)

@@ -5,15 +5,10 @@ import copy
 import pytest
 import torch
 
-from recipes_lib.core.measure import measure
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import state_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.precision import sixteen_bit_adam as module
 from recipes_lib.precision._adam import stochastic_round_
 from recipes_lib.precision.sixteen_bit_adam import (
-    estimate_sixteen_bit_adam,
     plain_sixteen_bit_step,
     sixteen_bit_adamw,
 )
@@ -100,23 +95,6 @@ def test_trains_as_fp32_adamw(batch):
     loss = train(model, sixteen_bit_adamw(model, **options), batch, 200)
     assert expected < 2.5
     assert loss == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("shape", [Shape(4, 64), Shape(1, 2)])
-def test_memory_as_estimated(shape):
-    """Of many tokens the activations are the peak, of two the step with its room for a chunk."""
-    model = model_of_shape("tiny-llama", layers=4, device="cpu")
-    optimizer = sixteen_bit_adamw(model, lr=1e-3)
-    ids = torch.randint(0, 128, (shape.batch, shape.seq))
-
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    plan = estimate_sixteen_bit_adam(budget_of(model, shape), model, shape)
-    assert plan.peak == pytest.approx(measure(step, repeats=0).peak_bytes, rel=0.03)
-    assert plan.states == state_bytes(optimizer)
 
 
 def test_what_is_not_whole_and_in_fp32_is_refused(llama):

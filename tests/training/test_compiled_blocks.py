@@ -5,28 +5,22 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.allocator_peak import AllocatorPeak
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     remove_activation_checkpointing,
 )
-from recipes_lib.precision.mixed_precision import estimate_mixed_precision
 from recipes_lib.training import compiled_blocks
 from recipes_lib.training.compiled_blocks import (
     apply_compiled_blocks,
     break_even_steps,
     compile_seconds,
     compiled_by_hand,
-    estimate_compiled_blocks,
     remove_compiled_blocks,
 )
 from tests.conftest import assert_equal, assert_near, make_batch, run
@@ -305,59 +299,6 @@ def test_a_selective_checkpoint_is_an_error(llama):
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-def test_what_blocks_keep_is_as_estimated():
-    """The mistake: the partitioner keeps other tensors than the estimate counts."""
-    dtype = torch.bfloat16
-    shape = Shape(batch=BATCH, seq=SEQ)
-    model = model_of_shape("tiny-llama", layers=3, device="cpu")
-    plain = estimate_mixed_precision(budget_of(model, shape), model, shape, dtype=dtype)
-    plan = estimate_compiled_blocks(plain, model, shape, dtype=dtype)
-    assert plan.activations < plain.activations
-    apply_compiled_blocks(model)
-    assert estimate_compiled_blocks(plain, model, shape, dtype=dtype) == plan
-    batch = batch_of()
-
-    def kept():
-        with torch.autocast("cpu", dtype):
-            return model.model(input_ids=batch["input_ids"], use_cache=False)
-
-    kept()
-    with AllocatorPeak() as memory:
-        hidden = kept().last_hidden_state
-    before = memory.before
-    assert memory.current - before == pytest.approx(plan.activations, rel=0.1)
-    del hidden
-    with PeakMemory() as account:
-        start = account.current
-        hidden = kept().last_hidden_state
-        assert account.current - start == pytest.approx(plain.activations, rel=0.1)
-    del hidden
-
-
-def test_the_estimate_is_that_of_training_wherever_it_is_asked():
-    """The mistake: it depends on modes, or draws numbers, so that training has other dropout."""
-    shape = Shape(batch=2, seq=16)
-    model = model_of_shape("tiny-gpt2", device="cpu")
-    plan = budget_of(model, shape)  # the formula of a step knows no dropout
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
-    numbers = torch.get_rng_state()
-
-    def one_block(**options):
-        return estimate_compiled_blocks(plan, model, shape, **options).one_block
-
-    expected = one_block()
-    assert torch.equal(torch.get_rng_state(), numbers)
-    in_bf16 = one_block(dtype=torch.bfloat16)
-    apply_activation_checkpointing(model)
-    with torch.no_grad():
-        assert one_block() == expected > 0
-    remove_activation_checkpointing(model).gradient_checkpointing_enable()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert one_block() == in_bf16 != expected
 
 
 def test_break_even():

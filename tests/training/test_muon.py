@@ -6,14 +6,9 @@ import io
 import pytest
 import torch
 
-from recipes_lib.core.measure import measure
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import state_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.training.muon import (
-    estimate_muon,
     muon_adamw,
     orthogonalized,
     split_for_muon,
@@ -177,30 +172,6 @@ def test_without_matrices(llama):
     """The mistake: an AdamW that is called Muon."""
     with pytest.raises(ValueError, match=r"no trainable matrix.*LoRA's are left to AdamW"):
         muon_adamw(apply_lora(llama, rank=4), lr=1e-3)
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-CASES = [("tiny-llama", Shape(4, 64)), ("tiny-gpt2", Shape(1, 2))]
-
-
-@pytest.mark.parametrize(("name", "shape"), CASES)
-def test_memory_as_estimated(name, shape):
-    """Of many tokens the activations are the peak, of two the step of the largest matrix."""
-    model = model_of_shape(name, layers=4, device="cpu")
-    optimizer = muon_adamw(model, lr=1e-3)
-    ids = torch.randint(0, 128, (shape.batch, shape.seq))
-
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    plan = estimate_muon(budget_of(model, shape), model, shape)
-    assert plan.peak == pytest.approx(measure(step, repeats=0).peak_bytes, rel=0.02)
-    assert state_bytes(optimizer) == plan.states
-    assert plan.states < 8 * sum(parameter.numel() for parameter in model.parameters())
 
 
 # --- guards ---------------------------------------------------------------------------------------

@@ -7,14 +7,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.training.sequence_packing import (
     best_fit,
     check_document_mask,
     collate_packed,
     document_mask,
-    estimate_sequence_packing,
     fill_rows,
     pack_sequences,
     padded_tokens,
@@ -163,27 +160,6 @@ def test_predicted_speedup_is_the_ratio_of_processed_tokens_and_of_saved_activat
         one_by_one = sum(saved(collate_packed([pack], pad_token_id=0)) for pack in packs)
     predicted = predicted_speedup(lengths, length=320, batch_size=8)
     assert padded / one_by_one == pytest.approx(predicted, rel=0.1)
-
-
-def test_the_mask_costs_what_is_estimated():
-    """The mistake: one mask for all layers, or K and V that are not repeated."""
-    model = model_of_shape("tiny-llama", layers=4, device="cpu")
-    packs = pack_sequences(make_rows([40, 40, 40, 40]), length=80)
-    batch = collate_packed(packs, pad_token_id=0)
-    shape = Shape(batch=2, seq=80)
-    ids = batch["input_ids"]
-    positions = batch["position_ids"]
-    with PeakMemory() as memory:
-        plain = kept_by(lambda: model(ids, use_cache=False).logits, memory)
-        packed = kept_by(lambda: model(ids, position_ids=positions, use_cache=False).logits, memory)
-
-    budget = budget_of(model, shape)
-    estimated = estimate_sequence_packing(budget, model, shape)
-    more = estimated.activations - budget.activations
-    assert packed - plain == pytest.approx(more, rel=0.05)
-    assert estimated.one_block - budget.one_block == more / 4
-    half = estimate_sequence_packing(budget, model, shape, dtype=torch.bfloat16)
-    assert half.activations - budget.activations == more / 2
 
 
 def test_check_document_mask():

@@ -46,8 +46,6 @@ from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import saved_outside_the_blocks
 from recipes_lib.memory._disk import directory_on_disk
 from recipes_lib.memory.activation_offload.stores import DiskStore, HostStore, NoStore, SavedStorage
 
@@ -314,25 +312,3 @@ def _require_version(tensor: torch.Tensor, version: int) -> None:
         raise RuntimeError(
             "a tensor needed for backward was modified by an in-place operation after it was saved"
         )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.CHECKPOINTS)
-def estimate_activation_offload(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """Activations are what the last block keeps, or what backward holds in it, if more.
-
-    backward begins           all activations, less those of L-1 blocks + the loss
-    it is in the last block   that block + the gradients inside it (the loss is free)
-    """
-    if budget.dry is not None:
-        kept = [0] * len(budget.dry.blocks)
-        kept[-1] = budget.dry.blocks[-1].saved
-        dry = budget.dry.keeping(kept)
-        activations = saved_outside_the_blocks(budget, model) + dry.saved
-        return budget.change(activations=activations, dry=dry)
-    return budget.with_moment_in_a_block(
-        as_backward_begins=budget.one_block + saved_outside_the_blocks(budget, model),
-        in_a_block=budget.one_block + budget.block_gradients,
-    )
