@@ -45,7 +45,8 @@
 # | 8 | optimizer states in host memory | states, gradients | [optimizer_offload.py](../recipes_lib/memory/optimizer_offload.py) |
 # | 9 | LoRA | gradients, states | [lora.py](../recipes_lib/fine_tuning/lora.py) |
 # | 10 | QLoRA | weights too | [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
-# | 11 | dynamic batch size | the guesswork | [dynamic_batch.py](../recipes_lib/training/dynamic_batch.py) |
+# | 11 | layer streaming | weights on the device | [layer_streaming.py](../recipes_lib/memory/layer_streaming.py) |
+# | 12 | dynamic batch size | the guesswork | [dynamic_batch.py](../recipes_lib/training/dynamic_batch.py) |
 #
 # Each file is short, and its first lines explain the recipe. The words of the table are explained where they are first needed. At the end, the recipes that go well together become a few lines for your own code.
 #
@@ -1059,13 +1060,54 @@ ladder.climb("QLoRA", with_qlora, **checkpointed_rows)
 # **What does it cost?** The weights are rounded, and each product unpacks them again. The row can still take less time than that of LoRA: where 16 bits are native, the four-bit layers multiply in 16 bits, and those of LoRA in 32. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward pass in evaluation mode repacks the 4-bit weights for a kernel without a backward pass. From then on no gradient reaches the lower layers, and nothing says so. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
 
 # %% [markdown]
+# ### 11. Layer streaming
+#
+# **What is going on?** A frozen weight is only read, and only while its block is computed. So it can wait elsewhere: a GPU's in host memory, a CPU's on the disk. In forward the blocks come one after the other, and in backward once more, in the other direction; while one block is computed, the next one is on its way. The adapters, which train, stay.
+#
+# ```text
+# host or disk   w0 w1 w2 … w29          all the time
+# device         w0, then w1 …           forward;  w29, then w28 … in backward
+# ```
+#
+# **Guess first.** The packed weights of 30 blocks wait on the disk, and two blocks are here at a time. By how much does the peak of QLoRA fall: by most of it, or by little?
+#
+# **The idea.** A checkpoint around each block, which computes it once more in backward, and a block that asks for its weights whenever it runs.
+
+# %%
+from recipes_lib.memory.layer_streaming import apply_layer_streaming, streamed_by_hand
+
+show(streamed_by_hand)
+
+
+# %%
+def with_streaming():
+    model = apply_qlora(fresh(), rank=16, alpha=32)
+    elsewhere = "host" if device == "cuda" else "disk"
+    model = apply_layer_streaming(model, to=elsewhere)  # with checkpoints of its own
+    return model, adamw(model), plain_step
+
+
+row = ladder.climb(
+    "QLoRA, streamed", with_streaming, **checkpointed_rows | {"after": "QLoRA"}
+)
+fell = 1 - row.peak_bytes / ladder["QLoRA"].peak_bytes
+print(f"{fell:.0%} less than QLoRA")
+
+# %% [markdown]
+# **The answer** is in the print: by less than one hopes. The table of the embedding stays, and in this small model it is larger than all packed blocks. The ladder for eight billion weights, further down, has a row with streaming where blocks are most of the model.
+#
+# **How do I use it?** As above. DeepSpeed's ZeRO-3 with `offload_param` does it for weights that train as well.
+#
+# **What does it cost?** Every weight crosses the link twice a step. On a GPU that is hidden as long as a block takes longer to compute than the next one to come, so take many tokens per step.
+
+# %% [markdown]
 # The rows of Part B take their turns, each compared with the baseline.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
 
 # %% [markdown]
-# ### 11. Dynamic batch size
+# ### 12. Dynamic batch size
 #
 # **What is going on?** If you do not know what fits, try it. When memory runs out, halve the micro-batches and double their number. The gradient stays that of the same batch.
 #
@@ -1423,6 +1465,7 @@ in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
 lora = partial(apply_lora, rank=16, alpha=32)
 qlora = partial(apply_qlora, rank=16, alpha=32)
 chunks = apply_chunked_cross_entropy
+streamed = partial(apply_layer_streaming, to="disk")
 large_rows = {
     "baseline": dict(),
     "gradient accumulation": dict(step=long_step_in_four),
@@ -1438,6 +1481,7 @@ large_rows = {
     "QLoRA, no checkpointing": dict(recipes=[qlora]),
     "QLoRA, checkpointing": dict(recipes=[qlora, checkpoints]),
     "… and a loss in chunks": dict(recipes=[qlora, checkpoints, chunks]),
+    "… and streamed": dict(recipes=[qlora, chunks, streamed]),
 }
 large_peaks = {}
 began = time.perf_counter()
@@ -1448,7 +1492,7 @@ print(f"{len(large_peaks)} rows in {time.perf_counter() - began:.0f} s")
 kinds_chart(large_peaks, "Llama-3.1-8B, 4,096 tokens, fp32 but for QLoRA: not run")
 
 # %% [markdown]
-# The equation has eight of the ten rows, and answers at once.
+# The equation has eight of the eleven rows, and answers at once.
 
 # %%
 skeleton_8b = model_of_shape("llama-3.1-8b", device="meta")
@@ -1481,7 +1525,7 @@ for name, parts in large_peaks.items():
 # %% [markdown]
 # Two rows differ by more than 1 %. The equation stores all states in 8 bits, and the recipe keeps those of the embedding in 32. And with a loss in chunks the peak is a block that is computed again, which the equation takes a little too large.
 #
-# Back to the question: are the recipes of Part A weak? With full fine-tuning they are. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the last three rows. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss, all of *other* and half of the activations, is more than a third of what is left, and a loss in chunks removes most of that. So what a recipe saves depends on the others: ask first what is at the peak.
+# Back to the question: are the recipes of Part A weak? With full fine-tuning they are. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the three rows of QLoRA. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss, all of *other* and half of the activations, is more than a third of what is left, and a loss in chunks removes most of that. Then the weights are most of what is left, and streamed they wait elsewhere, but for the two tables. So what a recipe saves depends on the others: ask first what is at the peak.
 #
 # ## Out-of-memory doctor
 #
@@ -1584,6 +1628,7 @@ print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
 # | states on the host | traffic over the link in every step | there is no GPU, or 8 bits are enough |
 # | LoRA | an update of low rank | teaching much new knowledge |
 # | QLoRA | rounded weights; unpacking in every product | the 16-bit weights fit |
+# | layer streaming | every weight crosses the link twice a step | the weights fit |
 #
 # **Measured here: two recipes that save less than one expects.** *Activation offloading* ends at the same peak as checkpointing, because both leave the tower of gradients as it is. *Mixed precision* saves no memory on a batch this small; its gain is time. Both stay in the ladder, so that you see it.
 #
