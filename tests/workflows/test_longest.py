@@ -59,8 +59,6 @@ def test_a_dry_run_has_no_data_and_ends():
             twice = torch.cat([huge, huge])
         assert memory.peak >= 3 * huge.nbytes
         assert twice.shape == (2**51,)
-        with pytest.raises(Exception, match="_local_scalar_dense"):
-            huge[0].item()
     assert not dry()
     assert torch.ones(2).sum().item() == 2
 
