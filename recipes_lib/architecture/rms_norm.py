@@ -45,8 +45,8 @@ from recipes_lib.core.model.causal_lm import (
     trunk,
     without_adapters,
 )
+from recipes_lib.core.model.linears import features, is_linear
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.predict.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

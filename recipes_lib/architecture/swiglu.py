@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.linears import features, is_linear
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.predict.plain_step import features, is_linear
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -28,7 +28,7 @@ Shapes: B batch, H heads, KV key and value heads, S sequence, E head dimension, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -42,16 +42,8 @@ from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     selects_keys,
 )
+from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate, require_adapters
-from recipes_lib.core.predict.closed_formula import why_no_formula
-from recipes_lib.core.predict.plain_step import (
-    block_bytes,
-    block_gradient_bytes,
-    budget_of,
-    with_activations_of,
-    without_grouped_heads,
-)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -346,66 +338,3 @@ def _description(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
     if kv == q:
         return "SDPA's memory-efficient kernel"
     return "SDPA's memory-efficient kernel with K and V repeated, because it takes no grouped heads"
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.ATTENTION)
-def estimate_flash_attention(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """The budget with the best kernel, from that with the attention `model` has now: eager, say.
-
-    Raises ValueError if no kernel computes this model, and for a budget of mixed precision if the
-    model's attention makes scores: autocast stores them in other dtypes than this formula knows.
-    """
-    with _as_if(model, best_kernel(model).implementation):
-        by_dry_step = why_no_formula(model, seq=shape.seq) is not None
-    if budget.dry is not None or by_dry_step:
-        return _estimate_by_dry_step(budget, model, shape)
-    saved_now = block_bytes(model, seq=shape.seq)
-    gradients_now = block_gradient_bytes(model, seq=shape.seq)
-    with _as_if(model, best_kernel(model).implementation):
-        saved_then = block_bytes(model, seq=shape.seq)
-        gradients_then = block_gradient_bytes(model, seq=shape.seq)
-
-    changes = (saved_then, gradients_then) != (saved_now, gradients_now)
-    precision = [done.name for done in budget.applied if done.order is Order.PRECISION]
-    if changes and precision:
-        raise ValueError(
-            f"{precision[0]} has counted the scores that {model.config._attn_implementation!r} "
-            f"attention makes: call apply_flash_attention(model) before these estimates"
-        )
-
-    saved = shape.tokens * (saved_then - saved_now)
-    gradients = shape.tokens * (gradients_then - gradients_now)
-    return budget.change(
-        activations=budget.activations + len(decoder_blocks(model)) * saved,
-        one_block=budget.one_block + saved,
-        block_gradients=budget.block_gradients + gradients,
-    )
-
-
-def _estimate_by_dry_step(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """The same where no formula holds for the model: a dry step with the best kernel."""
-    require_adapters(budget, model)
-    done = [each.name for each in budget.applied if each.order in (Order.PRECISION, Order.LOSS)]
-    if done:
-        raise ValueError(
-            f"{done[0]} has counted the attention that the model has now: "
-            f"call apply_flash_attention(model) before these estimates"
-        )
-    register()
-    with _as_if(model, best_kernel(model).implementation):
-        plain = budget_of(model, shape.micro())
-    return with_activations_of(budget, plain)
-
-
-@contextlib.contextmanager
-def _as_if(model: Any, implementation: str) -> Iterator[None]:
-    """Inside, the configuration names this attention, as the formulas of a block read it."""
-    now = model.config._attn_implementation
-    model.config._attn_implementation = implementation
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = now

@@ -25,7 +25,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -33,20 +32,10 @@ from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.model.causal_lm import (
     ROUTERS,
     decoder_blocks,
-    projection_widths,
     require_causal_lm,
 )
-from recipes_lib.core.model.linears import read_by_the_model
+from recipes_lib.core.model.linears import features, is_linear, read_by_the_model
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import (
-    all_frozen,
-    budget_of,
-    dry_budget,
-    features,
-    is_linear,
-    with_activations_of,
-)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -224,14 +213,6 @@ def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
 
 # --- the arithmetic -------------------------------------------------------------------------------
 
-# Layers of a block that read the same tensor, which is saved once for all of them. The attention's
-# output layer is not listed: what it reads is saved by the attention itself.
-READERS = (
-    ("q_proj", "k_proj", "v_proj", "c_attn"),
-    ("gate_proj", "up_proj", "c_fc"),
-    ("down_proj", "mlp.c_proj"),
-)
-
 
 def lora_parameters(
     model: Any, *, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
@@ -240,141 +221,3 @@ def lora_parameters(
     check_whole(rank=rank)
     targets = target_linears(model, target_modules=target_modules)
     return rank * sum(sum(features(layer)) for layer in targets.values())
-
-
-@estimate(Order.ADAPTERS)
-def estimate_lora(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    rank: int = 16,
-    dropout: float = 0.0,
-    target_modules: str | Sequence[str] = "all-linear",
-) -> Budget:
-    """The budget after `apply_lora` on `model`, which is the base as it is now."""
-    check_number(least=0, below=1, dropout=dropout)
-    trainable = 4 * lora_parameters(model, rank=rank, target_modules=target_modules)  # fp32
-    blocks = len(decoder_blocks(model))
-    if budget.dry is not None:
-        options = {"rank": rank, "dropout": dropout, "target_modules": target_modules}
-        return _estimate_by_dry_step(budget, model, shape, trainable=trainable, options=options)
-
-    # What the frozen base saves, and what the adapters add to it.
-    micro = shape.micro()
-    plain = budget_of(model, micro)
-    with all_frozen(model):
-        frozen = budget_of(model, micro)
-    targets = target_linears(model, target_modules=target_modules)
-    adapters = shape.tokens * _change_per_token(model, rank, targets, dropout=dropout)
-
-    carried = 0
-    last_gradients = trainable // blocks
-    if shape.micro_batches > 1:
-        # Carried from one micro-batch to the next: in the first block none has still to be made.
-        carried = trainable
-        last_gradients = 0
-    return budget.change(
-        weights=budget.weights + trainable,
-        gradients=trainable,
-        states=2 * trainable,
-        carried=carried,
-        activations=budget.activations - plain.activations + frozen.activations + adapters,
-        loss=min(budget.loss, frozen.loss),
-        one_block=budget.one_block - plain.one_block + frozen.one_block + adapters // blocks,
-        block_gradients=budget.block_gradients + shape.tokens * _cast_gradient_bytes(model),
-        last_gradients=last_gradients,
-        embedding_gradient=0,
-        base_frozen=True,
-    )
-
-
-def _estimate_by_dry_step(
-    budget: Budget, model: Any, shape: Shape, *, trainable: int, options: dict[str, Any]
-) -> Budget:
-    """The same where no formula holds for the base: a dry step of a copy that has the adapters."""
-
-    def adapted(copy: Any) -> Any:
-        # peft converts new adapters in place, which tensors without data do not allow. Made where
-        # the base is, in fp32, they are what its conversions end with, so there is nothing to swap.
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        stays = mock.patch.object(BaseTunerLayer, "_move_adapter_to_device_of_base_layer")
-        nothing_to_swap = mock.patch("torch.utils.swap_tensors")
-        made_at = copy.get_input_embeddings().weight.device
-        with warnings.catch_warnings(), stays, nothing_to_swap, made_at:
-            warnings.simplefilter("ignore")  # peft's words about a copy that nobody sees
-            return apply_lora(copy, **options)
-
-    plain = dry_budget(
-        model,
-        shape.micro(),
-        reason=budget.dry.reason,
-        prepare=adapted,
-        key=("lora", str(options)),
-    )
-    carried = 0
-    if shape.micro_batches > 1:
-        carried = trainable
-    return with_activations_of(budget, plain).change(
-        weights=budget.weights + trainable,
-        gradients=trainable,
-        states=2 * trainable,
-        carried=carried,
-        last_gradients=0,
-        embedding_gradient=0,
-        base_frozen=True,
-    )
-
-
-def _cast_gradient_bytes(model: Any) -> int:
-    """On a 16-bit base, backward also holds the fp32 gradients of an adapter's output and input."""
-    if model.dtype == torch.float32:
-        return 0
-    _, _, feed_forward = projection_widths(model.config)
-    return 4 * (model.config.hidden_size + feed_forward)
-
-
-def _change_per_token(
-    model: Any, rank: int, targets: dict[str, torch.nn.Module], *, dropout: float
-) -> int:
-    """Bytes per token that the adapters save for backward, less what frozen layers leave out.
-
-    An example: in an fp32 model with D = 512, q_proj, k_proj and v_proj read the same tensor of 512
-    numbers. The frozen base in `estimate_lora` still counts it once, with 4 x 512 = 2048 bytes. On
-    q_proj alone stands an adapter of rank 16. Added are always 4 x 16 = 64 bytes, for A x. Then:
-
-        dropout = 0     the adapter reads the tensor itself, which stays saved       +64
-        dropout > 0     the adapter saves its own (CPU: 8 bytes per number), and
-                        nobody needs the shared one any more        +64 + 8 x 512 - 2048
-        no adapter on any of the three: nobody needs the shared one                -2048
-    """
-    own_input = _own_input_bytes(model, dropout)
-    change = 0
-    for layer in targets.values():
-        inputs, _ = features(layer)
-        # A x, which is r numbers in fp32, and what the adapter keeps of its input.
-        change += 4 * rank + own_input * inputs
-
-    adapted = set(targets.values())
-    for block in decoder_blocks(model):
-        for readers in READERS:
-            layers = [layer for name, layer in block.named_modules() if name.endswith(readers)]
-            if not layers:
-                continue
-            # A frozen layer does not need its input. An adapter that makes no copy does.
-            if own_input or adapted.isdisjoint(layers):
-                inputs, _ = features(layers[0])
-                change -= model.dtype.itemsize * inputs
-    return change
-
-
-def _own_input_bytes(model: Any, dropout: float) -> int:
-    """Bytes per element of the input that each adapter keeps for itself."""
-    if dropout:
-        # What was dropped in fp32, and the mask: of bytes on CUDA, of fp32 on a CPU.
-        return 5 if model.device.type == "cuda" else 8
-    if model.dtype != torch.float32:
-        # peft casts the input to the adapter's fp32.
-        return 4
-    return 0

@@ -31,12 +31,10 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
+from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     check_adapters,
-    estimate_lora,
     target_linears,
 )
 
@@ -332,26 +330,3 @@ def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
             scale_bytes = scales + 4 * (256 + parts_needed(scales, BLOCK_OF_SCALES) + 1)
         total += indices + quantiles + scale_bytes
     return total
-
-
-@estimate(Order.ADAPTERS)
-def estimate_qlora(
-    budget: Budget,
-    model: Any,
-    shape: Shape,
-    *,
-    rank: int = 16,
-    dropout: float = 0.0,
-    target_modules: str | Sequence[str] = "all-linear",
-    double_quant: bool = True,
-) -> Budget:
-    """The budget after `apply_qlora` on `model`, which is the full-precision base as it is now."""
-    plan = estimate_lora(
-        budget, model, shape, rank=rank, dropout=dropout, target_modules=target_modules
-    )
-    full = [tensor_bytes(layer.weight) for layer in target_linears(model).values()]
-    return plan.change(
-        weights=plan.weights - sum(full) + nf4_bytes(model, double_quant=double_quant),
-        # Beside the activations there is the loss, and after it one dequantized layer at a time.
-        loss=max(plan.loss, max(full)),
-    )

@@ -38,12 +38,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.model import recompute
-from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixing import mix_in, unmix
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict import plain_step
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -167,79 +164,3 @@ def remove_activation_checkpointing(model: Any) -> Any:
 def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
     check_choice(("block", "selective"), mode=mode)
     check_whole(every=every, least=1, most=len(blocks))
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.CHECKPOINTS)
-def estimate_activation_checkpointing(
-    budget: Budget, model: Any, shape: Shape, *, mode: str = "block", every: int = 1
-) -> Budget:
-    """Activations are what the blocks keep, or what backward holds in the last block, if more.
-
-        backward begins           stored + what is saved outside the blocks + the loss
-        it is in the last block   stored, that block whole + the gradients inside it
-                                         + the gradient of the output layer (the loss is free)
-
-    Raises ValueError for "selective" with a budget of adapters that `model` does not have yet.
-    """
-    blocks = decoder_blocks(model)
-    _check(blocks, mode, every)
-    if budget.dry is not None:
-        return _checkpointed_one_by_one(budget, model, shape, mode=mode, every=every)
-    kept = shape.tokens * _kept_bytes(budget, model, mode)
-    checkpointed_blocks = len(range(0, len(blocks), every))
-    plain_blocks = len(blocks) - checkpointed_blocks
-    stored = checkpointed_blocks * kept + plain_blocks * budget.one_block
-
-    as_backward_begins = stored + plain_step.saved_outside_the_blocks(budget, model)
-    last_is_checkpointed = (len(blocks) - 1) % every == 0
-    if not last_is_checkpointed:  # it is free before any other block is recomputed
-        return budget.change(activations=as_backward_begins)
-
-    in_last_block = stored - kept + budget.one_block + budget.block_gradients
-    head_gradient = 0
-    if plain_step.head_trains(budget, model):
-        head_gradient = tensor_bytes(plain_step.head_of(model))
-    return budget.with_moment_in_a_block(
-        as_backward_begins=as_backward_begins,
-        in_a_block=in_last_block + head_gradient,
-        # Where each gradient goes at once, only that of a tied one waits, for its second half.
-        if_gradients_go=in_last_block + plain_step.embedding_copies(model) // 2,
-    )
-
-
-def _checkpointed_one_by_one(
-    budget: Budget, model: Any, shape: Shape, *, mode: str, every: int
-) -> Budget:
-    """The same where a dry step has counted each block by itself."""
-    kept = [block.saved for block in budget.dry.blocks]
-    for index in range(0, len(kept), every):
-        keeps = shape.tokens * _kept_bytes(budget, model, mode, index=index)
-        kept[index] = min(kept[index], keeps)
-    dry = budget.dry.keeping(kept)
-    return budget.change(activations=budget.activations - budget.dry.saved + dry.saved, dry=dry)
-
-
-def _kept_bytes(budget: Budget, model: Any, mode: str, *, index: int = 0) -> int:
-    """Bytes per token that one checkpointed block keeps: its input [D], and what `mode` adds."""
-    elements = model.config.get_text_config().hidden_size
-    if mode == "selective":
-        plain_step.require_adapters(budget, model)  # their matmuls are kept, too
-        elements += _kept_outputs(model, index)
-    return elements * model.dtype.itemsize
-
-
-def _kept_outputs(model: Any, index: int) -> int:
-    """Elements per token that the matmuls and the attention of one block return."""
-    linear = 0
-    for module in decoder_blocks(model)[index].modules():
-        if plain_step.is_linear(module):
-            _, outputs = plain_step.features(module)
-            linear += outputs
-    if model.config._attn_implementation == "eager":
-        return linear
-    query, _, _ = projection_widths(model.config)
-    log_sum_exp = model.config.num_attention_heads  # one number per head, kept for the softmax
-    return linear + query + log_sum_exp

@@ -34,7 +34,7 @@ Shapes: T = B*S tokens of a batch, D hidden, L layers, g blocks of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,20 +44,10 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
-    is_layer_norm,
-    norms_of,
     require_causal_lm,
 )
 from recipes_lib.core.model.mixing import mix_in, unmix
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.model.sizes import parts_needed
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import (
-    embedding_copies,
-    require_adapters,
-    saved_outside_the_blocks,
-    trainable_bytes,
-)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -221,78 +211,3 @@ def _inputs_alive(index: int, group: int) -> int:
     of_groups = index // group + 1  # up to its own: backward has freed those of later groups
     in_its_group = index % group  # from the group's second block up to this one
     return of_groups + in_its_group
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.CHECKPOINTS)
-def estimate_nested_checkpointing(
-    budget: Budget, model: Any, shape: Shape, *, group: int
-) -> Budget:
-    """Activations are the inputs of the groups, or what backward holds in a group, if more.
-
-        backward begins     inputs of all groups + what is saved outside the blocks + the loss
-        it is in block i    inputs up to i + all of block i + the gradients inside it
-                                + the weights' gradients of the output layer and of later blocks
-
-    Raises ValueError for a budget of adapters that `model` does not have yet.
-    """
-    require_adapters(budget, model)
-    blocks = decoder_blocks(model)
-    check_whole(group=group, most=len(blocks))
-    groups = parts_needed(len(blocks), group)
-    width = model.config.get_text_config().hidden_size
-    one_input = shape.tokens * model.dtype.itemsize * width
-    inputs_of_groups = groups * one_input
-    if budget.dry is not None:
-        return _nested_one_by_one(budget, group=group, one_input=one_input)
-
-    activations = _activations_in_blocks(budget, len(blocks), group=group, one_input=one_input)
-    gradients = _gradients_in_blocks(budget, blocks)
-    with_gradients = max(map(sum, zip(activations, gradients, strict=True)))
-    # Where each gradient goes at once, one waits: that of a tied embedding, for its second half.
-    without_gradients = max(activations) + embedding_copies(model) // 2
-    if _block_saves_its_input(model):
-        # `one_block` counts it as well.
-        with_gradients -= one_input
-        without_gradients -= one_input
-    return budget.with_moment_in_a_block(
-        as_backward_begins=inputs_of_groups + saved_outside_the_blocks(budget, model),
-        in_a_block=with_gradients - budget.carried,  # which `_gradients_in_blocks` has counted
-        if_gradients_go=without_gradients,
-    )
-
-
-def _nested_one_by_one(budget: Budget, *, group: int, one_input: int) -> Budget:
-    """The same where a dry step has counted each block by itself."""
-    count = len(budget.dry.blocks)
-    kept = []
-    more_inside = []
-    for index in range(count):
-        first_of_group = index % group == 0
-        kept.append(one_input if first_of_group else 0)
-        more_inside.append((index % group) * one_input)  # inputs of blocks since the group's first
-    dry = budget.dry.keeping(kept, more_inside=more_inside)
-    return budget.change(activations=budget.activations - budget.dry.saved + dry.saved, dry=dry)
-
-
-def _activations_in_blocks(budget: Budget, count: int, *, group: int, one_input: int) -> list[int]:
-    """For each block: bytes of inputs, and of all inside it, while backward is in it."""
-    inside = budget.one_block + budget.block_gradients
-    return [_inputs_alive(index, group) * one_input + inside for index in range(count)]
-
-
-def _gradients_in_blocks(budget: Budget, blocks: torch.nn.ModuleList) -> Iterator[int]:
-    """For each block: bytes of the weights' gradients that are there while backward is in it."""
-    still_to_come = budget.last_gradients  # those of the first block, and of the embedding
-    for index, block in enumerate(blocks):
-        if index > 0:
-            still_to_come += trainable_bytes(block)
-        yield max(budget.carried, budget.gradients - still_to_come)
-
-
-def _block_saves_its_input(model: Any) -> bool:
-    """Whether a block's first norm saves its input as it is: RMSNorm makes fp32 of 16 bits."""
-    first_norm = norms_of(decoder_blocks(model)[0])[0]
-    return model.dtype.itemsize == 4 or is_layer_norm(first_norm)

@@ -42,8 +42,6 @@ from recipes_lib.core.model.marks import (
     unmark,
 )
 from recipes_lib.core.model.trainable import parameters_to_train
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import free_gradients
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -189,12 +187,3 @@ class StepInBackward(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.GRADIENTS)
-def estimate_optimizer_in_backward(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """One gradient is alive at a time (the optimizer's step needs no temporary tensors)."""
-    return free_gradients(budget, model)

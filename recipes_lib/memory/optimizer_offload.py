@@ -46,8 +46,6 @@ from recipes_lib.core.model.marks import (
     unmark,
 )
 from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import free_gradients
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -379,9 +377,3 @@ def host_bytes(model: nn.Module) -> int:
 def _pinned_bytes(size: int) -> int:
     """What torch takes for `size` bytes of pinned memory: the next power of two."""
     return 2 ** (size - 1).bit_length()
-
-
-@estimate(Order.GRADIENTS)
-def estimate_optimizer_offload(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """No states on the device, and one gradient at a time, with accumulation too."""
-    return free_gradients(budget.change(states=0), model)

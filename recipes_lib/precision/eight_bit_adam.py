@@ -39,8 +39,6 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import require_adapters
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
@@ -214,22 +212,6 @@ def _torchao_adamw() -> type[torch.optim.Optimizer]:
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.STATES)
-def estimate_eight_bit_adam(
-    budget: Budget, model: Any, shape: Shape, *, embedding_bits: int = 32, paged: bool = False
-) -> Budget:
-    """The states shrink, nothing else changes.
-
-    With `paged`, the averages of a parameter with 100,000 elements or more lie in managed memory.
-    They come to the GPU while a step needs them, and leave it when something else needs the room.
-    PyTorch does not allocate them, and its peak does not contain them. So the budget does not count
-    them either: what remains are the scales, the code tables and the states of smaller parameters.
-    """
-    require_adapters(budget, model)
-    states = predicted_state_bytes(model, embedding_bits=embedding_bits, paged=paged)
-    return budget.change(states=states)
 
 
 def predicted_state_bytes(model: Any, *, embedding_bits: int = 32, paged: bool = False) -> int:

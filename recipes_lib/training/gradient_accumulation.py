@@ -34,15 +34,6 @@ from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.model.output_layer import at_least_fp32, require_shifted_loss
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.core.predict.plain_step import (
-    budget_of,
-    embedding_copies,
-    head_trains,
-    loss_bytes,
-    with_activations_of,
-)
 
 Batch = dict[str, torch.Tensor]
 
@@ -177,37 +168,3 @@ def _refuse_auxiliary_loss(output: Any) -> None:
         raise ValueError(
             "the router's auxiliary loss would be left out: set config.output_router_logits = False"
         )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.BATCH)
-def estimate_gradient_accumulation(budget: Budget, model: Any, shape: Shape) -> Budget:
-    """The budget of the full batch, split in k = `shape.micro_batches`.
-
-    What grows with the batch shrinks; gradients are carried from one micro-batch to the next.
-    Comes first: all other estimates then see one micro-batch.
-    """
-    k = shape.micro_batches
-    if k == 1:
-        return budget
-    # The embedding's gradient cannot become `.grad` any more: it is added to the one that is there.
-    added = embedding_copies(model)
-    embedding = model.get_input_embeddings().weight
-    if embedding.requires_grad:
-        added += tensor_bytes(embedding)
-    if budget.dry is not None:
-        # Not all of it is proportional to the rows: a step of one micro-batch tells.
-        micro = budget_of(model, shape.micro())
-        budget = with_activations_of(budget, micro)
-        return budget.change(carried=budget.gradients, last_gradients=0, embedding_gradient=added)
-    return budget.change(
-        activations=budget.activations // k,
-        loss=loss_bytes(model, shape.tokens, head_trains=head_trains(budget, model)),
-        carried=budget.gradients,
-        one_block=budget.one_block // k,
-        block_gradients=budget.block_gradients // k,
-        last_gradients=0,  # every gradient exists from the first micro-batch on
-        embedding_gradient=added,
-    )

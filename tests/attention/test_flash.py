@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +12,11 @@ from recipes_lib.attention import flash
 from recipes_lib.attention.flash import (
     apply_flash_attention,
     best_kernel,
-    estimate_flash_attention,
     plain_attention,
     running_softmax_attention,
 )
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict import plain_step
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 from tests.small_models import small_model
 
@@ -180,15 +175,9 @@ def test_generation_with_the_cache_is_eagers(shape):
 def test_capped_scores_are_refused(batch):
     """SDPA would leave the cap out, and train another model."""
     gemma = model_of_shape("tiny-gemma2", device="cpu")
-    shape = Shape(batch=1, seq=8)
-    plan = budget_of(gemma, shape)
-    for call in (
-        lambda: best_kernel(gemma),
-        lambda: apply_flash_attention(gemma),
-        lambda: estimate_flash_attention(plan, gemma, shape),
-    ):
+    for call in (best_kernel, apply_flash_attention):
         with pytest.raises(ValueError, match=r"cannot cap scores.*eager"):
-            call()
+            call(gemma)
     assert gemma.config._attn_implementation == "eager"
     gemma.config.attn_logit_softcapping = None  # the attention modules still cap
     with pytest.raises(ValueError, match="fused kernels have no softcap"):
@@ -307,55 +296,6 @@ def test_the_choice_on_gpus(monkeypatch, capability, dtype, installed, options, 
 # --- the arithmetic --------------------------------------------------------------------------
 
 
-def peak_of(model, optimizer, ids):
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()  # which makes the optimizer's states
-    with PeakMemory() as memory:
-        step()
-    return memory.peak
-
-
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])  # grouped heads, and none
-def test_peak_falls_as_estimated(name):
-    """Scores that are left in the budget, or taken out of it twice."""
-    gc.collect()  # the models before this one are not part of the step
-    model = model_of_shape(name, layers=4, device="cpu")
-    model.set_attn_implementation("eager")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    shape = Shape(batch=2, seq=256)
-    plan = budget_of(model, shape)
-    planned = estimate_flash_attention(plan, model, shape)
-    assert model.config._attn_implementation == "eager"
-
-    ids = torch.randint(0, 128, (shape.batch, shape.seq))
-    eager = peak_of(model, optimizer, ids)
-    fused = peak_of(apply_flash_attention(model), optimizer, ids)
-    assert fused < 0.75 * eager
-    assert planned.peak == pytest.approx(fused, rel=0.03)
-    assert plan.peak - planned.peak == pytest.approx(eager - fused, rel=0.1)
-    # It has the kernel now: nothing is left to save.
-    again = estimate_flash_attention(planned, model, shape)
-    assert again.terms() == planned.terms()
-
-
-def test_heads_that_are_repeated_for_a_kernel_are_counted(monkeypatch):
-    """The mistake on a T4: K and V are saved once for each head of Q, and the budget has them once.
-
-    A CPU repeats them likewise if it is told to, and its kernel saves what it is given.
-    """
-    for place in (flash, plain_step):
-        monkeypatch.setattr(place, "without_grouped_heads", lambda device, dtype: True)
-    model = apply_flash_attention(model_of_shape("tiny-llama", layers=8, device="cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids = torch.randint(0, 128, (4, 128))
-    plan = budget_of(model, Shape(4, 128))
-    assert plan.peak == pytest.approx(peak_of(model, optimizer, ids), rel=0.01)
-
-
 # --- on a GPU --------------------------------------------------------------------------------
 
 
@@ -375,15 +315,3 @@ def test_equal_to_eager_for_less_memory_on_gpu(dtype):
     tolerance = {torch.bfloat16: 0.02, torch.float32: 1e-3}[dtype]
     assert relative_error(got, expected) < tolerance
     assert fused.peak < 0.7 * eager.peak
-
-
-@pytest.mark.gpu
-def test_the_budget_of_repeated_heads_on_gpu():
-    """In fp32 no kernel takes grouped heads: what is saved for backward grows by K and V."""
-    model = apply_flash_attention(model_of_shape("tiny-llama", layers=8, device="cuda"))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    # So large that the workspaces of cuBLAS are little.
-    shape = Shape(batch=512, seq=256)
-    ids = torch.randint(0, 128, (shape.batch, shape.seq), device="cuda")
-    measured = peak_of(model, optimizer, ids)
-    assert budget_of(model, shape).peak == pytest.approx(measured, rel=0.02)

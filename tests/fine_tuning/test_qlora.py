@@ -9,13 +9,10 @@ from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,
     block_size_of,
     check_gradient_flow,
-    estimate_qlora,
     merge_qlora,
     nf4_bytes,
     nf4_layer,
@@ -287,52 +284,6 @@ def test_merging_by_peft_rounds_to_four_bits_again(llama, batch):
     by_peft = copy.deepcopy(model).merge_and_unload()(**batch).logits
     ours = run(merge_qlora(model), batch)
     assert (by_peft - expected).abs().max() > 1000 * (ours - expected).abs().max()
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-def peak_of_a_step(model, shape):
-    """Peak bytes of a step that is not the first, which creates the states."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    ids = torch.randint(0, model.config.vocab_size, (shape.batch, shape.seq))
-    for _ in range(2):
-        with PeakMemory() as memory:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return memory.peak
-
-
-def check_peak(model, shape, *, tolerance=0.05, **options):
-    """Quantize and adapt `model`; weights and peak are those that were estimated for the base."""
-    plan = estimate_qlora(budget_of(model, shape), model, shape, **options)
-    others = alive() - weight_bytes(model)
-    model = apply_qlora(model, **options)
-    assert plan.weights == weight_bytes(model)
-    assert plan.base_frozen
-    assert plan.peak == pytest.approx(peak_of_a_step(model, shape) - others, rel=tolerance)
-
-
-QV = {"target_modules": ["q_proj", "v_proj"]}
-MEASURED = [
-    ("tiny-gemma2", torch.float32, Shape(4, 64), {}),  # the activations are the peak
-    ("tiny-llama", torch.bfloat16, Shape(1, 37), QV),
-    ("tiny-llama", torch.float32, Shape(1, 8), {}),  # one dequantized layer is
-]
-
-
-@pytest.mark.parametrize(("family", "dtype", "shape", "options"), MEASURED)
-def test_peak_is_as_estimated(family, dtype, shape, options):
-    """The mistake: 4-bit layers keep an input, or the dequantized layer is forgotten."""
-    model = model_of_shape(family, layers=5, dtype=dtype, device="cpu")
-    check_peak(model, shape, rank=8, **options)
-
-
-def test_peak_in_the_proportions_of_a_real_model_is_as_estimated():
-    """The mistake: a term that the rest hides, beside a large vocabulary."""
-    model = model_of_shape("smollm2-135m", layers=4, device="cpu")
-    check_peak(model, Shape(1, 64), tolerance=0.01, rank=16)
 
 
 # --- models from elsewhere, and bad input ---------------------------------------------------------

@@ -12,13 +12,9 @@ from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, any_marked
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     checkpointed_by_hand,
-    estimate_activation_checkpointing,
     remove_activation_checkpointing,
 )
 from tests.conftest import assert_equal, gradients, make_batch, run
@@ -213,65 +209,6 @@ def test_states_that_are_no_cache_are_refused():
 
 
 # --- what it saves --------------------------------------------------------------------------------
-
-
-def measured_peak(model, shape):
-    """Peak of the second AdamW step: the first one creates the states."""
-    ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, fused=True)
-
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with PeakMemory() as memory:
-        step()
-    return memory.peak
-
-
-def measured_and_planned(model, shape, **options):
-    plan = estimate_activation_checkpointing(budget_of(model, shape), model, shape, **options)
-    apply_activation_checkpointing(model, **options)
-    return measured_peak(model, shape), plan.peak
-
-
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
-@pytest.mark.parametrize("mode", ["block", "selective"])
-def test_peak_as_estimated(family, mode):
-    """Families differ in what their matmuls return and in what one block is."""
-    model = model_of_shape(family, layers=4, device="cpu")
-    measured, planned = measured_and_planned(model, Shape(batch=16, seq=64), mode=mode)
-    assert planned == pytest.approx(measured, rel=0.05)
-
-
-def test_peak_falls_the_more_is_recomputed():
-    """The last of eight blocks is a plain one with every=2, and a checkpointed one with every=7."""
-    shape = Shape(batch=16, seq=64)
-    plain = measured_peak(model_of_shape("tiny-llama", layers=8, device="cpu"), shape)
-    peaks = {}
-    for every in (7, 2, 1):
-        model = model_of_shape("tiny-llama", layers=8, device="cpu")
-        peaks[every], planned = measured_and_planned(model, shape, every=every)
-        assert planned == pytest.approx(peaks[every], rel=0.05), every
-    selective, _ = measured_and_planned(
-        model_of_shape("tiny-llama", layers=8, device="cpu"), shape, mode="selective"
-    )
-    assert plain > peaks[7] > peaks[2] > peaks[1]
-    assert plain > selective > peaks[1]
-    assert peaks[1] < plain / 2
-
-
-def test_peak_with_adapters_as_estimated():
-    """Estimated on the base, whose output layer still trains: its gradient must not count."""
-    shape = Shape(batch=16, seq=64)
-    model = model_of_shape("tiny-gemma2", layers=4, dtype=torch.bfloat16, device="cpu")
-    plan = estimate_lora(budget_of(model, shape), model, shape)
-    plan = estimate_activation_checkpointing(plan, model, shape)
-    model = apply_activation_checkpointing(apply_lora(model))
-    assert plan.peak == pytest.approx(measured_peak(model, shape), rel=0.05)
 
 
 @pytest.mark.gpu

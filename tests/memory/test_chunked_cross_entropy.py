@@ -11,17 +11,13 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes_lib.core import model as core_model
-from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import ModelShape, chunked_loss, model_of_shape
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
-from recipes_lib.fine_tuning.lora import apply_lora, estimate_lora
+from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.model import chunked_loss, model_of_shape
+from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.chunked_cross_entropy import (
     apply_chunked_cross_entropy,
     arithmetic,
     chunked_cross_entropy,
-    estimate_chunked_cross_entropy,
     plain_chunked_loss,
     remove_chunked_cross_entropy,
 )
@@ -474,82 +470,6 @@ def test_second_derivatives_are_refused(llama):
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     with pytest.raises(ValueError, match="without create_graph=True"):
         torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
-
-
-# --- the estimate --------------------------------------------------------------------------------
-
-
-def measured_and_planned(
-    name,
-    shape,
-    *,
-    prompt=0,
-    adapters=False,
-    frozen=False,
-    chunk_size=None,
-    **model_options,
-):
-    """Peak of the second AdamW step (the first one creates the states), and the estimate of it.
-
-    All estimates are made on the base: its adapters do not exist yet.
-    """
-    # The models before this one are not part of the step. And `PeakMemory` walks through all
-    # objects: those of the tests before need not be among them.
-    gc.collect()
-    gc.freeze()
-    model = model_of_shape(name, device="cpu", **model_options)
-    model.get_output_embeddings().requires_grad_(not frozen)
-    plan = budget_of(model, shape)
-    if adapters:
-        plan = estimate_lora(plan, model, shape)
-    targets = None
-    if prompt:
-        targets = shape.batch * (shape.seq - prompt)
-    plan = estimate_chunked_cross_entropy(
-        plan, model, shape, chunk_size=chunk_size, targets=targets
-    )
-
-    if adapters:
-        model = apply_lora(model)
-    apply_chunked_cross_entropy(model, chunk_size=chunk_size)
-    ids = torch.ones(shape.batch, shape.seq, dtype=torch.long)
-    labels = ids.clone()
-    labels[:, :prompt] = -100
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-
-    def step(length):
-        rows = {"input_ids": ids[:, -length:], "labels": labels[:, -length:]}
-        model(**rows, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(8)
-    with PeakMemory() as memory:
-        step(shape.seq)
-    return memory.peak, plan.peak
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-def test_peak_of_a_large_vocabulary_as_estimated(monkeypatch, adapters):
-    """Chunks of the default size: few targets are less than one. With adapters W has no gradient,
-    and the estimate knows it though the base that it sees still trains."""
-    wide = ModelShape(64, 160, 2, 4, 2, 2**15, True, "Llama")
-    monkeypatch.setitem(core_model.SHAPES, "tiny-wide", wide)
-    shape = Shape(batch=1, seq=512)
-    measured, planned = measured_and_planned("tiny-wide", shape, prompt=384, adapters=adapters)
-    assert planned == pytest.approx(measured, rel=0.005)
-
-
-@pytest.mark.parametrize("chunk_size", [100, 512])
-def test_peak_in_bf16_as_estimated(monkeypatch, chunk_size):
-    """Few chunks are summed in bf16. The sum of many is in fp32, and cast at the end."""
-    machine = SimpleNamespace(native_bf16=True, device="cpu")
-    monkeypatch.setattr(chunked_loss, "machine", lambda: machine)
-    with dry_run():
-        options = {"layers": 1, "dtype": torch.bfloat16, "chunk_size": chunk_size}
-        shape = Shape(batch=1, seq=2048)
-        measured, planned = measured_and_planned("smollm2-135m", shape, **options)
-    assert planned == pytest.approx(measured, rel=0.02)
 
 
 # --- against other implementations ---------------------------------------------------------------

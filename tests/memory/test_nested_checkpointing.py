@@ -7,30 +7,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.measure import PeakMemory, dry_run
+from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of, loss_bytes
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
-    estimate_activation_checkpointing,
     remove_activation_checkpointing,
-)
-from recipes_lib.memory.chunked_cross_entropy import (
-    apply_chunked_cross_entropy,
-    estimate_chunked_cross_entropy,
 )
 from recipes_lib.memory.nested_checkpointing import (
     apply_nested_checkpointing,
     best_group,
-    estimate_nested_checkpointing,
     nested_by_hand,
     remove_nested_checkpointing,
-)
-from recipes_lib.memory.optimizer_in_backward import (
-    apply_optimizer_in_backward,
-    estimate_optimizer_in_backward,
 )
 from tests.conftest import assert_equal, assert_near, gradients, make_batch, run
 from tests.small_models import small_model
@@ -253,90 +241,6 @@ def test_arithmetic_that_it_costs(llama):
     assert operations(apply_nested_checkpointing(llama, group=1)) == once
     remove_nested_checkpointing(llama)
     assert operations(apply_nested_checkpointing(llama, group=2)) == once + 2 * one_block
-
-
-def peak_of_a_small_loss(model, tokens):
-    ids = torch.zeros(tokens, dtype=torch.long)
-    with PeakMemory() as memory:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().backward()
-    return memory.peak
-
-
-def only_blocks_train(model):
-    """Gradients of embeddings would hide the blocks."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.requires_grad_(False)
-    model.get_output_embeddings().requires_grad_(False)
-    return model
-
-
-def measured_peak(model, shape):
-    """Peak of the second AdamW step, with a loss on the last token alone."""
-    ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, fused=True)
-
-    def step():
-        for _ in range(shape.micro_batches):
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-            logits.float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()  # creates the states
-    with PeakMemory() as memory:
-        step()
-    return memory.peak
-
-
-def plan_of_a_small_loss(model, shape):
-    plan = budget_of(model, shape)
-    return plan.change(loss=loss_bytes(model, shape.rows, head_trains=False))
-
-
-@pytest.mark.parametrize(
-    ("family", "rows", "dtype"),
-    [("tiny-gpt2", 4, torch.float32), ("tiny-llama", 4, torch.bfloat16)],
-)
-def test_peak_as_estimated(family, rows, dtype):
-    """In bf16 an RMSNorm saves its input in fp32, and the block's own input is beside that."""
-    shape = Shape(batch=rows, seq=256)
-    model = only_blocks_train(model_of_shape(family, layers=6, dtype=dtype, device="cpu"))
-    plan = plan_of_a_small_loss(model, shape)
-    plan = estimate_nested_checkpointing(plan, model, shape, group=2)
-    apply_nested_checkpointing(model, group=2)
-    assert plan.peak == pytest.approx(measured_peak(model, shape), rel=0.02)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_peak_where_each_gradient_goes_at_once(nested):
-    """The peak in a block has no gradients of later blocks, which are there in a plain step."""
-    shape = Shape(batch=1, seq=4096)
-    with dry_run():
-        model = model_of_shape("llama-3.1-8b", layers=4, device="cpu")
-        plan = estimate_chunked_cross_entropy(budget_of(model, shape), model, shape)
-        apply_chunked_cross_entropy(model)
-        if nested:
-            plan = estimate_nested_checkpointing(plan, model, shape, group=2)
-            apply_nested_checkpointing(model, group=2)
-        else:
-            plan = estimate_activation_checkpointing(plan, model, shape)
-            apply_activation_checkpointing(model)
-        stays = plan.peak
-        plan = estimate_optimizer_in_backward(plan, model, shape)
-        optimizer = apply_optimizer_in_backward(model, lr=1e-5, fused=True)
-        ids = torch.zeros(shape.rows, shape.seq, dtype=torch.long)
-
-        def step(ids):
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-
-        step(ids[:, :16])  # makes the states
-        with PeakMemory() as memory:
-            step(ids)
-    assert plan.peak == pytest.approx(memory.peak, rel=0.01)
-    assert plan.peak < stays
 
 
 @pytest.mark.gpu

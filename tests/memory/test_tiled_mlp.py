@@ -13,16 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of, loss_bytes
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
-    estimate_activation_checkpointing,
 )
 from recipes_lib.memory.tiled_mlp import (
     Tiled,
     apply_tiled_mlp,
-    estimate_tiled_mlp,
     remove_tiled_mlp,
     tiled_by_hand,
 )
@@ -309,81 +305,6 @@ def test_arithmetic_that_it_costs(llama):
     checkpointed = of(apply_activation_checkpointing(copy.deepcopy(llama)))
     both = apply_activation_checkpointing(apply_tiled_mlp(llama, tile_size=64))
     assert of(both) == checkpointed
-
-
-def measured_and_planned(
-    name, shape, *, tile_size=None, norms=False, checkpointed=False, **model_options
-):
-    """Peak of an AdamW step with a small loss on blocks that train, and the estimate of it."""
-    # `PeakMemory` walks through all objects: those of the tests before need not be among them.
-    gc.collect()
-    gc.freeze()
-    model = model_of_shape(name, device="cpu", **model_options)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):  # their gradients would hide the blocks
-            module.requires_grad_(False)
-    model.get_output_embeddings().requires_grad_(False)
-    small_loss = loss_bytes(model, shape.batch, head_trains=False)
-    plan = budget_of(model, shape).change(loss=small_loss)
-    if tile_size:
-        plan = estimate_tiled_mlp(plan, model, shape, tile_size=tile_size, norms=norms)
-        apply_tiled_mlp(model, tile_size=tile_size, norms=norms)
-    if checkpointed:
-        plan = estimate_activation_checkpointing(plan, model, shape)
-        apply_activation_checkpointing(model)
-    ids = torch.zeros(shape.batch, shape.seq, dtype=torch.long, device=model.device)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-
-    def step():
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-        logits.float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()  # creates the states
-    with PeakMemory() as memory:
-        step()
-    return memory.peak, plan.peak
-
-
-LONG = Shape(batch=4, seq=256)
-# Gemma 2 has eager attention: in short rows its [S, S] tensors do not hide the MLP.
-SHORT = Shape(batch=64, seq=16)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_peak_falls(checkpointed):
-    """The moment of a norm, of attention or of the MLP that the estimate forgets."""
-    peaks = []
-    for options in ({}, {"tile_size": 200}, {"tile_size": 200, "norms": True}):
-        options["checkpointed"] = checkpointed
-        measured, planned = measured_and_planned("tiny-llama", LONG, **options)
-        if "tile_size" in options:
-            assert planned == pytest.approx(measured, rel=0.03), options
-        peaks.append(measured)
-    assert peaks[1] < 0.8 * peaks[0] and peaks == sorted(peaks, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "norms", "checkpointed"),
-    [
-        ("tiny-gemma2", SHORT, False, False),  # four norms, one behind the MLP; scores
-        ("tiny-gemma2", SHORT, True, False),
-        ("tiny-gpt2", LONG, False, True),  # LayerNorms, five [T, F], no rotary positions
-    ],
-)
-def test_peak_of_other_families_as_estimated(name, shape, norms, checkpointed):
-    """Families differ in their norms and in what an MLP saves."""
-    options = {"tile_size": 200, "norms": norms, "checkpointed": checkpointed}
-    measured, planned = measured_and_planned(name, shape, **options)
-    assert planned == pytest.approx(measured, rel=0.03)
-
-
-def test_peak_of_one_tile_as_estimated():
-    """All activations of one MLP at a time: nothing of its weights' gradients is summed."""
-    shape = Shape(batch=1, seq=48)
-    measured, planned = measured_and_planned("tiny-llama", shape, tile_size=2000)
-    assert planned == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.gpu

@@ -7,15 +7,12 @@ import torch
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import state_bytes, tensor_bytes
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
+from recipes_lib.core.model.sizes import state_bytes
 from recipes_lib.precision.eight_bit_adam import (
     BLOCK,
     code_table,
     eight_bit_adamw,
     encode,
-    estimate_eight_bit_adam,
     plain_eight_bit_step,
     predicted_state_bytes,
 )
@@ -137,51 +134,6 @@ def test_another_optimizers_override_does_not_leak_in(batch):
             assert optimizer.state[weight]["state1"].dtype == dtype
     finally:
         del manager.index2config[(0, 0)]
-
-
-PEAKS = [(torch.float32, 32, Shape(2, 32)), (torch.bfloat16, 8, Shape(1, 2))]
-
-
-@pytest.mark.parametrize(("dtype", "embedding_bits", "shape"), PEAKS)
-def test_peak_as_estimated(dtype, embedding_bits, shape):
-    model = model_of_shape("tiny-llama", layers=4, dtype=dtype, device="cpu")
-    optimizer = eight_bit_adamw(model, lr=1e-3, embedding_bits=embedding_bits)
-    ids = torch.randint(0, 128, (shape.batch, shape.seq))
-    for _ in range(2):  # the first step creates the states
-        with PeakMemory() as memory:
-            train(model, optimizer, {"input_ids": ids, "labels": ids}, 1)
-    plain = budget_of(model, shape)
-    plan = estimate_eight_bit_adam(plain, model, shape, embedding_bits=embedding_bits)
-    assert plan.peak == pytest.approx(memory.peak, rel=0.05)
-    assert plan.states < plain.states
-
-
-@pytest.mark.parametrize("embedding_bits", [8, 32])
-def test_paged_states_are_those_that_bitsandbytes_pages(embedding_bits, monkeypatch):
-    """bitsandbytes decides which states it pages; only the managed memory is replaced here.
-
-    The 8-bit scales and the states of small parameters stay in memory that PyTorch allocates.
-    """
-    paged = []
-
-    def managed_memory(*shape, dtype, device):
-        paged.append(torch.empty(shape, dtype=dtype, device=device))
-        return paged[-1]
-
-    monkeypatch.setattr(bnb.functional, "get_paged", managed_memory)
-    monkeypatch.setattr(bnb.functional, "fill", lambda buffer, value: None)
-    # A device that is no CPU, and needs no memory.
-    model = model_of_shape("smollm2-135m", layers=1, device="meta")
-    optimizer = eight_bit_adamw(model, lr=1e-3, embedding_bits=embedding_bits, paged=True)
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            optimizer.init_state(group, parameter, index, position)
-    in_managed_memory = sum(tensor_bytes(buffer) for buffer in paged)
-    assert in_managed_memory > 0
-    shape = Shape(1, 2)
-    plain = budget_of(model, shape)
-    plan = estimate_eight_bit_adam(plain, model, shape, embedding_bits=embedding_bits, paged=True)
-    assert plan.states == state_bytes(optimizer) - in_managed_memory
 
 
 def test_what_a_library_cannot_do_is_refused(llama):

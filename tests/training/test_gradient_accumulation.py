@@ -3,18 +3,14 @@ import torch
 from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.core.data import IGNORED, collate
-from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, mark
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 from recipes_lib.core.ranks.rank_step import sum_of_losses
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
     accumulated_by_hand,
     cross_entropy_sum,
-    estimate_gradient_accumulation,
 )
 from tests.conftest import assert_same_gradients, gradients, make_batch
 
@@ -104,34 +100,6 @@ def test_bf16_weights(llama):
     loss = accumulate_gradients(model, batch, micro_batches=2)
     assert loss.dtype is torch.float32
     assert_same_gradients(gradients(model), expected, atol=2e-2, rtol=5e-2)
-
-
-def test_memory_stays_flat_and_as_estimated():
-    """The mistake: a micro-batch stays alive; the effective batch grows 8 times, the peak not."""
-    model = model_of_shape("tiny-llama", layers=8, device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(batch):
-        accumulate_gradients(model, batch, micro_batches=len(batch["labels"]))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def peak(rows):
-        ids = torch.randint(0, 128, (rows, 64))
-        with PeakMemory() as memory:
-            step({"input_ids": ids, "labels": ids})
-        return memory.peak
-
-    def predicted(k):
-        shape = Shape(batch=k, seq=64, micro_batches=k)
-        return estimate_gradient_accumulation(budget_of(model, shape), model, shape).peak
-
-    step(make_batch())  # creates the states
-    few = peak(2)
-    many = peak(16)
-    assert many == pytest.approx(few, rel=0.02)
-    assert predicted(2) == pytest.approx(few, rel=0.05)
-    assert predicted(16) == pytest.approx(many, rel=0.05)
 
 
 def test_batches_that_cannot_be_split(llama, batch):

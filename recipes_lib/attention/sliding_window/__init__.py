@@ -45,9 +45,9 @@ from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_f
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
 from recipes_lib.core.checks import check_choice, check_heads, check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, selects_keys
+from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import TOKENS, proves
 from recipes_lib.core.model.probe.documents import require_one_document
-from recipes_lib.core.predict.plain_step import without_grouped_heads
 
 NAME = "recipes_sliding_window"  # transformers takes "sdpa" or "flash" in a name for its own
 # What a layer may be called that has this attention, and no mask of another kind.

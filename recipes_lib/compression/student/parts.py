@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.model.causal_lm import EXPERTS, ROUTERS, leaf_names, projection_widths
-from recipes_lib.core.predict.plain_step import features, is_linear
+from recipes_lib.core.model.linears import features, is_linear
 
 # Names of the layers that make the channels, how many stacked parts each has, and of the reader.
 KNOWN_MLPS = (

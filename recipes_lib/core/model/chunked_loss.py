@@ -19,20 +19,17 @@ Shapes: T tokens, N of them with a target, D hidden, V vocabulary, C rows of a c
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_number
 from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.values import values_of
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
-from recipes_lib.core.predict.budget import Budget, Shape
-from recipes_lib.core.predict.plain_step import final_norm_bytes, head_of, head_trains
 
 # Kernels count the elements of a tensor in 32 bits.
 MOST_ELEMENTS = 2**31 - 1
@@ -239,47 +236,3 @@ def zero_gradients(
             gradient = torch.zeros_like(tensor, dtype=dtype)
         gradients.append(gradient)
     return LayerGradients(*gradients)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def planned_targets(shape: Shape, targets: int | None) -> int:
-    """The targets of a micro-batch: those given, or all tokens but the first of each row.
-
-    Raises ValueError for less than one target, and for rows of one token.
-    """
-    if targets is None:
-        check_whole(least=2, seq=shape.seq)  # the first token is nobody's target
-        targets = shape.tokens - shape.rows
-    check_whole(targets=targets)
-    return targets
-
-
-def planned_autocast(
-    head: torch.Tensor, dtype: torch.dtype | None
-) -> contextlib.AbstractContextManager:
-    """The autocast of a step of this dtype, where `head` is; None leaves it as it is."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device_type(head), dtype, enabled=dtype is not torch.float32)
-
-
-def hidden_bytes(budget: Budget, model: Any, shape: Shape) -> int:
-    """The gradient of hidden [T, D]; and hidden, if the budget has it not among what is saved."""
-    head = head_of(model)
-    hidden = shape.tokens * head.shape[1] * head.dtype.itemsize
-    if head_trains(budget, model):
-        return hidden  # the output layer saves its input, for the gradient of its weight
-    return 2 * hidden
-
-
-def last_block_bytes(budget: Budget, model: Any, shape: Shape) -> int:
-    """What backward holds in the last block: a moment after the loss that may be the larger one.
-
-    The activations of the block are still there. Those of the final norm are free again.
-    """
-    if budget.dry is not None:
-        return 0  # the budget has a moment of its own for each block
-    final_norm = shape.tokens * final_norm_bytes(model, base_frozen=budget.base_frozen)
-    return budget.block_gradients - final_norm

@@ -213,3 +213,18 @@ def bytes_per_token(model: nn.Module) -> int:
         elif hasattr(module, "bytes_per_weight"):
             total += module.bytes_per_weight * module.in_features * module.out_features
     return round(total)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is a linear layer: `nn.Linear`, or GPT-2's Conv1D, which multiplies as well."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer. Conv1D stores its weight as [in, out]."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs = layer.weight.shape
+    return inputs, outputs

@@ -27,6 +27,7 @@ from recipes_lib.core.model.causal_lm import (
     trunk,
     without_adapters,
 )
+from recipes_lib.core.model.linears import features, is_linear
 
 # The layers that read what comes into a block. Behind them, a block has made something of it.
 READ_THE_BLOCKS_INPUT = {"q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn"}
@@ -124,18 +125,3 @@ def _reads_the_blocks_input(name: str) -> bool:
 
 def _trains(modules: Iterable[torch.nn.Module]) -> bool:
     return any(p.requires_grad for module in modules for p in module.parameters())
-
-
-def is_linear(module: torch.nn.Module) -> bool:
-    """Whether this is a linear layer: `nn.Linear`, or GPT-2's Conv1D, which multiplies as well."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, torch.nn.Linear | Conv1D)
-
-
-def features(layer: torch.nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear layer. Conv1D stores its weight as [in, out]."""
-    if isinstance(layer, torch.nn.Linear):
-        return layer.in_features, layer.out_features
-    inputs, outputs = layer.weight.shape
-    return inputs, outputs

@@ -51,7 +51,7 @@ from torch.nn import functional
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.decoding import KeyValueCache
-from recipes_lib.core.predict.plain_step import without_grouped_heads
+from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.inference.decode_loop.hf import (
     BlockWeights,
     Sizes,

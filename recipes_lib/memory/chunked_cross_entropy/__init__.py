@@ -24,7 +24,7 @@ Source     Hsu et al., "Liger Kernel", arXiv 2410.10989; Wijmans et al., "Cut Yo
 
 Shapes: T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence.
 
-arithmetic  the plan: rows of a chunk and dtypes; and its bytes
+plan  rows of a chunk, and dtypes
 """
 
 from __future__ import annotations
@@ -60,18 +60,7 @@ from recipes_lib.core.model.output_layer import (
     with_loss,
 )
 from recipes_lib.core.model.probe import proves
-from recipes_lib.memory.chunked_cross_entropy.arithmetic import (
-    estimate_chunked_cross_entropy,
-    plan_chunks,
-)
-
-__all__ = [
-    "apply_chunked_cross_entropy",
-    "chunked_cross_entropy",
-    "estimate_chunked_cross_entropy",
-    "plain_chunked_loss",
-    "remove_chunked_cross_entropy",
-]
+from recipes_lib.memory.chunked_cross_entropy.plan import plan_chunks
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.nn import functional as F
 
-from recipes_lib.core.predict.plain_step import without_grouped_heads
+from recipes_lib.core.model.grouped_heads import without_grouped_heads
 
 
 def ulysses_attention(

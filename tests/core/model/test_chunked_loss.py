@@ -14,14 +14,10 @@ from recipes_lib.core.model.chunked_loss import (
     check_labels,
     divisor_of_mean,
     dtype_of_products,
-    hidden_bytes,
-    last_block_bytes,
     rows_of_a_chunk,
     rows_with_a_target,
     zero_gradients,
 )
-from recipes_lib.core.predict.budget import Shape
-from recipes_lib.core.predict.plain_step import budget_of
 
 ROWS = torch.tensor([0, 2, 3, 6, 7, 8, 10])  # of 11 tokens; four have no target
 
@@ -168,26 +164,3 @@ def test_rows_of_a_chunk():
     assert rows(2**22) == 64  # however large the vocabulary is
     assert rows(49152, chunk_size=5) == 5
     assert rows(2**20, chunk_size=10**6) * 2**20 < 2**31  # kernels count in 32 bits
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def test_hidden_states_are_counted_once(llama):
-    """A trained output layer saves them already, and the budget has them there."""
-    shape = Shape(batch=2, seq=50)
-    plan = budget_of(llama, shape)
-    hidden = 4 * shape.tokens * 64
-    assert hidden_bytes(plan, llama, shape) == hidden
-    assert hidden_bytes(plan.change(base_frozen=True), llama, shape) == 2 * hidden
-
-
-def test_the_last_block_without_the_final_norm(llama):
-    """The norm saves its input, the normalised input and its output; frozen only the input."""
-    shape = Shape(batch=2, seq=50)
-    plan = budget_of(llama, shape)
-    per_tensor = 4 * shape.tokens * 64
-    freed = plan.block_gradients - last_block_bytes(plan, llama, shape)
-    assert freed == 3 * per_tensor
-    frozen = plan.change(base_frozen=True)
-    assert frozen.block_gradients - last_block_bytes(frozen, llama, shape) == per_tensor

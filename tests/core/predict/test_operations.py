@@ -5,43 +5,43 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.budget import Shape
 from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from tests.conftest import FAMILIES
 
-SHAPE = Shape(batch=2, seq=64)
+ROWS, LENGTH = 2, 64
+SIZES = {"rows": ROWS, "length": LENGTH}
 
 
 def counted(model):
     """What one step multiplies, with half of the square of scores: nobody sees what comes later."""
     model.set_attn_implementation("eager")  # whose products are plain ones, of the whole square
-    ids = torch.randint(0, model.config.vocab_size, (SHAPE.batch, SHAPE.seq))
+    ids = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return halved_scores(counter, SHAPE)
+    return halved_scores(counter, LENGTH)
 
 
-def halved_scores(counter, shape):
+def halved_scores(counter, length):
     by_operator = counter.get_flop_counts()["Global"]
     of_scores = by_operator.pop(torch.ops.aten.bmm)
-    return sum(by_operator.values()) + of_scores * (shape.seq + 1) / (2 * shape.seq)
+    return sum(by_operator.values()) + of_scores * (length + 1) / (2 * length)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_fine_tuning(family):
     """Tied and untied output layers, grouped heads, Conv1D."""
     model = model_of_shape(family, device="cpu")
-    assert step_operations(model, SHAPE) == pytest.approx(counted(model), rel=0.01)
+    assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora(family):
     """The mistake: a frozen base still counts gradients of its weights, or none of its inputs."""
     model = apply_lora(model_of_shape(family, layers=4, device="cpu"), rank=4, alpha=8)
-    assert step_operations(model, SHAPE) == pytest.approx(counted(model), rel=0.03)
+    assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
 
 
 def test_adapters_in_the_last_block_only():
@@ -49,7 +49,7 @@ def test_adapters_in_the_last_block_only():
     model = model_of_shape("tiny-llama", layers=4, device="cpu")
     model.requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)
-    assert step_operations(model, SHAPE) == pytest.approx(counted(model), rel=0.03)
+    assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
 
 
 def test_a_prompt_that_trains():
@@ -60,29 +60,29 @@ def test_a_prompt_that_trains():
     plain.set_attn_implementation("eager")
     model = peft.get_peft_model(plain, config)
     with FlopCounterMode(display=False) as counter:
-        ids = torch.randint(0, 128, (SHAPE.batch, SHAPE.seq))
+        ids = torch.randint(0, 128, (ROWS, LENGTH))
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    longer = Shape(batch=SHAPE.batch, seq=SHAPE.seq + 16)
-    assert step_operations(model, SHAPE) == pytest.approx(halved_scores(counter, longer), rel=0.03)
+    longer = LENGTH + 16
+    assert step_operations(model, **SIZES) == pytest.approx(
+        halved_scores(counter, longer), rel=0.03
+    )
 
 
 def test_what_trains_behind_the_blocks_has_no_gradient_below():
     model = model_of_shape("tiny-llama", layers=4, device="cpu").requires_grad_(False)
     model.model.norm.requires_grad_(True)
-    assert step_operations(model, SHAPE) == pytest.approx(counted(model), rel=0.03)
+    assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
 
 
 def test_four_bits_are_the_same_products():
     pytest.importorskip("bitsandbytes")
     adapted = apply_lora(model_of_shape("tiny-llama", device="cpu"), rank=4, alpha=8)
     quantized = apply_qlora(model_of_shape("tiny-llama", device="cpu"), rank=4, alpha=8)
-    assert step_operations(quantized, SHAPE) == step_operations(adapted, SHAPE)
+    assert step_operations(quantized, **SIZES) == step_operations(adapted, **SIZES)
 
 
 def test_what_a_recipe_does_on_top_is_not_useful():
-    """Micro-batches are the same work; what a checkpoint computes again is none."""
+    """The mistake: what a checkpoint computes again counts as work."""
     model = model_of_shape("tiny-llama", device="cpu")
-    plain = step_operations(model, SHAPE)
-    assert step_operations(model, Shape(batch=2, seq=64, micro_batches=2)) == plain
-    assert step_operations(model, Shape(batch=4, seq=64, ranks=2)) == plain
-    assert step_operations(apply_activation_checkpointing(model), SHAPE) == plain
+    plain = step_operations(model, **SIZES)
+    assert step_operations(apply_activation_checkpointing(model), **SIZES) == plain

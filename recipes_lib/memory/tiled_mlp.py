@@ -24,8 +24,6 @@ Source     Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996; Liu a
            2305.19370.
 
 Shapes: B batch, S sequence, T = B*S tokens, t of a tile, D hidden, F feed-forward.
-
-arithmetic  what that saves, and what its backward holds
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ from recipes_lib.core.model.recomputed_parts import (
     refuse_selective_checkpointing,
     run_recomputed_parts,
 )
-from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
-from recipes_lib.memory.tiled_mlp.arithmetic import tiled_budget
 
 # The fewest tokens of a tile by default. With fewer, the products of a tile take little time beside
 # adding its part to the weights' gradients.
@@ -170,19 +166,3 @@ def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
     if any(is_layer_norm(module) for module in modules):
         raise ValueError("a LayerNorm saves nothing but its input: pass norms=False")
     return modules
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-@estimate(Order.MLP)
-def estimate_tiled_mlp(
-    budget: Budget, model: Any, shape: Shape, *, tile_size: int | None = None, norms: bool = False
-) -> Budget:
-    """The budget with tiles.
-
-    The peak inside a block is that of a tile, a norm or attention. What adapters save in the MLP is
-    not subtracted. Raises ValueError for what `apply_tiled_mlp` refuses.
-    """
-    _token_wise_modules(model, norms)
-    return tiled_budget(budget, model, shape, tile=_tile_size(model, tile_size), norms=norms)
