@@ -16,8 +16,8 @@ inside of kernels. `equation.py` says the same of a plain step by arithmetic, in
 aloud, and knows nothing of this.
 
 allocator  PyTorch's allocator for a GPU, replayed: allocated and reserved bytes
+any_size  a step of any size from a few small ones
 card  a GPU that is not there: its memory, and the kernels that it would choose
-depth  a model of many blocks from two of few
 equation  the memory of a step by arithmetic
 operations  how many operations of matrix products a step needs
 ranks  one rank among many, without the others
