@@ -38,6 +38,7 @@ from recipes_lib.core.model.causal_lm import (
 )
 from recipes_lib.core.model.linears import read_by_the_model
 from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.vocabulary import trainable_rows
 from recipes_lib.core.predict.budget import Budget, Order, Shape, estimate
 from recipes_lib.core.predict.plain_step import (
     all_frozen,
@@ -102,6 +103,10 @@ def apply_lora(
     require_causal_lm(model)
     check_adapters(rank=rank, alpha=alpha, dropout=dropout)
     targets = target_linears(model, target_modules=target_modules)
+    # Rows of tokens that were added to the model: nobody has trained them yet.
+    rows = trainable_rows(model)
+    if rows:
+        peft_options = {"trainable_token_indices": rows} | peft_options
     transposed = not any(isinstance(layer, torch.nn.Linear) for layer in targets.values())
     config = LoraConfig(
         r=rank,

@@ -1,6 +1,7 @@
 """The command of notebook 05: killed and resumed in processes of its own, and what it refuses."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -210,6 +211,31 @@ def test_a_full_model_and_a_4_bit_one_are_saved(small_model, pairs, tmp_path):
     assert "nats per token, the base in 4 bits with adapters in fp32\n" in printed
     assert "what four bits cost" in printed
     assert load_adapter(base, tmp_path / "qlora" / "adapter").peft_config
+
+
+def test_a_base_learns_where_to_stop(small_model, pairs, tmp_path):
+    """The mistakes: padding beyond the table fails on a GPU without a name; what is learnt ends
+    with a mark at which the saved model does not stop.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(small_model)
+    base.generation_config.eos_token_id = base.config.eos_token_id = 0
+    base.save_pretrained(tmp_path / "base")
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template, tokenizer.eos_token = None, "<|endoftext|>"
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "base")
+    short = {"steps": 1, "warmup_steps": 0, "report_to": "none", "chat_template": "chatml"}
+    run = settings(tmp_path / "base", pairs, tmp_path / "out", method="full", **short)
+    with pytest.raises(ValueError, match=r"padding has token 49152 .*--add-token '\[PAD\]'"):
+        finetune_here(run)
+
+    finetune_here(dataclasses.replace(run, add_tokens=["[PAD]"]))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert saved.config.vocab_size == 49153
+    assert saved.generation_config.eos_token_id == [2, 0]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "model").eos_token == "<|im_end|>"
 
 
 # --- a process of its own -----------------------------------------------------------------------
