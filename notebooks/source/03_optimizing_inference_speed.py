@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/03_optimizing_inference_speed.ipynb)
 #
 # <!-- numbers:headline-03 -->
-# > **18 → 65 tokens per second:** SmolLM2-135M writes 3.69× (3.58–3.94) as fast with int8 dynamic as with generate, fp32, perplexity 9.87 → 9.87, the same likeliest token at 91% of the places. Reading its weights alone allows 183 on this machine.
+# > **18 → 65 tokens per second:** SmolLM2-135M writes 3.69× (3.58–3.94) as fast with int8 dynamic as with generate, fp32, perplexity 9.9 → 9.9, the same likeliest token at 91% of the places. Reading its weights alone allows 183 on this machine.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
 # <!-- end -->
@@ -951,7 +951,7 @@ judge("student", student_decoder)
 # |---|--:|--:|--:|--:|
 # | nothing yet | | 4.534 | | |
 # | the text alone | 3.105 3.115 3.116 | 3.112 | | |
-# | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | better |
+# | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | no verdict from 3 seeds |
 # | *the teacher itself* | | 2.400 | | |
 #
 # *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB; `generate` writes with it 1.37× as fast. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. A step with the teacher takes 1.51× as long.*
@@ -1187,11 +1187,11 @@ for name, result in architectures.items():
 # | architecture | held-out loss | difference | verdict | weights | cache |
 # |---|--:|--:|--:|--:|--:|
 # | as GPT | 2.179 |  |  | 115,328 | 1,024 |
-# | RMSNorm | 2.189 | +0.010 (-0.011 to +0.030) | undecided | 115,008 | 1,024 |
-# | SwiGLU | 2.059 | -0.119 (-0.136 to -0.095) | better | 115,456 | 1,024 |
-# | one KV head | 2.203 | +0.025 (+0.020 to +0.031) | worse | 103,040 | 256 |
-# | untied | 2.192 | +0.014 (+0.002 to +0.021) | worse | 131,712 | 1,024 |
-# | as Llama | 2.092 | -0.086 (-0.121 to -0.053) | better | 102,848 | 256 |
+# | RMSNorm | 2.189 | +0.010 (-0.011 to +0.030) | no verdict from 3 seeds | 115,008 | 1,024 |
+# | SwiGLU | 2.059 | -0.119 (-0.136 to -0.095) | no verdict from 3 seeds | 115,456 | 1,024 |
+# | one KV head | 2.203 | +0.025 (+0.020 to +0.031) | no verdict from 3 seeds | 103,040 | 256 |
+# | untied | 2.192 | +0.014 (+0.002 to +0.021) | no verdict from 3 seeds | 131,712 | 1,024 |
+# | as Llama | 2.092 | -0.086 (-0.121 to -0.053) | no verdict from 3 seeds | 102,848 | 256 |
 #
 # *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. Tiny models of 2 blocks that are 64 wide, on 8 rows of 64 bytes per step; seeds 0, 1, 2, 600 steps. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. Cache: bytes of keys and values per token.*
 #

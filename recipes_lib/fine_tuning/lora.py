@@ -154,7 +154,7 @@ def target_linears(
         _require_all_weights(model, linears)
         chosen = list(linears)
     elif target_modules == "attention":
-        chosen = [name for name in linears if "attn" in name or "attention" in name]
+        chosen = [name for name in linears if _is_attention(name)]
     else:
         chosen = _by_name(linears, target_modules)
     _refuse_unfit(model, chosen, linears)
@@ -172,6 +172,14 @@ def linears_of_blocks(model: Any) -> dict[str, torch.nn.Module]:
         if module in inside and is_linear(module) and ROUTERS.isdisjoint(name.split(".")):
             linears[name] = module
     return linears
+
+
+def _is_attention(name: str) -> bool:
+    """Whether the layer of this full name belongs to the attention.
+
+    Not its gate (AFMoE), whose name peft takes for a part of an expert, also when it loads a file.
+    """
+    return ("attn" in name or "attention" in name) and not name.endswith(".gate_proj")
 
 
 def _require_all_weights(model: Any, linears: dict[str, torch.nn.Module]) -> None:

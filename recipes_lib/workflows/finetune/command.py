@@ -34,6 +34,7 @@ from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_config, load_model
+from recipes_lib.core.model.causal_lm import longest_text
 from recipes_lib.core.model.vocabulary import check_vocabulary, grow_vocabulary, stop_at
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
@@ -248,14 +249,8 @@ def check_positions(run: Settings, *, longest: int) -> None:
     It would read positions that it has never seen, without an error. A packed row may be longer:
     each of its documents begins at position 0.
     """
-    config = load_config(run.base_model)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is None:
-        return
-    # Stretched positions, as YaRN's: the configuration may name those of before.
-    stretched = getattr(config, "rope_parameters", None) or {}
-    positions = int(positions * stretched.get("factor", 1))
-    if longest > positions:
+    positions = longest_text(load_config(run.base_model))
+    if positions is not None and longest > positions:
         raise ValueError(
             f"the longest row has {longest} tokens, and {run.base_model} knows {positions} "
             f"positions: leave out the long rows with --seq-len {positions} --drop-long"

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
@@ -284,6 +285,18 @@ def test_rows_beyond_the_positions_of_the_base_are_refused(small_model, pairs, t
     check_positions(run, longest=2048)
     with pytest.raises(ValueError, match=r"2049 tokens, .* knows 2048 positions.*--drop-long"):
         check_positions(run, longest=2049)
+
+
+def test_a_factor_that_the_positions_count_is_not_counted_again(monkeypatch, small_model, tmp_path):
+    """The mistake: Llama 3.1, whose 131,072 count its factor of 8, seems to take a million."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=rope)
+    monkeypatch.setattr("recipes_lib.workflows.finetune.command.load_config", lambda _: config)
+    run = settings(small_model, tmp_path / "pairs.jsonl", tmp_path / "out")
+    check_positions(run, longest=131_072)
+    with pytest.raises(ValueError, match=r"131073 tokens, .* knows 131072 positions"):
+        check_positions(run, longest=131_073)
 
 
 def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
