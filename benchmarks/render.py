@@ -14,6 +14,7 @@ run measured. A place without a recorded run is empty.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import sys

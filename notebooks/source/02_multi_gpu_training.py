@@ -231,7 +231,7 @@ lines(
 )
 
 # %% [markdown]
-# **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. The times lie near a line, seconds = latency + bytes / bandwidth. Those of single small messages scatter around it. For 4 KiB nearly all of the time is latency, so 256 times as many bytes take far less than 256 times as long: the last line above answers the guess. That is why libraries collect small tensors into large *buckets*. The four bandwidths are not one number here. On a CPU the "network" is a copy in memory, so the additions and further copies of a collective count as well.
+# **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. The line seconds = latency + bytes / bandwidth goes through the smallest and the largest message; those between scatter around it. The *latency* of the line is that of one message of a collective, and a whole call of two messages takes twice as long. For 4 KiB nearly all of the time is latency, so 256 times as many bytes take far less than 256 times as long: the last line above answers the guess. That is why libraries collect small tensors into large *buckets*. The four bandwidths are not one number here. On a CPU the "network" is a copy in memory, so the additions and further copies of a collective count as well.
 #
 # **How do I use it?** On GPUs the same numbers come from `nccl-tests`: `all_reduce_perf -b 8 -e 8G -f 2 -g 8`. Compare them with the data sheets: inside a machine with that of NVLink or PCIe, between machines with that of the network cards.
 
@@ -895,7 +895,7 @@ for workers, (name, share) in enumerate(stalls.items()):  # 0 workers, then 1
     print(f"{name}: waits {share:.0%} of the time, predicted {expected:.0%}")
 
 # %% [markdown]
-# Half of the time is waiting without a worker, and next to none with one: the next batch is made while the step runs. If making a batch took longer than a step, one worker would not be enough.
+# Both are pauses of equal length here, so this shows the principle, and measures no loader. Half of the time is waiting without a worker, and next to none with one: the next batch is made while the step runs. If making a batch took longer than a step, one worker would not be enough.
 #
 # **Why not more?** The worker here is a thread, which helps where making a batch means waiting for a disk or a network. Python code that computes, as padding and filtering do, needs other processes, and these need cores of their own.
 #
@@ -957,13 +957,15 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %%
-# What sending takes by the bandwidth test: a latency for each call, and the bytes.
+# What sending takes by the bandwidth test: a latency for each call of its kind, and the bytes at
+# the rate of the slowest kind.
 if "all_reduce" in links:
-    link = links["all_reduce"]
     for name in ("DDP", "tensor parallel"):
         row = ladder[name]
         calls = sum(row.calls.values())
-        sending = calls * link.latency + row.sent_bytes / link.bytes_per_second
+        waits = sum(count * links[kind].latency for kind, count in row.calls.items())
+        rate = min(links[kind].bytes_per_second for kind in row.calls)
+        sending = waits + row.sent_bytes / rate
         print(f"{name}: {calls} calls and {row.sent_bytes / 2**20:.0f} MiB ", end="")
         print(f"take {sending * 1e3:.0f} ms by the bandwidth test, ", end="")
         print(f"{sending / row.seconds:.0%} of a step")

@@ -1181,7 +1181,7 @@ for name, result in architectures.items():
 # %% [markdown]
 # Each line is one architecture. *as GPT* is the first one, which the others are compared with: LayerNorm, GELU, one head of keys for each head of queries, tied embeddings. The next four change one thing each, and *as Llama* changes three. From the left: the mean held-out loss of three seeds, in brackets the difference to the first line with its smallest and largest value, the number of weights, the bytes of cache per token, and the time of a training step.
 #
-# **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. The table below is a recorded run of ten times as many steps, and there a part can change its place: compare SwiGLU in both. Large models need tests of their own, and the papers in the references made them.
+# **Why not more?** Three seeds give no verdict: that all of them agree on a sign happens by chance one time in four. A range that contains zero is no difference at all, and one that does not is a reason to run more seeds. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. The table below is a recorded run of ten times as many steps, and there a part can change its place: compare SwiGLU in both. Large models need tests of their own, and the papers in the references made them.
 #
 # <!-- numbers:architecture-03 -->
 # | architecture | held-out loss | difference | verdict | weights | cache |
@@ -1399,7 +1399,7 @@ ladder.chart()
 # %% [markdown]
 # The column *of limit* is the time that reading the weights would take at the measured bandwidth, as a part of the time that the token took. The rest has two causes. One is the overhead, which is the larger part of a token's time the fewer bytes there are. The other is the kernel: it may read its weights more slowly than a plain sum reads memory. So two rows with the same bytes can have different shares. The call that reads the prompt has a column of its own: there arithmetic is the limit. What helps it is a format that the processor multiplies quickly, and not the one with the fewest bytes. Compare the prompts of int4 and of dynamic int8.
 #
-# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. On a CPU with instructions for whole numbers, dynamic int8 without any drafts can still be the faster one; with weight-only int8 the drafts keep the text. The whole answer is on the clock, prompt included. Reading the prompt gains less than writing does, so the factor can be smaller than that of the row `int8 weight-only`:
+# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. On a CPU with instructions for whole numbers, dynamic int8 without any drafts can still be the faster one: take home the line below that wins, not the one with the most recipes. With weight-only int8 the drafts keep the text. The whole answer is on the clock, prompt included. Reading the prompt gains less than writing does, so the factor can be smaller than that of the row `int8 weight-only`:
 
 # %%
 edit = torch.tensor([prompts["edit"]], device=device)
@@ -1436,7 +1436,7 @@ for way, seconds in fastest.items():
     print(f"an edit of code, {way:<26}{times:.1f} times as fast")
 
 # %% [markdown]
-# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 and the hybrid do not go with drafts, because the tokens of a call share one scale, and so the text can change. In a batch they are fast, as recipe 12 shows, and there a text can change with its neighbours. Weights in bf16 can change the text with drafts as well, because one token and several take different kernels. A static cache does not go with drafts: transformers refuses it. Activation-aware scaling has to come before rounding.
+# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 and the hybrid do not go with drafts, because PyTorch's kernel gives the tokens of a call one scale, and so the text can change; `apply_int8(kind="per_token")` gives each token its own, and goes with drafts. In a batch they are fast, as recipe 12 shows, and there a text can change with its neighbours. Weights in bf16 can change the text with drafts as well, because one token and several take different kernels. A static cache does not go with drafts: transformers refuses it. Activation-aware scaling has to come before rounding.
 #
 # ### The same for a wider model
 #

@@ -85,7 +85,7 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     for name, attention in attentions.items():
         _check_heads(name, attention, heads)
     twin = _twin(causal, kv_heads)
-    for name, attention in attentions.items():
+    for attention in attentions.values():
         for projection in PROJECTIONS:
             whole = getattr(attention, projection)
             setattr(attention, projection, _pooled(whole, heads=heads, groups=kv_heads))

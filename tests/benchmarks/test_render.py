@@ -69,7 +69,7 @@ def test_the_headline_and_the_table(results):
     ],
 )
 def test_an_interval_with_zero_decides_nothing(beyond, verdict):
-    """The mistake: three seeds that agree are a verdict, which happens by chance one time in four."""
+    """The mistake: three seeds agree by chance one time in four, and are a verdict."""
     assert render.verdict(beyond) == verdict
 
 
