@@ -972,7 +972,7 @@ for name in ("DDP", "tensor parallel"):
     print(f"{sending / row.seconds:.0%} of a step")
 
 # %% [markdown]
-# By this estimate sending is the smaller part of what is lost. If two ranks shared the work and only had to send beside it, a step would take half the time of one process, and these milliseconds. It takes longer. On a CPU two ranks also share one memory, a rank needs its own core to send, and all of them wait for the slowest at each call. We have not measured these three apart.
+# By this estimate sending is a part of what is lost. If two ranks shared the work and only had to send beside it, a step would take half the time of one process, and these milliseconds. It takes longer. On a CPU two ranks also share one memory, a rank needs its own core to send, and all of them wait for the slowest at each call. We have not measured these three apart.
 
 # %%
 ladder.chart()
