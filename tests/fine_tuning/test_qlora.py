@@ -298,6 +298,7 @@ KINDS = {
     "DoRA": peft.LoraConfig(r=4, use_dora=True, **EVERY_LAYER),
     "lora_bias": peft.LoraConfig(r=4, lora_bias=True, **SOME_LAYERS),
     "IA3": peft.IA3Config(task_type="CAUSAL_LM", **FEED_FORWARD),
+    "AdaLoRA": peft.AdaLoraConfig(init_r=6, target_r=4, total_step=10, **SOME_LAYERS),
     "OFT": peft.OFTConfig(oft_block_size=16, **SOME_LAYERS),
     "trained head": peft.LoraConfig(r=4, modules_to_save=["lm_head"], **SOME_LAYERS),
 }
