@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/02_multi_gpu_training.ipynb)
 #
 # <!-- numbers:headline-02 -->
-# > **106 → 27 MiB per rank:** weights, gradients and optimizer states of one training, by one process and by 4 with FSDP × TP. In 10 strategies, every loss is that of one process to 1e-06. Predictions are off by less than 0.1% for the bytes that a rank keeps, and by less than 0.1% for those that it sends.
+# > **106 → 27 MiB per rank:** weights, gradients and optimizer states of one training, by one process and by 4 with FSDP × TP; FSDP alone on as many ranks keeps the same share, and tensor parallelism is there for layers that are too large. In 10 strategies, every loss is that of one process to 1e-06. Predictions are off by less than 0.1% for the bytes that a rank keeps, and by less than 0.1% for those that it sends, where both sides count the messages of each collective as a ring sends them: that no message is forgotten, and no measurement of a wire.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
 # <!-- end -->
@@ -231,7 +231,7 @@ lines(
 )
 
 # %% [markdown]
-# **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. The times lie near a line, seconds = latency + bytes / bandwidth. Those of single small messages scatter around it. For 4 KiB nearly all of the time is latency, so 256 times as many bytes take far less than 256 times as long: the last line above answers the guess. That is why libraries collect small tensors into large *buckets*. The four bandwidths are not one number here. On a CPU the "network" is a copy in memory, so the additions and further copies of a collective count as well.
+# **Why not more?** A call has a fixed price, its *latency*: two processes have to meet. The line seconds = latency + bytes / bandwidth goes through the smallest and the largest message; those between scatter around it. The *latency* of the line is that of one message of a collective, and a whole call of two messages takes twice as long. For 4 KiB nearly all of the time is latency, so 256 times as many bytes take far less than 256 times as long: the last line above answers the guess. That is why libraries collect small tensors into large *buckets*. The four bandwidths are not one number here. On a CPU the "network" is a copy in memory, so the additions and further copies of a collective count as well.
 #
 # **How do I use it?** On GPUs the same numbers come from `nccl-tests`: `all_reduce_perf -b 8 -e 8G -f 2 -g 8`. Compare them with the data sheets: inside a machine with that of NVLink or PCIe, between machines with that of the network cards.
 
@@ -899,7 +899,7 @@ for workers, (name, share) in enumerate(stalls.items()):  # 0 workers, then 1
     print(f"{name}: waits {share:.0%} of the time, predicted {expected:.0%}")
 
 # %% [markdown]
-# Half of the time is waiting without a worker, and next to none with one: the next batch is made while the step runs. If making a batch took longer than a step, one worker would not be enough.
+# Both are pauses of equal length here, so this shows the principle, and measures no loader. Half of the time is waiting without a worker, and next to none with one: the next batch is made while the step runs. If making a batch took longer than a step, one worker would not be enough.
 #
 # **Why not more?** The worker here is a thread, which helps where making a batch means waiting for a disk or a network. Python code that computes, as padding and filtering do, needs other processes, and these need cores of their own.
 #
@@ -961,19 +961,22 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %%
-# What sending takes by the bandwidth test: a latency for each call, and the bytes.
-if "all_reduce" in links:
-    link = links["all_reduce"]
-    for name in ("DDP", "tensor parallel"):
-        row = ladder[name]
-        calls = sum(row.calls.values())
-        sending = calls * link.latency + row.sent_bytes / link.bytes_per_second
-        print(f"{name}: {calls} calls and {row.sent_bytes / 2**20:.0f} MiB ", end="")
-        print(f"take {sending * 1e3:.0f} ms by the bandwidth test, ", end="")
-        print(f"{sending / row.seconds:.0%} of a step")
+# What sending takes by the bandwidth test: a latency for each call of its kind, and the bytes at
+# the rate of the slowest kind.
+for name in ("DDP", "tensor parallel"):
+    row = ladder[name]
+    if not row.calls.keys() <= links.keys():  # a kind whose times lie on no line
+        continue
+    calls = sum(row.calls.values())
+    waits = sum(count * links[kind].latency for kind, count in row.calls.items())
+    rate = min(links[kind].bytes_per_second for kind in row.calls)
+    sending = waits + row.sent_bytes / rate
+    print(f"{name}: {calls} calls and {row.sent_bytes / 2**20:.0f} MiB ", end="")
+    print(f"take {sending * 1e3:.0f} ms by the bandwidth test, ", end="")
+    print(f"{sending / row.seconds:.0%} of a step")
 
 # %% [markdown]
-# By this estimate sending is the smaller part of what is lost. If two ranks shared the work and only had to send beside it, a step would take half the time of one process, and these milliseconds. It takes longer. On a CPU two ranks also share one memory, a rank needs its own core to send, and all of them wait for the slowest at each call. We have not measured these three apart.
+# By this estimate sending is a part of what is lost. If two ranks shared the work and only had to send beside it, a step would take half the time of one process, and these milliseconds. It takes longer. On a CPU two ranks also share one memory, a rank needs its own core to send, and all of them wait for the slowest at each call. We have not measured these three apart.
 
 # %%
 ladder.chart()

@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/03_optimizing_inference_speed.ipynb)
 #
 # <!-- numbers:headline-03 -->
-# > **18 → 65 tokens per second:** SmolLM2-135M writes 3.69× (3.58–3.94) as fast with int8 dynamic as with generate, fp32, perplexity 9.87 → 9.87, the same likeliest token at 91% of the places. Reading its weights alone allows 183 on this machine.
+# > **18 → 65 tokens per second:** SmolLM2-135M writes 3.69× (3.58–3.94) as fast with int8 dynamic as with generate, fp32, perplexity 9.9 → 9.9, the same likeliest token at 91% of the places. Reading its weights alone allows 183 on this machine.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
 # <!-- end -->
@@ -951,7 +951,7 @@ judge("student", student_decoder)
 # |---|--:|--:|--:|--:|
 # | nothing yet | | 4.534 | | |
 # | the text alone | 3.105 3.115 3.116 | 3.112 | | |
-# | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | better |
+# | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | no verdict from 3 seeds |
 # | *the teacher itself* | | 2.400 | | |
 #
 # *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB; `generate` writes with it 1.37× as fast. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. A step with the teacher takes 1.51× as long.*
@@ -1181,17 +1181,17 @@ for name, result in architectures.items():
 # %% [markdown]
 # Each line is one architecture. *as GPT* is the first one, which the others are compared with: LayerNorm, GELU, one head of keys for each head of queries, tied embeddings. The next four change one thing each, and *as Llama* changes three. From the left: the mean held-out loss of three seeds, in brackets the difference to the first line with its smallest and largest value, the number of weights, the bytes of cache per token, and the time of a training step.
 #
-# **Why not more?** A difference counts only if its range does not contain zero: then all three seeds agree on its sign. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. The table below is a recorded run of ten times as many steps, and there a part can change its place: compare SwiGLU in both. Large models need tests of their own, and the papers in the references made them.
+# **Why not more?** Three seeds give no verdict: that all of them agree on a sign happens by chance one time in four. A range that contains zero is no difference at all, and one that does not is a reason to run more seeds. If a part that all recent models have is no better here, or worse, that is no mistake: these models are tiny, and they train for seconds. The table below is a recorded run of ten times as many steps, and there a part can change its place: compare SwiGLU in both. Large models need tests of their own, and the papers in the references made them.
 #
 # <!-- numbers:architecture-03 -->
 # | architecture | held-out loss | difference | verdict | weights | cache |
 # |---|--:|--:|--:|--:|--:|
 # | as GPT | 2.179 |  |  | 115,328 | 1,024 |
-# | RMSNorm | 2.189 | +0.010 (-0.011 to +0.030) | undecided | 115,008 | 1,024 |
-# | SwiGLU | 2.059 | -0.119 (-0.136 to -0.095) | better | 115,456 | 1,024 |
-# | one KV head | 2.203 | +0.025 (+0.020 to +0.031) | worse | 103,040 | 256 |
-# | untied | 2.192 | +0.014 (+0.002 to +0.021) | worse | 131,712 | 1,024 |
-# | as Llama | 2.092 | -0.086 (-0.121 to -0.053) | better | 102,848 | 256 |
+# | RMSNorm | 2.189 | +0.010 (-0.011 to +0.030) | no verdict from 3 seeds | 115,008 | 1,024 |
+# | SwiGLU | 2.059 | -0.119 (-0.136 to -0.095) | no verdict from 3 seeds | 115,456 | 1,024 |
+# | one KV head | 2.203 | +0.025 (+0.020 to +0.031) | no verdict from 3 seeds | 103,040 | 256 |
+# | untied | 2.192 | +0.014 (+0.002 to +0.021) | no verdict from 3 seeds | 131,712 | 1,024 |
+# | as Llama | 2.092 | -0.086 (-0.121 to -0.053) | no verdict from 3 seeds | 102,848 | 256 |
 #
 # *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. Tiny models of 2 blocks that are 64 wide, on 8 rows of 64 bytes per step; seeds 0, 1, 2, 600 steps. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. Cache: bytes of keys and values per token.*
 #
@@ -1399,7 +1399,7 @@ ladder.chart()
 # %% [markdown]
 # The column *of limit* is the time that reading the weights would take at the measured bandwidth, as a part of the time that the token took. The rest has two causes. One is the overhead, which is the larger part of a token's time the fewer bytes there are. The other is the kernel: it may read its weights more slowly than a plain sum reads memory. So two rows with the same bytes can have different shares. The call that reads the prompt has a column of its own: there arithmetic is the limit. What helps it is a format that the processor multiplies quickly, and not the one with the fewest bytes. Compare the prompts of int4 and of dynamic int8.
 #
-# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. On a CPU with instructions for whole numbers, dynamic int8 without any drafts can still be the faster one; with weight-only int8 the drafts keep the text. The whole answer is on the clock, prompt included. Reading the prompt gains less than writing does, so the factor can be smaller than that of the row `int8 weight-only`:
+# **Everything combined.** On a text that repeats itself, prompt lookup comes on top of int8 and the loop. On a CPU with instructions for whole numbers, dynamic int8 without any drafts can still be the faster one: take home the line below that wins, not the one with the most recipes. With weight-only int8 the drafts keep the text. The whole answer is on the clock, prompt included. Reading the prompt gains less than writing does, so the factor can be smaller than that of the row `int8 weight-only`:
 
 # %%
 edit = torch.tensor([prompts["edit"]], device=device)
@@ -1436,7 +1436,7 @@ for way, seconds in fastest.items():
     print(f"an edit of code, {way:<26}{times:.1f} times as fast")
 
 # %% [markdown]
-# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 and the hybrid do not go with drafts, because the tokens of a call share one scale, and so the text can change. In a batch they are fast, as recipe 12 shows, and there a text can change with its neighbours. Weights in bf16 can change the text with drafts as well, because one token and several take different kernels. A static cache does not go with drafts: transformers refuses it. Activation-aware scaling has to come before rounding.
+# **What goes together.** The decode loop goes with every format. Prompt lookup goes with weight-only int8 and int4, which compute a token the same way alone and among others. **What does not.** Dynamic int8 and the hybrid do not go with drafts, because PyTorch's kernel gives the tokens of a call one scale, and so the text can change; `apply_int8(kind="per_token")` gives each token its own, and goes with drafts. In a batch they are fast, as recipe 12 shows, and there a text can change with its neighbours. Weights in bf16 can change the text with drafts as well, because one token and several take different kernels. A static cache does not go with drafts: transformers refuses it. Activation-aware scaling has to come before rounding.
 #
 # ### The same for a wider model
 #

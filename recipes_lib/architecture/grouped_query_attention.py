@@ -85,10 +85,11 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     for name, attention in attentions.items():
         _check_heads(name, attention, heads)
     twin = _twin(causal, kv_heads)
-    for name, attention in attentions.items():
+    for attention in attentions.values():
         for projection in PROJECTIONS:
             whole = getattr(attention, projection)
             setattr(attention, projection, _pooled(whole, heads=heads, groups=kv_heads))
+    for name, attention in (attentions | _readers(causal)).items():
         _take_numbers(attention, twin.get_submodule(name))
     config.num_key_value_heads = kv_heads
     _require_same_shapes(causal, twin)
@@ -128,6 +129,16 @@ def _attentions(causal: Any) -> dict[str, nn.Module]:
     for name, module in causal.named_modules():
         has_both = all(hasattr(module, projection) for projection in PROJECTIONS)
         if id(module) in inside and has_both:
+            found[name] = module
+    return found
+
+
+def _readers(causal: Any) -> dict[str, nn.Module]:
+    """All attention by name, also that which reads keys of another block (Gemma 3n)."""
+    blocks = set(decoder_blocks(causal).modules())
+    found = {}
+    for name, module in causal.named_modules():
+        if module in blocks and hasattr(module, "num_key_value_groups"):
             found[name] = module
     return found
 

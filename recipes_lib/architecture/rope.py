@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import longest_text, require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     output_layer_of,
@@ -215,7 +215,7 @@ def check_length(model: Any, seq_len: int) -> int:
     A table of learned positions ends there with an IndexError; rotary ones go on in silence, and
     get worse.
     """
-    allowed = predicted_length(model)
+    allowed = longest_text(model.config)
     if seq_len <= allowed:
         return allowed
     known = _rope_parameters(model)
@@ -241,16 +241,3 @@ def _trained_length(model: Any, known: dict[str, Any]) -> float:
 def _rope_parameters(model: Any) -> dict[str, Any]:
     """What the configuration says about rotary positions; empty for a model without them."""
     return getattr(model.config, "rope_parameters", None) or {}
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_length(model: Any) -> int:
-    """Positions that `model` is meant for: its trained length, times the factor of a scaling."""
-    rope = _rope_parameters(model)
-    scaled_by = 1.0
-    # The configuration of a dynamic scaling keeps the trained length; the others multiply it.
-    if rope.get("rope_type") == "dynamic":
-        scaled_by = rope["factor"]
-    return int(model.config.max_position_embeddings * scaled_by)

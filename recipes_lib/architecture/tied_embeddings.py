@@ -91,16 +91,25 @@ def untie_embeddings(model: Any) -> Any:
 
     The model computes the same. The configuration changes with it: under one that says "tied",
     `model.tie_weights()` would throw the copy away, and `resize_token_embeddings` calls that.
-    Raises ValueError for a model that is not tied.
+    Raises ValueError for a model that is not tied, and for one that ties more than these two
+    (Zamba): by the same word of the configuration, and a file would hold its blocks no more.
     """
     require_causal_lm(model)
     causal = without_adapters(model)
     embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
     if output.weight is not embedding.weight:
         raise ValueError("the output layer has weights of its own already")
+    tied = set(causal.get_expanded_tied_weights_keys(all_submodels=True))
     own = embedding.weight.detach().clone()
     output.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
     _configure(causal, tied=False)
+    names = {name for name, weight in causal.named_parameters() if weight is output.weight}
+    others = tied - names - set(causal.get_expanded_tied_weights_keys(all_submodels=True))
+    if others:
+        raise ValueError(
+            f"its configuration would untie {sorted(others)[0]}, too, which comes out of a saved "
+            f"file with fresh weights"
+        )
     return model
 
 

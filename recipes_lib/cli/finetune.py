@@ -33,9 +33,11 @@ def _option(panel: str, text: str, *names: str) -> Any:
 
 
 PAIRS = (
-    "pairs: JSON Lines, JSON, CSV, Parquet, a saved data set or a hub id, with prompt and "
-    "completion, or messages; else docstrings"
+    "JSON Lines, JSON, CSV, Parquet, TXT, a saved data set or a hub id, with prompt and "
+    "completion, messages, or text; may be given several times; else docstrings"
 )
+TEMPLATE = "chatml, or a file of Jinja, in place of the tokenizer's own"
+ADDED = "a token that the base has no trained row for; may be given several times"
 LENGTH = "tokens of the longest row, and of a packed one; auto: what the data needs"
 WARMUP = "of the learning rate, which then falls to 0 in a cosine; none if --steps is not more"
 RATE = "else 1e-3 for adapters, 1e-4 for the full model"
@@ -50,7 +52,7 @@ def finetune(
     context: typer.Context,
     output_dir: Annotated[str, _option(OUTPUT, PLACE, "--output")],
     base_model: Annotated[str, _option(WEIGHTS, "hub id or folder", "--model")] = "smollm2",
-    data_file: Annotated[str, _option(DATA, PAIRS, "--data")] = "",
+    data_file: Annotated[list[str] | None, _option(DATA, PAIRS, "--data")] = None,
     held_out: Annotated[
         str | None, _option(DATA, "held-out pairs; else every tenth pair of --data")
     ] = None,
@@ -62,6 +64,8 @@ def finetune(
     no_packing: Annotated[
         bool, _option(DATA, "pad each micro-batch instead", "--no-packing")
     ] = False,
+    chat_template: Annotated[str, _option(DATA, TEMPLATE)] = "",
+    add_tokens: Annotated[list[str] | None, _option(WEIGHTS, ADDED, "--add-token")] = None,
     method: Annotated[Method, _option(WEIGHTS, "all weights, or adapters")] = "lora",
     rank: Annotated[int, _option(WEIGHTS, "of the adapters")] = 16,
     alpha: Annotated[
@@ -122,8 +126,11 @@ def _settings(options: dict[str, Any]) -> Settings:
     fields = {field.name for field in dataclasses.fields(Settings)}
     settings = {name: value for name, value in options.items() if name in fields}
     settings["packing"] = not options["no_packing"]
-    for name in ("output_dir", "data_file", "base_model"):
+    for name in ("output_dir", "base_model"):
         settings[name] = _without_tilde(options[name])
+    files = [_without_tilde(file) for file in options["data_file"] or [""]]
+    settings["data_file"] = files[0] if len(files) == 1 else files
+    settings["add_tokens"] = options["add_tokens"] or []
     settings["seq_len"] = REPLACED if options["seq_len"] == AUTO else _number(options["seq_len"])
     if options["precision"] is None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

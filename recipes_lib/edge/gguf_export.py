@@ -39,6 +39,7 @@ from torch import Tensor
 from recipes_lib.core.checks import check_choice, check_existing_file, check_file
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.linears import refuse_quantized
+from recipes_lib.core.model.vocabulary import stops_of
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._llama import head_width, in_pairs, require_llama
 from recipes_lib.edge._noise import noise_to
@@ -108,6 +109,7 @@ def export_to_gguf(
         _add_settings(writer, model.config, kind)
         if vocabulary is not None:
             _add_tokenizer(writer, vocabulary, tokenizer, pre_tokenizer)
+            _add_stops(writer, model, tokenizer)
         _add_tensors(writer, model, names, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -279,14 +281,25 @@ def _add_tokenizer(
     writer.add_token_merges(vocabulary["merges"])
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.eos_token_id is not None:
-        writer.add_eos_token_id(tokenizer.eos_token_id)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_add_bos_token(_begins_a_text(tokenizer))
     template = getattr(tokenizer, "chat_template", None)
     if template is not None:
         writer.add_chat_template(template)
+
+
+def _add_stops(writer: Any, model: Any, tokenizer: Any) -> None:
+    """Where a text ends: as the model stops in transformers, which its tokenizer may not know.
+
+    GGUF has a name for each of three, and llama.cpp stops at all of them.
+    """
+    stops = stops_of(model)
+    if tokenizer.eos_token_id not in (None, *stops):
+        stops.append(tokenizer.eos_token_id)
+    names = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, token in zip(names, stops, strict=False):
+        add(token)
 
 
 def _begins_a_text(tokenizer: Any) -> bool:

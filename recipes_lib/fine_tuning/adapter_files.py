@@ -24,6 +24,7 @@ Shapes: B rows, S sequence.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -38,7 +39,9 @@ import torch
 from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
+from recipes_lib.core.model.marks import ADDED_TOKENS, LEARNT_END
 from recipes_lib.core.model.probe import undone_on_error
+from recipes_lib.core.model.vocabulary import grow_vocabulary, stop_at, stops_of
 
 BASE_FILE = "base_model.json"
 CARD_FILE = "README.md"
@@ -81,6 +84,7 @@ def save_adapter(
     base: str,
     card: str | None = None,
     overwrite: bool = False,
+    tokenizer: Any = None,
 ) -> int:
     """Save the adapters of a `PeftModel` with the fingerprint of their base; returns the bytes.
 
@@ -90,6 +94,7 @@ def save_adapter(
         base: `base_fingerprint` of the model before it was adapted or quantized.
         card: the text of README.md, in the place of peft's, which has gaps to fill in.
         overwrite: replace a folder that is there already, which otherwise raises ValueError.
+        tokenizer: kept beside the adapter, with its template, added tokens and end mark.
     """
     folder = Path(folder)
     if not _has_adapters(model):
@@ -100,8 +105,16 @@ def save_adapter(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
         with without_hub_warnings():
-            model.save_pretrained(new)
-        (new / BASE_FILE).write_text(json.dumps({"fingerprint": base}))
+            # Rows of added tokens are saved by themselves, and not the table that holds them.
+            added = getattr(model.get_base_model(), ADDED_TOKENS, {})
+            tables = False if added else "auto"
+            model.save_pretrained(new, save_embedding_layers=tables)
+        facts = {"fingerprint": base, "added_tokens": added}
+        if getattr(model.get_base_model(), LEARNT_END, None) is not None:
+            facts["stops"] = stops_of(model)
+        (new / BASE_FILE).write_text(json.dumps(facts))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
         if card is not None:
             (new / CARD_FILE).write_text(card)
         if folder.exists():
@@ -113,15 +126,19 @@ def save_adapter(
 def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> Any:
     """Put saved adapters on the base `model`, in full precision; returns the `PeftModel`.
 
-    Any kind of adapter that peft knows. A folder without a fingerprint, as others write it, is
-    checked for shapes only. Raises ValueError, and leaves `model` as it was, if it is not the base
+    Any kind of adapter that peft knows. The base gets the tokens that were added for it, and stops
+    where it was taught to. A folder without a fingerprint, as others write it, is checked for
+    shapes only. Raises ValueError, and leaves `model` as it was, if it is not the base
     that the adapters were trained on, if it has adapters, or if some of their weights are missing.
     """
     from peft import PeftModel
 
     if _has_adapters(model):
         raise ValueError("the model has adapters already: give the base model")
-    _check_fingerprint(model, Path(folder))
+    facts = _check_fingerprint(model, Path(folder))
+    grow_vocabulary(model, facts.get("added_tokens", {}))
+    if facts.get("stops"):
+        stop_at(model, None, facts["stops"])
     # peft warns of what is missing and leaves it as it was drawn, and it stops halfway.
     with undone_on_error(model, f"the adapter in {folder}"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about peft itself
@@ -134,7 +151,8 @@ def save_merged(
 ) -> None:
     """Save a merged model and its tokenizer, the weights in `dtype`.
 
-    Those that its class keeps in fp32, such as routers, are saved in fp32.
+    Those that its class keeps in fp32, such as routers, are saved in fp32. The tokenizer gets the
+    end mark that the adapters have learnt.
 
     Raises ValueError for adapters that are left, and for a folder that is there already.
     """
@@ -155,6 +173,10 @@ def save_merged(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)
+    end = getattr(model, LEARNT_END, None)
+    if end is not None and tokenizer.eos_token_id != end:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.save_pretrained(folder)
 
 
@@ -192,10 +214,12 @@ def _has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def _check_fingerprint(model: Any, folder: Path) -> None:
-    """Refuse another base than the one that the folder names, if it names one."""
+def _check_fingerprint(model: Any, folder: Path) -> dict[str, Any]:
+    """What the folder says of its base; another one is refused, if it names one."""
     recorded = folder / BASE_FILE
     if not recorded.is_file():
-        return
-    if json.loads(recorded.read_text())["fingerprint"] != base_fingerprint(model):
+        return {}
+    facts = json.loads(recorded.read_text())
+    if facts["fingerprint"] != base_fingerprint(model):
         raise ValueError(f"the adapter in {folder} was trained on another base: load that one")
+    return facts

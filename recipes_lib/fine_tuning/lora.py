@@ -36,6 +36,7 @@ from recipes_lib.core.model.causal_lm import (
 )
 from recipes_lib.core.model.linears import features, is_linear, read_by_the_model
 from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.vocabulary import trainable_rows
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -91,6 +92,10 @@ def apply_lora(
     require_causal_lm(model)
     check_adapters(rank=rank, alpha=alpha, dropout=dropout)
     targets = target_linears(model, target_modules=target_modules)
+    # Rows of tokens that were added to the model: nobody has trained them yet.
+    rows = trainable_rows(model)
+    if rows:
+        peft_options = {"trainable_token_indices": rows} | peft_options
     transposed = not any(isinstance(layer, torch.nn.Linear) for layer in targets.values())
     config = LoraConfig(
         r=rank,
@@ -138,7 +143,7 @@ def target_linears(
         _require_all_weights(model, linears)
         chosen = list(linears)
     elif target_modules == "attention":
-        chosen = [name for name in linears if "attn" in name or "attention" in name]
+        chosen = [name for name in linears if _is_attention(name)]
     else:
         chosen = _by_name(linears, target_modules)
     _refuse_unfit(model, chosen, linears)
@@ -156,6 +161,14 @@ def linears_of_blocks(model: Any) -> dict[str, torch.nn.Module]:
         if module in inside and is_linear(module) and ROUTERS.isdisjoint(name.split(".")):
             linears[name] = module
     return linears
+
+
+def _is_attention(name: str) -> bool:
+    """Whether the layer of this full name belongs to the attention.
+
+    Not its gate (AFMoE), whose name peft takes for a part of an expert, also when it loads a file.
+    """
+    return ("attn" in name or "attention" in name) and not name.endswith(".gate_proj")
 
 
 def _require_all_weights(model: Any, linears: dict[str, torch.nn.Module]) -> None:

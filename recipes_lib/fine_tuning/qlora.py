@@ -27,10 +27,12 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.probe.outcome import Limits, difference, outcome
+from recipes_lib.core.model.probe.undo import undone_on_error
 from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
@@ -71,6 +73,9 @@ def plain_nf4(weight: torch.Tensor, *, block_size: int = 64) -> torch.Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the matrix products
+
+
 def apply_qlora(
     model: Any,
     *,
@@ -90,6 +95,7 @@ def apply_qlora(
     # Bad arguments are refused before the weights are gone.
     lora_options = {"rank": rank, "alpha": alpha, "dropout": dropout}
     check_adapters(**lora_options)
+    check_choice([None, *COMPUTE_DTYPES], compute_dtype=compute_dtype)
     target_linears(model, target_modules=target_modules)
     if not quantized_layers(model):
         quantize_nf4(model, compute_dtype=compute_dtype)
@@ -127,6 +133,7 @@ def quantize_nf4(
     require_causal_lm(model)
     if quantized_layers(model):
         raise ValueError("the model is quantized already: give one in full precision")
+    check_choice([None, *COMPUTE_DTYPES], compute_dtype=compute_dtype)
     linears = target_linears(model)
     # All layers are checked before the first one is gone.
     sizes = {name: block_size_of(name, layer) for name, layer in linears.items()}
@@ -184,28 +191,66 @@ def nf4_layer(
 def merge_qlora(model: Any) -> Any:
     """Dequantize the base and fold the adapters in: a plain model, in the dtype that was quantized.
 
-    It computes what the QLoRA model computes; peft's merge rounds the sum to 4 bits again.
-    Raises ValueError for a model that `apply_qlora` did not return.
+    It computes what the QLoRA model computes; peft's merge rounds the sum to 4 bits again. The
+    adapters may be of any kind that peft merges: they move to the plain base as from a file, and
+    peft's own arithmetic folds them in. Raises ValueError for a model that `apply_qlora` did not
+    return, and where a few tokens show another result; the model then is as it was.
     """
     if not quantized_layers(model) or not hasattr(model, "merge_and_unload"):
         raise ValueError("nothing to merge: give the model that apply_qlora returned")
+    with undone_on_error(model, "merge_qlora"):
+        for layer in quantized_layers(model).values():
+            _guard(layer)
+        dtype = _rounds_as(model)
+        before = _logits(model)
+        merged = _on_a_plain_base(model).merge_and_unload(safe_merge=True)
+        # Rounded otherwise, and nothing else: adapters that have been merged before, for example.
+        problem = difference(before, _logits(merged), Limits("grows"), dtype)
+        if problem:
+            raise ValueError(problem)
+    return merged.requires_grad_(True)
+
+
+def _on_a_plain_base(model: Any) -> Any:
+    """A `PeftModel` with the adapters of `model` around its base, which is dequantized in place."""
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
     dequantize = require("bitsandbytes").functional.dequantize_4bit
-    base = model.get_base_model()
+    configs = dict(model.peft_config)
+    active = list(model.active_adapters)
+    weights = {}
+    for name in active:
+        weights[name] = get_peft_model_state_dict(
+            model, adapter_name=name, save_embedding_layers=False
+        )
+    # Nothing is merged into four bits here: peft would refuse to unload IA3 otherwise.
+    model.get_base_model().is_loaded_in_4bit = False
+    base = model.unload()
     for name, layer in quantized_layers(base).items():
         weight = dequantize(layer.weight.data, layer.weight.quant_state)
-        if name.endswith(".base_layer"):
-            # The 4-bit layer stands inside an adapter, whose place the plain layer takes.
-            name = name.removesuffix(".base_layer")
-            adapted = base.get_submodule(name)
-            # The corrections first: the sum of several is small, and keeps more of its digits.
-            corrections = map(adapted.get_delta_weight, adapted.active_adapters)
-            weight = weight + sum(corrections)
         base.set_submodule(name, _plain_layer(layer, weight))
-    base = model.merge_and_unload()  # adapters of layers that are not in 4 bits
     if hasattr(base, "hf_quantizer"):
         base.hf_quantizer.remove_quantization_config(base)
-    base.is_loaded_in_4bit = False
-    return base.requires_grad_(True)
+    plain = PeftModel(base, configs[active[0]], adapter_name=active[0])
+    for name in active[1:]:
+        plain.add_adapter(name, configs[name])
+    for name in active:
+        set_peft_model_state_dict(plain, weights[name], adapter_name=name)
+    plain.base_model.set_adapter(active)
+    return plain
+
+
+def _logits(model: Any) -> dict[str, Any]:
+    """Of a few tokens. Not the loss, to which AdaLoRA adds a term of its own."""
+    return {"logits": outcome(model, "rounds")["logits"]}
+
+
+def _rounds_as(model: Any) -> torch.dtype:
+    """The coarsest dtype in which the model computes."""
+    dtypes = {layer.compute_dtype for layer in quantized_layers(model).values()}
+    if dtypes | {model.dtype} == {torch.float32}:
+        return torch.float32
+    return torch.bfloat16
 
 
 def _plain_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linear:

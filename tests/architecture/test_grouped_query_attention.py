@@ -144,6 +144,17 @@ def test_families_that_are_refused_stay_as_they_are(family):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_blocks_that_read_the_keys_of_others(tmp_path):
+    """The mistake: blocks without projections of their own repeat the heads as often as before."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    options = {"activation_sparsity_pattern": [0.0] * 4, "num_kv_shared_layers": 2}
+    model = tiny_model("gemma3n_text", num_hidden_layers=4, layer_types=kinds, **options)
+    apply_grouped_query_attention(model, kv_heads=1)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(IDS).logits, model.eval()(IDS).logits)
+
+
 def test_numbers_of_heads_and_adapters_that_do_not_fit():
     """The mistake: an adapter that is dropped with the projection below it."""
     with pytest.raises(ValueError, match="kv_heads=3: choose one of 1, 2, 4"):

@@ -9,6 +9,7 @@ from recipes_lib.architecture.tied_embeddings import (
 )
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.sizes import weight_bytes
+from tests.families.configs import tiny_model
 from tests.small_models import IDS, small_model
 
 
@@ -96,3 +97,20 @@ def test_refused():
         apply_tied_embeddings(small("Llama", tied=True))
     with pytest.raises(ValueError, match="weights of its own already"):
         untie_embeddings(small("Llama", tied=False))
+
+
+MANY_TIES = {
+    "zamba": {},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+}
+
+
+@pytest.mark.parametrize("family", MANY_TIES)
+def test_ties_between_blocks_are_not_lost(family):
+    """The mistake: the word that unties the output layer unties the transformer that Zamba's blocks
+    share, and saved and loaded, they are fresh."""
+    model = tiny_model(family, **MANY_TIES[family])
+    with pytest.raises(ValueError, match=r"is as it was: .* untie .*shared_transf"):
+        untie_embeddings(model)
+    assert model.config.tie_word_embeddings
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -61,15 +61,15 @@ def test_the_headline_and_the_table(results):
 @pytest.mark.parametrize(
     ("beyond", "verdict"),
     [
-        ([0.1, 0.2, 0.3], "worse"),
-        ([-0.1, -0.2, -0.3], "better"),
-        ([-0.1, 0.2, 0.3], "undecided"),
-        ([0.0, 0.2, 0.3], "undecided"),
-        ([-0.1, -0.2], "too few seeds"),
+        ([0.1, 0.2, 0.3, 0.2, 0.2], "worse"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.2], "better"),
+        ([0.01, 0.01, 0.01, 0.01, 0.5], "undecided"),  # all of one sign, and far apart
+        ([-0.1, 0.2, 0.3, 0.1, 0.1], "undecided"),
+        ([-0.1, -0.2, -0.3], "no verdict from 3 seeds"),
     ],
 )
-def test_a_range_with_zero_decides_nothing(beyond, verdict):
-    """The mistake: the mean of three seeds is called better though one says the opposite."""
+def test_an_interval_with_zero_decides_nothing(beyond, verdict):
+    """The mistake: three seeds agree by chance one time in four, and are a verdict."""
     assert render.verdict(beyond) == verdict
 
 

@@ -57,8 +57,18 @@ ALL_OPTIONS = """
 --model a/b --data pairs.jsonl --held-out held.jsonl --limit 9 --drop-long --output out --resume
 --method qlora --rank 4 --alpha 8 --dropout 0.1 --learning-rate 0.5 --optimizer adamw_8bit
 --max-grad-norm 2 --steps 7 --warmup-steps 3 --rows-per-step 6 --micro-batch-size 2 --seq-len 64
+--add-token <x> --chat-template chatml
 --no-packing --precision bf16 --gradient-checkpointing --seed 5 --save-steps 4 --report-to none
 """
+
+
+def test_options_that_are_given_several_times(settings_of):
+    """The mistake: the last one wins, and nothing says so."""
+    run, _ = settings_of(
+        "--output=out", "--data=a.jsonl", "--data=b.csv", "--add-token=<a>", "--add-token=<b>"
+    )
+    assert run.data_files == ["a.jsonl", "b.csv"]
+    assert run.add_tokens == ["<a>", "<b>"]
 
 
 def test_every_option_reaches_its_setting(settings_of):
@@ -68,6 +78,8 @@ def test_every_option_reaches_its_setting(settings_of):
         base_model="a/b",
         data_file="pairs.jsonl",
         output_dir="out",
+        add_tokens=("<x>",),
+        chat_template="chatml",
         method="qlora",
         rank=4,
         alpha=8,

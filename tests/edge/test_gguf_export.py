@@ -77,6 +77,17 @@ def test_rounding_is_the_formula(tmp_path):
     torch.testing.assert_close(back, expected, atol=1e-6, rtol=0)
 
 
+def test_the_file_stops_where_the_model_stops(tmp_path):
+    """The mistake: the mark of the base alone, and answers that never end."""
+    model, tokenizer = model_of("Llama"), tokenizer_of()
+    model.generation_config.eos_token_id = [5, 7]
+    options = {"tokenizer": tokenizer, "pre_tokenizer": "smollm"}
+    exported = export_to_gguf(model, path=tmp_path / "model.gguf", **options)
+    fields = gguf.GGUFReader(exported.path).fields
+    stops = [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot", "eom")]
+    assert stops == [5, 7, tokenizer.eos_token_id]
+
+
 def test_the_tokenizer_travels_with_the_model(tmp_path):
     """The same text has the same tokens, also those that control the model."""
     tokenizer = tokenizer_of()

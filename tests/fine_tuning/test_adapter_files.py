@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
+from recipes_lib.core.model.vocabulary import grow_vocabulary, stop_at, stops_of
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
     check_merged,
@@ -23,6 +24,7 @@ from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
 from tests.families.configs import quiet, tiny_model
 
+WEIGHTS = "adapter_model.safetensors"
 IDS = torch.arange(1, 20)[None]
 
 
@@ -114,6 +116,36 @@ def test_every_kind_that_is_saved_is_loaded(tmp_path):
             torch.nn.init.normal_(parameter, std=0.2)
     save_adapter(model, tmp_path / "a", base=base_fingerprint(base()))
     assert torch.equal(logits(load_adapter(base(), tmp_path / "a")), logits(model))
+
+
+@pytest.mark.parametrize("apply", [apply_lora, apply_qlora])
+def test_added_tokens_and_the_end_mark_are_found_again_on_a_fresh_base(apply, tmp_path):
+    """The mistakes: the rows of new tokens stay as they were drawn, or the whole table is saved;
+    and the merged model writes on behind the end mark that it has learnt.
+    """
+    model = base()
+    fingerprint = base_fingerprint(model)
+    tokenizer = load_tokenizer()
+    grow_vocabulary(model, {"<a>": 129})
+    stop_at(model, tokenizer, [17])
+    model = adapted(model, apply)
+    rows = [p for name, p in model.named_parameters() if "trainable_tokens_delta" in name]
+    assert rows and all(p.requires_grad and len(p) == 1 for p in rows)
+    with torch.no_grad():
+        for parameter in rows:
+            parameter.normal_()
+    save_adapter(model, tmp_path / "a", base=fingerprint, tokenizer=tokenizer)
+    assert not any("embed_tokens.weight" in name for name in load_file(tmp_path / "a" / WEIGHTS))
+
+    again = load_adapter(base(), tmp_path / "a")
+    ids = torch.tensor([[3, 129, 5]])
+    if apply is apply_lora:
+        assert torch.equal(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    merged = merge_lora(again)
+    save_merged(merged, tmp_path / "m", tokenizer=load_tokenizer(), dtype=torch.float32)
+    assert check_merged(tmp_path / "m", merged, ids) < 1e-6
+    assert stops_of(load_model(str(tmp_path / "m"), device="cpu"))[0] == 17
+    assert load_tokenizer(str(tmp_path / "m")).eos_token_id == 17
 
 
 def test_nothing_is_overwritten_unless_asked(tmp_path):

@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from peft import PeftModel
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -16,6 +17,7 @@ from recipes_lib.fine_tuning.lora import (
     target_linears,
 )
 from tests.conftest import assert_same_gradients, gradients, make_batch
+from tests.families.configs import tiny_model
 from tests.small_models import small_model
 
 LLAMA_AND_GPT2 = ["tiny-llama", "tiny-gpt2"]  # GPT-2's weights are transposed
@@ -173,6 +175,16 @@ def test_experts_are_not_skipped_silently():
         apply_lora(model, target_modules="gate")
     model = apply_lora(model, rank=2, target_modules="attention")
     assert all(".self_attn." in name for name in adapters_by_name(model))
+
+
+def test_the_way_out_of_experts_is_open_in_every_family(tmp_path):
+    """The mistake: peft takes the gate of AFMoE's attention for a part of an expert, and refuses
+    what our own refusal recommends; or the file of the adapter does not load again."""
+    model = apply_lora(tiny_model("afmoe"), rank=2, target_modules="attention")
+    learnt = {name.rpartition(".")[2] for name in adapters_by_name(model)}
+    assert learnt == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    model.save_pretrained(tmp_path)
+    PeftModel.from_pretrained(tiny_model("afmoe"), tmp_path)
 
 
 def test_layers_that_a_state_space_model_does_not_call():

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.predict.plain_step import block_bytes
 from recipes_lib.memory.activation_offload import (
     offload_activations,
     offloaded_by_hand,
@@ -112,13 +111,31 @@ def test_16_bit_copies_of_weights_do_not_travel(family):
     assert 0 < handle.moved_bytes < copies
 
 
+def bytes_saved_in_front_of(block, model, batch):
+    """Of the storages that autograd saves before `block` begins, each once, without weights."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept = {}
+    before = [True]
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if before[0] and storage._cdata not in weights and storage.nbytes() >= 65536:
+            kept[storage._cdata] = storage
+        return tensor
+
+    hook = block.register_forward_pre_hook(lambda *_: before.clear() or before.append(False))
+    with hook, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**batch, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
 def test_each_storage_moves_once_and_frees_its_memory():
     """Q, K and V are views of one storage in GPT-2, which would move three times."""
     model = model_of_shape("tiny-gpt2", layers=8, device="cpu")
     batch = full_rows(16, 64)
     with to_disk(model) as handle:
         loss = model(**batch, use_cache=False).loss
-    saved = 7 * 16 * 64 * block_bytes(model, seq=64)
+    saved = bytes_saved_in_front_of(decoder_blocks(model)[-1], model, batch)
     assert handle.moved_bytes == pytest.approx(saved, rel=0.01)
     for _ in range(2):  # the second time, too, an error and not values of nowhere
         with pytest.raises(RuntimeError, match="inside the context"):

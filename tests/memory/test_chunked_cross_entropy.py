@@ -16,9 +16,9 @@ from recipes_lib.core.model import chunked_loss, model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.chunked_cross_entropy import (
     apply_chunked_cross_entropy,
-    arithmetic,
     chunked_cross_entropy,
     plain_chunked_loss,
+    plan,
     remove_chunked_cross_entropy,
 )
 from recipes_lib.workflows.bench.kernels import compare_losses
@@ -133,7 +133,7 @@ EVERYTHING = {"softcap": 3.0, "label_smoothing": 0.2, "z_loss": 0.05, "num_items
 def test_equals_the_plain_loss(monkeypatch, options, chunk_size):
     """In fp64, each option alone and all together: a wrong derivative of one of them."""
     # Several blocks in a chunk, the last one smaller.
-    monkeypatch.setattr(arithmetic, "LOGITS_OF_A_BLOCK", 3 * 101)
+    monkeypatch.setattr(plan, "LOGITS_OF_A_BLOCK", 3 * 101)
     hidden, weight, bias, labels = make_tensors(dtype=torch.float64)
     if "ignore_index" in options:
         labels = labels.where(labels != -100, options["ignore_index"])

@@ -46,6 +46,7 @@ from tests.small_models import as_if_trained
 
 # Those with something that Llama, which the other tests train, does not have.
 FAMILIES = ["tiny-qwen3", "tiny-gemma2"]
+ODD = {"vocab_size": 257, "tie_word_embeddings": True}  # as GPT-2's 50,257, which is odd
 
 
 # --- the idea, without ranks ----------------------------------------------------------------------
@@ -143,15 +144,21 @@ def train_on_four(steps):
     heads = {"num_key_value_heads": 4}
     return {
         "four": train(steps, changes=heads)[0],
+        "odd": train(steps, changes=heads | ODD, checkpointed=True)[0],
+        "odd, logits whole": train(steps, changes=heads | ODD, loss_parallel=False)[0],
         "two by two": train(steps, data=2),
     }
 
 
 def test_four_ranks_and_two_by_two(four_ranks):
-    """The mistakes: parts of the wrong rank, and a norm of one mesh beside another."""
+    """The mistakes: parts of the wrong rank, a norm of one mesh beside another, and a vocabulary
+    that four ranks do not divide, whose last rank looks for its tokens at the wrong place."""
     got = four_ranks.run(train_on_four, steps=3)
     alone = train_alone(steps=3, num_key_value_heads=4)
     assert largest_difference(got["four"], alone) < TOLERANCE
+    alone = train_alone(steps=3, num_key_value_heads=4, **ODD)
+    assert largest_difference(got["odd"], alone) < TOLERANCE
+    assert largest_difference(got["odd, logits whole"], alone) < TOLERANCE
     run, held, _ = got["two by two"]
     assert largest_difference(run, train_alone(steps=3)) < TOLERANCE
     everything = sum(parameter.nbytes for parameter in tiny_model().parameters())
@@ -281,6 +288,7 @@ def misuse():
     found = {}
     odd = tiny_model(hidden_size=48, num_attention_heads=3, num_key_value_heads=1)
     found["heads"] = refusal(apply_tensor_parallel, odd)
+    found["vocabulary"] = refusal(apply_tensor_parallel, tiny_model(vocab_size=1))
     found["unchanged"] = str(type(odd.lm_head.weight) is nn.Parameter)
     found["layers"] = refusal(apply_tensor_parallel, model_of_shape("tiny-gpt2", device="cpu"))
     wrapped = tiny_model()
@@ -300,6 +308,7 @@ def test_mistakes_are_told_on_every_rank(two_ranks):
     told = two_ranks.run(misuse, timeout=60)
     expected = {
         "heads": "2 ranks do not divide 3 heads",
+        "vocabulary": "2 ranks for 1 tokens of the vocabulary",
         "unchanged": "True",
         "layers": "has no self_attn.q_proj",
         "wrapped": "only plain layers can be cut",

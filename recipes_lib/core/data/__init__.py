@@ -11,11 +11,13 @@ chat  pairs and conversations as tokens and labels, by the model's own template
 corpus  Python's own standard library as text and as instruction pairs
 evaluation  losses, perplexity and answers on rows that were not trained on
 images  5,000 handwritten digits, to train on and to test with
-pair_columns  a row as a pair or a conversation, whatever its columns are called
+pair_columns  a row as a pair, a conversation or a text, whatever its columns are called
 pairs  instruction pairs of the library, a file, the hub or a list, as rows of tokens and labels
 row_files  rows of a local file or folder, whatever its format, each with its place
 row_order  the rows that a step trains on, as a function of the step alone
+template  what a chat template makes of a conversation, compared with what it holds
 token_ids  token ids as users give them, checked before a model reads them
+turns  the turns of a conversation in one form, whatever their fields are called
 """
 
 from __future__ import annotations

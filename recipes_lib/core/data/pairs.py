@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.data.chat import Row, tokenize_chat, tokenize_pair
+from recipes_lib.core.data.chat import Row, tokenize_chat, tokenize_pair, tokenize_text
 from recipes_lib.core.data.corpus import SPLITS, docstring_pairs
 from recipes_lib.core.data.pair_columns import Pair, pair_of
-from recipes_lib.core.data.row_files import read_rows
+from recipes_lib.core.data.row_files import read_rows, without_nulls
+from recipes_lib.core.data.turns import is_learnt
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".txt")
 
@@ -37,9 +38,9 @@ def load_instructions(
             anywhere.
         limit: how many rows at most. The order is shuffled once, the same on every machine with
             this Python.
-        dataset: None for the standard library. Else rows with `prompt` and `completion`, or with
-            `messages` (turns with `role` and `content`): an iterable, a local file or folder, or a
-            hub id (needs the hub).
+        dataset: None for the standard library. Else rows with `prompt` and `completion`, with
+            `messages` (turns with `role` and `content`), or with `text`: an iterable, a local file
+            or folder, or a hub id (needs the hub).
     Raises ValueError for an unknown split, sizes below 1, and no pair left. It raises one for
     another split than "train" of a file or an iterable, too: they have none, and the same rows
     would be trained on and held out.
@@ -52,7 +53,7 @@ def load_instructions(
     rows: list[Row] = []
     for pair in load_pairs(split=split, dataset=dataset):
         try:
-            found = rows_of(tokenizer, pair)
+            found = rows_of(tokenizer, pair, length=max_tokens)
         except ValueError as error:
             raise ValueError(f"{error} (in {str(pair)[:100]})") from error
         rows += [row for row in found if len(row["input_ids"]) <= max_tokens]
@@ -67,13 +68,16 @@ def load_instructions(
     return Dataset.from_list(rows[:limit])
 
 
-def rows_of(tokenizer: Any, pair: Pair) -> list[Row]:
-    """The rows of one pair or conversation; several where the template rewrites earlier turns.
+def rows_of(tokenizer: Any, pair: Pair, *, length: int | None = None) -> list[Row]:
+    """The rows of one pair, conversation or text.
 
-    Raises ValueError for what cannot be learnt, as an empty answer.
+    They are several where the template rewrites earlier turns, and where a text has more than
+    `length` tokens. Raises ValueError for what cannot be learnt, as an empty answer.
     """
     if "messages" in pair:
-        return tokenize_chat(tokenizer, pair["messages"])
+        return tokenize_chat(tokenizer, pair["messages"], pair.get("tools"))
+    if "text" in pair:
+        return tokenize_text(tokenizer, pair["text"], length=length)
     return [tokenize_pair(tokenizer, **pair)]
 
 
@@ -90,8 +94,11 @@ class PlacedPair:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a pair has no completion, so that there is nothing to learn from it."""
-        return "messages" not in self.pair and not self.pair["completion"].strip()
+        """Whether there is nothing to learn: no completion, no text, or no turn to be learnt."""
+        if "messages" in self.pair:
+            answers = [turn for turn in self.pair["messages"] if turn["role"] == "assistant"]
+            return bool(answers) and not any(map(is_learnt, self.pair["messages"]))
+        return not self.pair.get("text", self.pair.get("completion")).strip()
 
 
 def load_pairs(
@@ -134,7 +141,7 @@ def placed_pairs(
 def _placed_rows(dataset: str | Iterable[dict], split: str) -> Iterator[tuple[str, Any]]:
     if isinstance(dataset, str) and not _is_a_path(dataset):
         for number, row in enumerate(_read_hub(dataset, split)):
-            yield f"{dataset}, row {number} (from 0)", row
+            yield f"{dataset}, row {number} (from 0)", without_nulls(row)
         return
     if split != "train":
         raise ValueError(

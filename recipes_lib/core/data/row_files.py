@@ -5,9 +5,10 @@
 
     JSON Lines, a JSON list   by Python's `json`; `datasets` would make dates of some of the texts
     CSV, TSV                  as texts: "007" stays "007"
+    TXT                       one text, to train on as it stands
     Parquet, Arrow, folders   by `datasets`: a folder of files, or what `save_to_disk` wrote
 
-The first two may be packed by gzip. A text is UTF-8. Lines count from 1, as editors count them.
+The first three may be packed by gzip. A text is UTF-8. Lines count from 1, as editors count them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> Iterator[PlacedRow]:
 
 def _reader_of(path: Path, split: str) -> Callable[[Path], Iterator[PlacedRow]]:
     if path.is_dir():
-        return lambda folder: _numbered(_read_folder(folder, split))
+        return lambda folder: _numbered(map(without_nulls, _read_folder(folder, split)))
     endings = [ending.lower() for ending in path.suffixes if ending.lower() != ".gz"]
     reader = READERS.get(endings[-1]) if endings else None
     if reader is None:
@@ -67,6 +68,15 @@ def _reason(error: BaseException) -> str:
 def _numbered(rows: Any) -> Iterator[PlacedRow]:
     for number, row in enumerate(rows):
         yield f"row {number} (from 0)", row
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without the nulls inside: Arrow gives each object the fields of all."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -96,6 +106,12 @@ def _read_json(path: Path) -> Iterator[PlacedRow]:
             raise ValueError(f"line {number} is no JSON ({error}): mend it") from None
 
 
+def _read_whole(path: Path) -> Iterator[PlacedRow]:
+    text = _read_text(path)
+    if text.strip():
+        yield "the whole text", {"text": text}
+
+
 def _read_table(path: Path) -> Iterator[PlacedRow]:
     text = _read_text(path)
     names = text.partition("\n")[0]
@@ -117,13 +133,14 @@ def _read_table(path: Path) -> Iterator[PlacedRow]:
 def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     from datasets import Dataset
 
-    yield from _numbered(Dataset.from_parquet(os.fspath(path)))
+    yield from _numbered(map(without_nulls, Dataset.from_parquet(os.fspath(path))))
 
 
 def _read_arrow(path: Path) -> Iterator[PlacedRow]:
     from datasets import load_dataset
 
-    yield from _numbered(load_dataset("arrow", data_files=os.fspath(path), split="train"))
+    rows = load_dataset("arrow", data_files=os.fspath(path), split="train")
+    yield from _numbered(map(without_nulls, rows))
 
 
 def _read_folder(folder: Path, split: str) -> Any:
@@ -163,4 +180,4 @@ def _refuse_several_formats(folder: Path) -> None:
 
 
 READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
-READERS |= {".parquet": _read_parquet, ".arrow": _read_arrow}
+READERS |= {".parquet": _read_parquet, ".arrow": _read_arrow, ".txt": _read_whole}

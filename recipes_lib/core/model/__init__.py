@@ -25,6 +25,7 @@ second_derivatives  a backward written by hand refuses create_graph=True
 shapes  the sizes of public models, and random weights of them
 sizes  bytes of tensors, parameters and optimizer states
 trainable  what an optimizer is given: the parameters of a model that train
+vocabulary  the tokens that a table holds, those that are added, those at which a model stops
 """
 
 from __future__ import annotations

@@ -146,18 +146,26 @@ def projection_widths(config: Any) -> tuple[int, int, int]:
 def longest_text(config: Any) -> int | None:
     """How many positions a model was trained for; None if its configuration does not say.
 
-    Rotary angles that were stretched afterwards (YaRN) reach as many times as far.
+    Most configurations count a stretching of the angles already, as Llama 3's 131,072 do. YaRN
+    (Qwen) and dynamic scaling may leave the length of before there:
+
+        yarn       original length x factor, or what the configuration says if that is more
+        dynamic    positions x factor: transformers compares a text with the length of before
+        others     positions: their factor says how far the angles were slowed
     """
     config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings")
+    kind = rope.get("rope_type")
     factor = rope.get("factor")
-    if original is None or factor is None:
-        return positions
-    return max(positions, int(original * factor))
+    if kind == "yarn" and factor is not None:
+        original = rope.get("original_max_position_embeddings", positions)
+        return max(positions, int(original * factor))
+    if kind == "dynamic" and factor is not None:
+        return int(positions * factor)
+    return positions
 
 
 def require_full_attention(model: Any, *, way_out: str) -> None:

@@ -14,11 +14,14 @@ whoever has to know asks for it. These are all marks that there are:
     ONE_SCALE_PER_CALL            on a layer: True if all tokens of a call are rounded by one scale,
                                   so that a token's result depends on the others
     ONE_DOCUMENT_UNDER            on a trunk: the attention under which a row is one document
+    ADDED_TOKENS                  on a model: name and id of the tokens that were added to it
+    LEARNT_END                    on a model: the token with which it has learnt to end an answer
 
 The first three are left by optimizer_in_backward and optimizer_offload, MASTER_OF by
 optimizer_offload, CHECKPOINTED_INDEX by activation_checkpointing and nested_checkpointing, COMPILED
-by compiled_blocks, QUANTIZED_BY by int8 and int4, ONE_SCALE_PER_CALL by int8, and
-ONE_DOCUMENT_UNDER by sliding_window and the probe.
+by compiled_blocks, QUANTIZED_BY by int8 and int4, ONE_SCALE_PER_CALL by int8,
+ONE_DOCUMENT_UNDER by sliding_window and the probe, ADDED_TOKENS by grow_vocabulary and
+LEARNT_END by stop_at.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ COMPILED = "compiled"
 QUANTIZED_BY = "quantized_by"
 ONE_SCALE_PER_CALL = "one_scale_per_call"
 ONE_DOCUMENT_UNDER = "one_document_under"
+ADDED_TOKENS = "added_tokens"
+LEARNT_END = "learnt_end"
 
 
 def mark(thing: Any, name: str, value: Any = True) -> None:

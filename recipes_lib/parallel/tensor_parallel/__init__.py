@@ -56,6 +56,7 @@ from torch.distributed.tensor.parallel import (
 
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
+from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
@@ -105,8 +106,9 @@ def apply_tensor_parallel(
         loss_parallel: the logits are DTensors, a part of the vocabulary on each rank, but for those
             of `generate`. Without it each rank gets all logits.
     Raises ValueError for a model without the plain layers of Llama, or that is cut already, and
-    where the ranks do not divide heads, heads of keys, feed-forward width or vocabulary. The first
-    forward raises one if the ranks got different rows.
+    where the ranks do not divide heads, heads of keys or feed-forward width. A vocabulary that they
+    do not divide leaves the last rank fewer tokens. The first forward raises one if the ranks got
+    different rows.
     """
     mesh = one_axis(mesh, such_as="tensor")
     if mesh.size() == world_size():
@@ -241,7 +243,6 @@ def require_divisible(model: Any, *, ranks: int) -> None:
         "heads": config.num_attention_heads,
         "heads of keys and values": config.num_key_value_heads,
         "features of the feed-forward layers": config.intermediate_size,
-        "tokens of the vocabulary": model.get_output_embeddings().out_features,
     }
     for name, count in counts.items():
         if count % ranks:
@@ -249,3 +250,9 @@ def require_divisible(model: Any, *, ranks: int) -> None:
                 f"{ranks} ranks do not divide {count} {name}: give a mesh whose size divides "
                 f"{math.gcd(*counts.values())}"
             )
+    tokens = model.get_output_embeddings().out_features
+    if (ranks - 1) * parts_needed(tokens, ranks) >= tokens:
+        raise ValueError(
+            f"{ranks} ranks for {tokens} tokens of the vocabulary leave the last one without any: "
+            f"give a smaller mesh"
+        )

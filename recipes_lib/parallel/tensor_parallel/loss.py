@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
+from recipes_lib.parallel.tensor_parallel.styles import first_of_rank
 
 NOT_COUNTED = -100
 
@@ -48,26 +48,32 @@ def cut_causal_lm_loss(
     part = logits.to_local()  # [B, S, V/N]
     part = part.reshape(-1, part.shape[-1])
     counted = targets != ignore_index
-    losses = _CutCrossEntropy.apply(part, targets, counted, logits.device_mesh)  # [T]
+    first = first_of_rank(logits.shape[-1], logits.device_mesh)
+    group = logits.device_mesh.get_group()
+    losses = _CutCrossEntropy.apply(part, targets, counted, first, group)  # [T]
     if num_items_in_batch is None:
         num_items_in_batch = counted.sum()
     return losses.sum() / num_items_in_batch
 
 
 class _CutCrossEntropy(torch.autograd.Function):
-    """Losses [T] of logits [T, V/N], 0 where a token is not counted."""
+    """Losses [T] of logits [T, V/N] from token `first` on, 0 where a token is not counted."""
 
     @staticmethod
     def forward(
-        context: Any, part: Tensor, targets: Tensor, counted: Tensor, mesh: DeviceMesh
+        context: Any,
+        part: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        first: int,
+        group: dist.ProcessGroup,
     ) -> Tensor:
-        group = mesh.get_group()
         logits = at_least_fp32(part)
         largest = logits.amax(dim=-1)  # [T], of this rank's tokens
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # and now of all
         shifted = logits - largest[:, None]  # 0 at most, so no exponential overflows
 
-        column, is_here = _where_labels_are(targets, counted, part.shape[-1], mesh)
+        column, is_here = _where_labels_are(targets, counted, part.shape[-1], first)
         label_logit = shifted.gather(1, column[:, None]).squeeze(1)
         label_logit = label_logit.where(is_here, 0.0)  # one rank has it, the others add 0
         exponentials = shifted.exp_()  # in the same memory: the shifted logits are done with
@@ -88,17 +94,16 @@ class _CutCrossEntropy(torch.autograd.Function):
         of_logits = softmax * gradient[:, None]  # [T, V/N]
         at_label = gradient.where(is_here, 0.0)
         of_logits.scatter_add_(1, column[:, None], -at_label[:, None])  # minus 1 at the label
-        return of_logits.to(context.dtype), None, None, None
+        return of_logits.to(context.dtype), None, None, None, None
 
 
 def _where_labels_are(
-    targets: Tensor, counted: Tensor, tokens_here: int, mesh: DeviceMesh
+    targets: Tensor, counted: Tensor, tokens_here: int, first: int
 ) -> tuple[Tensor, Tensor]:
     """The column of each label [T] among this rank's tokens, and whether it is there at all.
 
     Where it is not, the column is 0, which can be read and does not count.
     """
-    first = mesh.get_local_rank() * tokens_here
     column = targets - first
     is_here = counted & (column >= 0) & (column < tokens_here)
     return column.where(is_here, 0), is_here

@@ -24,10 +24,11 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.sizes import parts_needed
 
 
 class CutTable(ParallelStyle):
-    """An embedding of which each rank has some rows: V/N tokens."""
+    """An embedding of which each rank has some rows: V/N, rounded up; the last rank has fewer."""
 
     def __init__(self, *, outputs: Placement, local_outputs: bool) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class _OfSomeTokens:
         """[B, S] -> [B, S, D], laid out as `outputs` says."""
         mesh = self.weight.device_mesh
         rows = self.weight.to_local()  # [V/N, D]
-        first = mesh.get_local_rank() * len(rows)
+        first = first_of_rank(self.weight.shape[0], mesh)
         place = input_ids - first
         mine = (place >= 0) & (place < len(rows))
         padding = None  # a token whose row does not train
@@ -66,6 +67,11 @@ class _OfSomeTokens:
         if self.local_outputs:
             return vectors.to_local()
         return vectors
+
+
+def first_of_rank(count: int, mesh: DeviceMesh) -> int:
+    """The number of the first of `count` tokens that this rank has: DTensor rounds its parts up."""
+    return min(count, mesh.get_local_rank() * parts_needed(count, mesh.size()))
 
 
 class WholeWeights(ParallelStyle):

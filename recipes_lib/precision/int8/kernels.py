@@ -121,8 +121,7 @@ class PerTokenWeights(PackedWeights):
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         super().__init__(weight, scale)
-        # A row in fp32 may reach a little beyond 1, and would then decide the scale of all.
-        self._ends = _row_with_both_ends(weight.shape[1], 1.001)
+        self._ends = _row_with_both_ends(weight.shape[1], 1.0)
         self._sums = weight.sum(dim=1, dtype=torch.int32) * scale.float()  # [N], of each row of W
 
     def product(self, x: Tensor) -> Tensor:
@@ -130,15 +129,17 @@ class PerTokenWeights(PackedWeights):
 
         The numbers of a row need not lie around zero. So its middle is taken away, what is left is
         divided by its largest number, and the product gets the middle back: W m = m sum(W). One
-        more row holds a little more than 1 and -1, so that the scale of the call is the same for
-        any rows, and no row depends on the others.
+        more row holds 1 and -1, so that the scale of the call is the same for any rows, and no row
+        depends on the others.
         """
         rows = x.float().reshape(-1, x.shape[-1])  # [M, K]
         low, high = rows.aminmax(dim=1, keepdim=True)  # [M, 1]
         middle = (low + high) / 2
-        half = ((high - low) / 2).clamp_min_(TINY)
+        # Not (high - low) / 2: the middle is rounded, and a row beyond 1 would decide the scale.
+        half = torch.maximum(high - middle, middle - low).clamp_min_(TINY)
         y = self._rounded_product(torch.cat([self._ends, (rows - middle) / half]))  # [1 + M, N]
-        y = torch.addcmul(middle * self._sums, y[1:], half)  # [M, N]
+        # Two operators: `addcmul` rounds once or twice, depending on how many rows there are.
+        y = y[1:].mul_(half).add_(middle * self._sums)  # [M, N]
         return _in_dtype_of(x, y.view(*x.shape[:-1], -1))
 
 

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ from recipes_lib.core.checks import check_folder
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
-from recipes_lib.core.model import load_config, load_model, load_tokenizer
+from recipes_lib.core.model import load_config, load_model
+from recipes_lib.core.model.causal_lm import longest_text
+from recipes_lib.core.model.vocabulary import check_vocabulary, grow_vocabulary, stop_at
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
-from recipes_lib.workflows.finetune.data import load_data
+from recipes_lib.workflows.finetune.data import load_data, tokenizer_of
 from recipes_lib.workflows.finetune.evaluation import (
     Announce,
     Evaluation,
@@ -92,9 +94,9 @@ def finetune(
     # Everything that can be refused comes first, the cheapest check before the others.
     folder = Path(run.output_dir)
     result = result_folder(run)
-    check_output(folder, result, inputs=[run.data_file, held_out_file], resume=resume)
+    check_output(folder, result, inputs=[*run.data_files, held_out_file], resume=resume)
     announce("reading the data")
-    tokenizer = load_tokenizer(run.base_model)
+    tokenizer, added = tokenizer_of(run)
     pad = tokenizer.pad_token_id
     data = load_data(
         tokenizer,
@@ -105,7 +107,7 @@ def finetune(
         drop_long=drop_long,
     )
     run = data.run
-    check_positions(run, longest=max(len(r["input_ids"]) for r in [*data.rows, *data.held_out]))
+    _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
     print(f"{len(data.rows)} rows to train on, {len(data.held_out)} held out")
     rows = data.rows
     if run.packing:
@@ -124,7 +126,9 @@ def finetune(
     seed_everything(run.seed)  # of the adapters and of dropout
     model = load_base(run)
     name_of_base = model.name_or_path
-    base = base_fingerprint(model)  # adapters and 4 bits will hide it
+    base = base_fingerprint(model)  # adapters, 4 bits and added tokens will hide it
+    grow_vocabulary(model, added)
+    stop_at(model, tokenizer, data.ends)
     if run.packing:
         check_packing(model, rows, run=run, pad_token_id=pad)
 
@@ -144,9 +148,19 @@ def finetune(
 
     # The result comes last: a run is finished when it is there.
     announce("saving")
-    write_production(run, data.pairs)
+    write_production(run, data.pairs, tokenizer=tokenizer)
     save_result(model, tokenizer, result, run=run, base=base, card=card)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+
+
+def _check_rows(
+    rows: Sequence[Row], tokenizer: Any, *, run: Settings, added: Mapping[str, int]
+) -> None:
+    """Refuse rows beyond the positions or the tokens of the base, before it is loaded."""
+    check_positions(run, longest=max(len(row["input_ids"]) for row in rows))
+    size = load_config(run.base_model).get_text_config().vocab_size
+    size = max([size, *(token + 1 for token in added.values())])
+    check_vocabulary(rows, tokenizer=tokenizer, size=size)
 
 
 def _adapted(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> Any:
@@ -181,7 +195,7 @@ def save_result(
 ) -> None:
     """Save the adapters, or the whole model with its tokenizer: whole or not at all."""
     if run.method != "full":
-        save_adapter(model, result, base=base, card=card)
+        save_adapter(model, result, base=base, card=card, tokenizer=tokenizer)
         return
     # Saving takes several files: the folder gets its name when all are written.
     scratch = result.with_name("model.part")
@@ -235,14 +249,8 @@ def check_positions(run: Settings, *, longest: int) -> None:
     It would read positions that it has never seen, without an error. A packed row may be longer:
     each of its documents begins at position 0.
     """
-    config = load_config(run.base_model)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is None:
-        return
-    # Stretched positions, as YaRN's: the configuration may name those of before.
-    stretched = getattr(config, "rope_parameters", None) or {}
-    positions = int(positions * stretched.get("factor", 1))
-    if longest > positions:
+    positions = longest_text(load_config(run.base_model))
+    if positions is not None and longest > positions:
         raise ValueError(
             f"the longest row has {longest} tokens, and {run.base_model} knows {positions} "
             f"positions: leave out the long rows with --seq-len {positions} --drop-long"

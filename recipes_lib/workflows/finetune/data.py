@@ -1,4 +1,4 @@
-"""The data of a fine-tuning run: pairs read, checked, and a part of them held out.
+"""The data of a fine-tuning run: pairs, conversations or texts, and a part of them held out.
 
     data = load_data(tokenizer, run=settings)
     data.rows, data.held_out          # tokens and labels
@@ -14,16 +14,28 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.data import PlacedPair, load_pairs, placed_pairs, rows_of
-from recipes_lib.core.data.chat import Row, tokenize_pair
+from recipes_lib.core.data.chat import (
+    IGNORED,
+    Row,
+    beginning,
+    learnt_ends,
+    tokenize_pair,
+)
 from recipes_lib.core.data.pair_columns import Pair
+from recipes_lib.core.data.template import CHATML, written_behind
+from recipes_lib.core.model import load_tokenizer
+from recipes_lib.core.model.vocabulary import add_tokens
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 from recipes_lib.workflows.finetune.loop import check_run
 from recipes_lib.workflows.finetune.settings import Settings
 
 HELD_OUT_EVERY = 10  # the first of every ten pairs
+FEW = 20  # texts, of which parts are held out instead
+SHOWN = 160  # characters of what is learnt of the first pair
 DEFAULT_LIMIT = 400  # pairs of the standard library
 
 
@@ -38,6 +50,7 @@ class Data:
     rows: list[Row]  # the same, as tokens
     held_out: list[Row]
     run: Settings
+    ends: list[int] = dataclasses.field(default_factory=list)  # tokens with which rows end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +79,7 @@ def load_data(
     """Pairs to train on, their rows, and held-out rows. Prints what it leaves out.
 
     They are those of `run.data_file`, or of the standard library if it is "". Without a file of
-    held-out pairs, every tenth pair is held out.
+    held-out pairs, every tenth pair is held out; of a few long texts, every tenth part.
 
     Args:
         limit: take the first pairs only.
@@ -75,16 +88,16 @@ def load_data(
     Raises ValueError for what `placed_pairs`, `check_labels` and `check_run` refuse, for a row that
     is too long, and for fewer than two held-out rows.
     """
-    if run.data_file:
-        pairs, held_out_pairs = _pairs_of_file(run, held_out_file, limit)
+    length = None if longest else run.seq_len  # of a part of a text
+    if run.data_files:
+        trained, held_out = _pairs_of_files(tokenizer, run, held_out_file, limit, length)
     elif held_out_file or longest:
         raise ValueError("held-out pairs and --seq-len auto need pairs to train on: give --data")
     else:
-        pairs, held_out_pairs = _pairs_of_standard_library(tokenizer, run, limit)
+        found = _pairs_of_standard_library(tokenizer, run, limit)
+        trained, held_out = (_tokenized(tokenizer, pairs, length) for pairs in found)
 
     # Checked before packing, which would hide which row is too long.
-    trained = _tokenized(tokenizer, pairs)
-    held_out = _tokenized(tokenizer, held_out_pairs)
     if longest:
         run = dataclasses.replace(run, seq_len=_length_of_the_longest([*trained, *held_out]))
     long = _long_ones([*trained, *held_out], run.seq_len)
@@ -106,25 +119,74 @@ def load_data(
         )
     check_run(rows, run=run, folder=None, resume=False)
     for each in [*trained, *held_out]:
-        check_labels(each.rows, tokenizer, place=each.place)
-    return Data([each.pair for each in trained], rows, held_out_rows, run)
+        if "text" not in each.pair:  # a text may hold marks of a template, and they are learnt
+            check_labels(each.rows, tokenizer, place=each.place)
+    print(f"learnt of {trained[0].place}: {_learnt(tokenizer, trained[0])}")
+    ends = learnt_ends(tokenizer, _last_rows(trained))
+    if not ends:
+        print(_without_an_end(tokenizer, trained[0]))
+    return Data([each.pair for each in trained], rows, held_out_rows, run, ends)
+
+
+def _without_an_end(tokenizer: Any, pair: _Tokenized) -> str:
+    """What is to be done where no answer ends with a token."""
+    answer = pair.pair.get("completion", pair.pair.get("text", ""))
+    if "messages" in pair.pair:
+        answer = pair.pair["messages"][-1]["content"] or ""
+    written = written_behind({"content": answer}, tokenizer.decode(pair.rows[-1]["input_ids"]))
+    if written:
+        return (
+            f"no end mark: answers end with {written!r}, which is no token of the tokenizer, so "
+            f"the model will write on until it is cut: --add-token '{written}' makes it one"
+        )
+    return (
+        "no end mark: neither the chat template nor the tokenizer ends an answer, so the model "
+        "will write on until it is cut: give the tokenizer an eos_token, or take "
+        "--chat-template chatml --add-token '<|im_start|>' --add-token '<|im_end|>'"
+    )
+
+
+def tokenizer_of(run: Settings) -> tuple[Any, dict[str, int]]:
+    """The base's tokenizer with the template and the tokens of `run`, and the ids of these."""
+    tokenizer = load_tokenizer(run.base_model)
+    if run.chat_template == "chatml":
+        # A base that has seen no text without <bos> gets it here, too.
+        begins = "{{ bos_token }}" if tokenizer.bos_token_id in beginning(tokenizer) else ""
+        tokenizer.chat_template = begins + CHATML
+    elif run.chat_template:
+        file = Path(run.chat_template).expanduser()
+        if not file.is_file():
+            raise ValueError(f"chat_template={run.chat_template!r}: give 'chatml', or a file")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return tokenizer, add_tokens(tokenizer, run.add_tokens)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-def _pairs_of_file(
-    run: Settings, held_out_file: str | None, limit: int | None
-) -> tuple[list[PlacedPair], list[PlacedPair]]:
+def _pairs_of_files(
+    tokenizer: Any,
+    run: Settings,
+    held_out_file: str | None,
+    limit: int | None,
+    length: int | None,
+) -> tuple[list[_Tokenized], list[_Tokenized]]:
     """Pairs to train on, and pairs held out: what is trained on proves nothing."""
-    pairs = _with_an_answer(itertools.islice(placed_pairs(dataset=str(run.data_file)), limit))
+    read = itertools.chain.from_iterable(placed_pairs(dataset=file) for file in run.data_files)
+    placed = _with_an_answer(itertools.islice(read, limit))
+    held_out_placed = []
     if held_out_file:
-        held_out = _with_an_answer(placed_pairs(dataset=held_out_file))
-    else:
+        held_out_placed = _with_an_answer(placed_pairs(dataset=held_out_file))
+    columns = [each.columns for each in [*placed, *held_out_placed] if each.columns]
+    for words in dict.fromkeys(columns):
+        print(f"columns: {words}")
+    pairs = _tokenized(tokenizer, placed, length)
+    held_out = _tokenized(tokenizer, held_out_placed, length)
+    if not held_out_file:
+        if len(pairs) < FEW and all("text" in each.pair for each in pairs):
+            pairs = [part for each in pairs for part in _parts(tokenizer, each)]
         held_out = pairs[::HELD_OUT_EVERY]
         pairs = [pair for i, pair in enumerate(pairs) if i % HELD_OUT_EVERY != 0]
-    for columns in dict.fromkeys(each.columns for each in [*pairs, *held_out] if each.columns):
-        print(f"columns: {columns}")
 
     # The same pair may stand in the file twice, or in both files.
     known = {json.dumps(each.pair) for each in held_out}
@@ -134,13 +196,34 @@ def _pairs_of_file(
     return others, held_out
 
 
+def _parts(tokenizer: Any, text: _Tokenized) -> list[_Tokenized]:
+    """Each row of a text by itself, so that some of a single book can be held out."""
+    parts = []
+    for number, row in enumerate(text.rows):
+        words = tokenizer.decode(row["input_ids"], skip_special_tokens=True)
+        parts.append(_Tokenized(f"{text.place}, part {number}", {"text": words}, [row]))
+    return parts
+
+
+def _learnt(tokenizer: Any, pair: _Tokenized) -> str:
+    """What carries loss in the rows of a pair, as text."""
+    targets = [label for row in pair.rows for label in row["labels"] if label != IGNORED]
+    text = repr(tokenizer.decode(targets))
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _last_rows(pairs: Sequence[_Tokenized]) -> list[Row]:
+    """The rows with which a pair or a text ends."""
+    return [each.rows[-1] for each in pairs]
+
+
 def _with_an_answer(pairs: Iterable[PlacedPair]) -> list[PlacedPair]:
     pairs = list(pairs)
     empty = [each.place for each in pairs if each.is_empty]
     if empty:
         print(
-            f"left out, for their completion is empty: {len(empty)} pairs, "
-            f"the first of them {empty[0]}"
+            f"left out, for there is nothing to learn (an empty completion, or no answer that is "
+            f"learnt): {len(empty)} pairs, the first of them {empty[0]}"
         )
     return [each for each in pairs if not each.is_empty]
 
@@ -166,11 +249,11 @@ def _pairs_of_standard_library(
 # --- rows, and how long they are ------------------------------------------------------------------
 
 
-def _tokenized(tokenizer: Any, pairs: Sequence[PlacedPair]) -> list[_Tokenized]:
+def _tokenized(tokenizer: Any, pairs: Sequence[PlacedPair], length: int | None) -> list[_Tokenized]:
     found = []
     for each in pairs:
         try:
-            rows = rows_of(tokenizer, each.pair)
+            rows = rows_of(tokenizer, each.pair, length=length)
         except ValueError as error:
             raise ValueError(f"{each.place}: {error}") from error
         found.append(_Tokenized(each.place, each.pair, rows))

@@ -154,8 +154,8 @@ def model_card(
         head += "library_name: peft\n"
         what = f"Adapters of rank {run.rank} ({run.method})"
     data = "functions of Python's standard library, with their docstrings"
-    if run.data_file:
-        data = f"`{Path(run.data_file).name}`"
+    if run.data_files:
+        data = ", ".join(f"`{Path(file).name}`" for file in run.data_files)
     weights = ""
     if run.base_model == "smollm2":
         weights = f"- Weights of the base: {model_source()}.\n"
@@ -183,4 +183,5 @@ def _command_of(run: Settings) -> str:
     """The command line of this process if it is the command, or a call that does the same."""
     if Path(sys.argv[0]).parent.name == "recipes_lib":
         return " ".join(["python -m recipes_lib", *sys.argv[1:]])
-    return f"python -m recipes_lib finetune --data {run.data_file} --output {run.output_dir}"
+    data = " ".join(f"--data {file}" for file in run.data_files)
+    return f"python -m recipes_lib finetune {data} --output {run.output_dir}"

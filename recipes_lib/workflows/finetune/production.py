@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.data.template import keeps_all
+from recipes_lib.core.data.turns import is_learnt
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.default_model import SMOLLM2
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
@@ -98,10 +100,11 @@ def _common_arguments(run: Settings) -> dict[str, Any]:
 # --- Axolotl --------------------------------------------------------------------------------------
 
 
-def axolotl_config(run: Settings) -> dict[str, Any]:
+def axolotl_config(run: Settings, *, tokenizer: Any = None) -> dict[str, Any]:
     """The run for `axolotl train`.
 
-    Attention is PyTorch's own, which keeps packed rows apart: flash-attn is not needed.
+    Attention is PyTorch's own, which keeps packed rows apart: flash-attn is not needed. The chat
+    template is that of the base's tokenizer, or that of `tokenizer` where the run has set another.
     Raises ValueError for what Axolotl changes in silence or fails on.
     """
     if run.warmup_steps == 1:
@@ -112,6 +115,13 @@ def axolotl_config(run: Settings) -> dict[str, Any]:
         raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
     if run.target_modules == "attention":
         raise ValueError("target_modules='attention': Axolotl takes names of layers, so give those")
+    if run.add_tokens:
+        raise ValueError("add_tokens: Axolotl trains whole tables, and not the rows of some tokens")
+    template = {"chat_template": "tokenizer_default"}
+    if tokenizer is not None and not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template, and Axolotl would need one")
+    if run.chat_template and tokenizer is not None:
+        template = {"chat_template": "jinja", "chat_template_jinja": tokenizer.chat_template}
     config = {
         "base_model": SMOLLM2 if run.base_model == "smollm2" else run.base_model,
         "datasets": [
@@ -120,7 +130,8 @@ def axolotl_config(run: Settings) -> dict[str, Any]:
                 "ds_type": "json",
                 "type": "chat_template",
                 "field_messages": "messages",
-                "chat_template": "tokenizer_default",
+                "message_field_training": "train",
+                **template,
                 "roles_to_train": ["assistant"],
                 "train_on_eos": "turn",
             }
@@ -210,7 +221,9 @@ def accelerate_config(
 # --- files ----------------------------------------------------------------------------------------
 
 
-def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
+def write_production(
+    run: Settings, pairs: Sequence[dict[str, Any]], *, tokenizer: Any = None
+) -> None:
     """Leave in the folder of the run what Axolotl and accelerate need to repeat it."""
     folder = Path(run.output_dir)
     write_messages(pairs, folder / DATA_FILE, overwrite=True)
@@ -218,7 +231,12 @@ def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
     repeated = dataclasses.replace(run, data_file=folder / DATA_FILE, output_dir=folder / "axolotl")
     # A run that one of them cannot repeat is a good run nevertheless.
     try:
-        write_yaml(axolotl_config(repeated), folder / AXOLOTL_FILE, overwrite=True)
+        if any("text" in pair for pair in pairs):
+            raise ValueError("texts without a question, for which it has another kind of data")
+        if tokenizer is not None and tokenizer.chat_template:
+            _check_that_all_is_kept(pairs, tokenizer)
+        config = axolotl_config(repeated, tokenizer=tokenizer)
+        write_yaml(config, folder / AXOLOTL_FILE, overwrite=True)
     except ValueError as error:
         print(f"no {AXOLOTL_FILE}, which cannot say this run: {error}")
     try:
@@ -230,29 +248,50 @@ def write_production(run: Settings, pairs: Sequence[dict[str, Any]]) -> None:
         print(f"no {ACCELERATE_FILE}, which cannot say this run: {error}")
 
 
+def _check_that_all_is_kept(pairs: Iterable[dict[str, Any]], tokenizer: Any) -> None:
+    """Raise ValueError for a conversation of which the template cuts a part, as old thinking."""
+    for number, pair in enumerate(pairs):
+        if not keeps_all(tokenizer, _turns_of(pair), pair.get("tools")):
+            raise ValueError(
+                f"of pair {number} the chat template leaves a part out, as the thinking of earlier "
+                f"answers, and Axolotl learns no more than the template writes"
+            )
+
+
+def _turns_of(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    if "messages" in pair:
+        return pair["messages"]
+    return [
+        {"role": "user", "content": pair["prompt"]},
+        {"role": "assistant", "content": pair["completion"]},
+    ]
+
+
 def write_messages(
     pairs: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False
 ) -> int:
     """Write pairs (`prompt` and `completion`) and conversations (`messages`) as JSON Lines.
 
-    Axolotl reads the column `messages`; TRL reads `prompt` and `completion` (a conversation's
-    last answer), since it would train on the whole of `messages`. Returns the number of lines.
+    Axolotl reads the columns `messages` and `tools`; TRL reads `prompt` and `completion` (the last
+    answer of a conversation that is learnt), since it would train on the whole of `messages`. A
+    text stays a text. Returns the number of lines.
     Raises ValueError for an empty answer and a file that exists.
     """
     lines = []
     for number, pair in enumerate(pairs):
-        chat = pair.get("messages")
-        if not chat:
-            chat = [
-                {"role": "user", "content": pair["prompt"]},
-                {"role": "assistant", "content": pair["completion"]},
-            ]
+        if "text" in pair:
+            lines.append(json.dumps({"text": pair["text"]}) + "\n")
+            continue
+        chat = _turns_of(pair)
         # The last answer is the completion, and all before it the prompt.
-        answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-        if not answers or not chat[answers[-1]]["content"].strip():
+        answers = [i for i, message in enumerate(chat) if is_learnt(message)]
+        last = answers[-1] if answers else 0
+        said = chat[last]["content"] or chat[last].get("tool_calls")
+        if not answers or not str(said or "").strip():
             raise ValueError(f"pair {number}: the completion is empty")
-        last = answers[-1]
         row = {"messages": chat, "prompt": chat[:last], "completion": [chat[last]]}
+        if "tools" in pair:
+            row["tools"] = pair["tools"]
         lines.append(json.dumps(row) + "\n")
     _write("".join(lines), Path(path), overwrite)
     return len(lines)

@@ -36,7 +36,8 @@ class Settings:
     """What one run is. Raises ValueError for what cannot be."""
 
     base_model: str  # hub id or folder
-    data_file: str | Path  # JSON Lines; "": the functions of the standard library
+    # A file, or several, of which all are read; "": the functions of the standard library.
+    data_file: str | Path | Sequence[str | Path]
     output_dir: str | Path
     method: str = "lora"
 
@@ -47,6 +48,11 @@ class Settings:
     # None: every linear layer of the blocks. "attention": those of the attention, as in a mixture
     # of experts. Or a list of names.
     target_modules: str | Sequence[str] | None = None
+
+    # Tokens that the base does not have, or has no trained rows for; their rows are trained.
+    add_tokens: Sequence[str] = ()
+    # In place of the tokenizer's own: "chatml", or a file of Jinja.
+    chat_template: str = ""
 
     # The optimizer.
     learning_rate: float  # after the warm-up; then a cosine to 0
@@ -72,6 +78,8 @@ class Settings:
     report_to: str = "none"
 
     def __post_init__(self) -> None:
+        # A checkpoint gives back lists, and a resumed run is compared with its first part.
+        object.__setattr__(self, "add_tokens", list(self.add_tokens))
         for name, allowed in CHOICES.items():
             check_choice(allowed, **{name: getattr(self, name)})
         for name in ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len"):
@@ -97,6 +105,15 @@ class Settings:
                 f"rows_per_step={self.rows_per_step}: "
                 f"give a multiple of micro_batch_size x processes = {rows_at_once}"
             )
+
+    @property
+    def data_files(self) -> list[str]:
+        """The files to train on, of which there may be one, several or none."""
+        if not self.data_file:
+            return []
+        if isinstance(self.data_file, str | Path):
+            return [str(self.data_file)]
+        return [str(path) for path in self.data_file]
 
     @property
     def micro_batches(self) -> int:

@@ -67,8 +67,10 @@ def test_a_malformed_row_is_named(tmp_path, line):
 
 
 def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
-    chat = [{"role": "human", "content": "2 + 2?"}, {"role": "gpt", "content": "Four."}]
-    with pytest.raises(ValueError, match=r"no 'assistant' in \['human', 'gpt'\] \(in .*2 \+ 2"):
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "critic", "content": "Four."}]
+    with pytest.raises(
+        ValueError, match=r"no 'assistant' .* in \['user', 'critic'\] \(in .*2 \+ 2"
+    ):
         load_instructions(tokenizer, dataset=[PAIR, {"messages": chat}])
     with pytest.warns(UserWarning, match="empty: 2 pairs"):
         rows = load_instructions(

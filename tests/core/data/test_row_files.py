@@ -61,6 +61,18 @@ def test_rows_are_read_as_they_stand(tmp_path, name):
     assert [row for _, row in read_rows(path)] == ROWS
 
 
+def test_a_text_is_one_row_and_objects_of_a_table_keep_their_own_fields(tmp_path):
+    """The mistake: Arrow gives the arguments of one call those of all others, as nulls."""
+    from datasets import Dataset
+
+    assert [row for _, row in read_rows(make(tmp_path, "book.txt", "One.\n\nTwo."))] == [
+        {"text": "One.\n\nTwo."}
+    ]
+    rows = [{"call": {"city": "Oslo"}}, {"call": {"unit": "K"}}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "calls.parquet")
+    assert [row for _, row in read_rows(tmp_path / "calls.parquet")] == rows
+
+
 def test_places_are_those_of_an_editor(tmp_path):
     """Lines from 1, with the blank ones."""
     lines = make(tmp_path, "a.jsonl", '\n{"a": 1}\n\n{"a": 2}\n')

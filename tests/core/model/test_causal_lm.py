@@ -133,27 +133,54 @@ def test_only_gemma_2_caps_its_logits(llama):
     assert final_softcap(model_of_shape("tiny-gemma2", device="meta")) == 30.0
 
 
-@pytest.mark.parametrize(
-    ("options", "positions"),
-    [
-        ({"max_position_embeddings": 64}, 64),
-        # As a configuration says it that was stretched, with or without the length of before.
-        ({"max_position_embeddings": 64, "rope_parameters": {"factor": 4.0}}, 64),
-        (
-            {
-                "max_position_embeddings": 64,
-                "rope_parameters": {"factor": 4.0, "original_max_position_embeddings": 64},
-            },
-            256,
-        ),
-    ],
-)
-def test_how_long_a_text_may_be(options, positions):
-    """Stretched angles that are not counted would refuse texts that the model can read."""
-    config = transformers.LlamaConfig(max_position_embeddings=64)
-    for name, value in options.items():
-        setattr(config, name, value)
-    assert longest_text(config) == positions
+LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4}
+
+# As their files say it: family, positions, angles, and what the model was trained for.
+LENGTHS = {
+    "Llama 3.1": ("Llama", 131_072, LLAMA_3 | {"factor": 8.0}, 131_072),
+    "Llama 3.2": ("Llama", 131_072, LLAMA_3 | {"factor": 32.0}, 131_072),
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        163_840,
+        YARN | {"factor": 40.0, "original_max_position_embeddings": 4096},
+        163_840,
+    ),
+    "Qwen2.5 as it is": ("Qwen2", 32_768, {"rope_type": "default", "rope_theta": 1e6}, 32_768),
+    "Qwen2.5 with YaRN": (
+        "Qwen2",
+        32_768,
+        YARN | {"factor": 4.0, "original_max_position_embeddings": 32_768},
+        131_072,
+    ),
+    "Qwen3 with YaRN": (
+        "Qwen3",
+        40_960,
+        YARN | {"factor": 4.0, "original_max_position_embeddings": 32_768},
+        131_072,
+    ),
+    "DeepSeek-Coder": (
+        "Llama",
+        16_384,
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+        16_384,
+    ),
+    "dynamic": ("Llama", 4096, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 8192),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_how_long_a_text_may_be(name):
+    """The mistakes: a factor that the positions count already (Llama 3.1 would read a million), and
+    one that they do not count (Qwen with YaRN would refuse texts that it can read)."""
+    family, positions, rope, expected = LENGTHS[name]
+    kind = getattr(transformers, f"{family}Config")
+    config = kind(max_position_embeddings=positions, rope_parameters=dict(rope))
+    assert longest_text(config) == expected
+
+
+def test_how_long_a_text_may_be_without_rotary_angles():
     assert longest_text(transformers.BloomConfig()) is None
     assert longest_text(transformers.GPT2Config(n_positions=32)) == 32
 

@@ -1,6 +1,7 @@
 """The command of notebook 05: killed and resumed in processes of its own, and what it refuses."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
@@ -212,6 +214,31 @@ def test_a_full_model_and_a_4_bit_one_are_saved(small_model, pairs, tmp_path):
     assert load_adapter(base, tmp_path / "qlora" / "adapter").peft_config
 
 
+def test_a_base_learns_where_to_stop(small_model, pairs, tmp_path):
+    """The mistakes: padding beyond the table fails on a GPU without a name; what is learnt ends
+    with a mark at which the saved model does not stop.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(small_model)
+    base.generation_config.eos_token_id = base.config.eos_token_id = 0
+    base.save_pretrained(tmp_path / "base")
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template, tokenizer.eos_token = None, "<|endoftext|>"
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "base")
+    short = {"steps": 1, "warmup_steps": 0, "report_to": "none", "chat_template": "chatml"}
+    run = settings(tmp_path / "base", pairs, tmp_path / "out", method="full", **short)
+    with pytest.raises(ValueError, match=r"padding has token 49152 .*--add-token '\[PAD\]'"):
+        finetune_here(run)
+
+    finetune_here(dataclasses.replace(run, add_tokens=["[PAD]"]))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert saved.config.vocab_size == 49153
+    assert saved.generation_config.eos_token_id == [2, 0]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "model").eos_token == "<|im_end|>"
+
+
 # --- a process of its own -----------------------------------------------------------------------
 
 
@@ -258,6 +285,18 @@ def test_rows_beyond_the_positions_of_the_base_are_refused(small_model, pairs, t
     check_positions(run, longest=2048)
     with pytest.raises(ValueError, match=r"2049 tokens, .* knows 2048 positions.*--drop-long"):
         check_positions(run, longest=2049)
+
+
+def test_a_factor_that_the_positions_count_is_not_counted_again(monkeypatch, small_model, tmp_path):
+    """The mistake: Llama 3.1, whose 131,072 count its factor of 8, seems to take a million."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=rope)
+    monkeypatch.setattr("recipes_lib.workflows.finetune.command.load_config", lambda _: config)
+    run = settings(small_model, tmp_path / "pairs.jsonl", tmp_path / "out")
+    check_positions(run, longest=131_072)
+    with pytest.raises(ValueError, match=r"131073 tokens, .* knows 131072 positions"):
+        check_positions(run, longest=131_073)
 
 
 def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):

@@ -67,7 +67,7 @@ def test_pairs_of_the_standard_library_are_left_out_where_they_are_long(tokenize
     ("rows", "error"),
     [
         ([], "(no rows)"),
-        ([{"text": "a"}], "`prompt` and `completion` are needed"),
+        ([{"story": "a"}], "`prompt` and `completion` are needed"),
         (pairs_of(range(5)), "1 held-out rows: give 20 pairs or more"),
         ([{"prompt": "a", "completion": "b"}] * 30, "0 rows are fewer than rows_per_step"),
     ],
@@ -127,7 +127,7 @@ def test_the_length_is_found_or_long_rows_are_left_out(tokenizer, with_long_rows
 
 def test_a_pair_that_cannot_be_learnt_is_named_by_its_line(tokenizer, tmp_path, capsys):
     """The mistake: a number that the split has given it, or none."""
-    chat = {"messages": [{"role": "human", "content": "2 + 2?"}]}
+    chat = {"messages": [{"role": "user", "content": "2 + 2?"}]}
     path = write(tmp_path / "chat.jsonl", [*pairs_of(range(24)), chat])
     with pytest.raises(ValueError, match=rf"{path}, line 25: nothing to learn"):
         load_data(tokenizer, run=run_of(path))
@@ -142,6 +142,60 @@ def test_a_pair_that_cannot_be_learnt_is_named_by_its_line(tokenizer, tmp_path, 
     )
     load_data(tokenizer, run=run_of(path))
     assert f"1 pairs, the first of them {path}, line 25" in capsys.readouterr().out
+
+
+def test_several_files_are_all_read(tokenizer, tmp_path):
+    """The mistake: the last one wins."""
+    files = [write(tmp_path / f"{i}.jsonl", pairs_of(range(20 * i, 20 * i + 20))) for i in (0, 1)]
+    found = load_data(tokenizer, run=change(data_file=files, seq_len=64))
+    assert found.pairs == pairs_of(i for i in range(40) if i % 10)
+
+
+def test_answers_that_are_not_to_be_learnt(tokenizer, tmp_path, capsys):
+    """The mistake: a conversation whose answers all say no is refused, or learnt."""
+    masked = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "3", "weight": 0}]
+    path = write(tmp_path / "chat.jsonl", [*pairs_of(range(24)), {"conversations": masked}])
+    assert len(load_data(tokenizer, run=run_of(path)).rows) == 21
+    assert f"1 pairs, the first of them {path}, line 25" in capsys.readouterr().out
+
+
+def test_texts_are_learnt_whole_and_cut_into_rows(tokenizer, tmp_path):
+    """The mistake: the end of a part is learnt as the end of a text."""
+    text = " ".join(f"word{i}" for i in range(400))
+    book = tmp_path / "book.txt"
+    book.write_text(text)
+    found = load_data(tokenizer, run=run_of(book))  # every tenth part of the only text is held out
+    rows = [*found.held_out[:1], *found.rows[:9]]
+    assert all(row["labels"] == row["input_ids"] and len(row["labels"]) == 64 for row in rows)
+    assert tokenizer.decode([token for row in rows for token in row["input_ids"]]) in text
+    every = [row["input_ids"][-1] for row in [*found.rows, *found.held_out]]
+    assert every.count(tokenizer.eos_token_id) == 1
+
+    path = write(tmp_path / "text.jsonl", [{"text": f"{i} {text}"} for i in range(20)])
+    found = load_data(tokenizer, run=run_of(path))
+    assert [pair["text"].split()[0] for pair in found.pairs] == [
+        str(i) for i in range(20) if i % 10
+    ]
+    assert found.ends == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("", "neither the chat template nor the tokenizer ends an answer"),
+        (
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}</a>{% endfor %}",
+            "--add-token '</a>'",
+        ),
+    ],
+)
+def test_a_model_that_will_never_stop_is_said_before_training(tmp_path, capsys, template, said):
+    tokenizer = load_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.chat_template = template or None
+    path = write(tmp_path / "pairs.jsonl", pairs_of(range(20)))
+    assert load_data(tokenizer, run=run_of(path)).ends == []
+    assert said in capsys.readouterr().out
 
 
 def test_options_that_need_pairs_of_ones_own(tokenizer):

@@ -388,6 +388,39 @@ def test_production_files_name_the_rows_that_were_trained_on(tmp_path, rows):
     assert [json.loads(line) for line in lines] == [expected] * 2
 
 
+def test_axolotl_is_given_a_template_that_there_is(tmp_path, capsys):
+    """The mistake: `tokenizer_default` of a tokenizer that has none."""
+    tokenizer = load_tokenizer()
+    (own,) = axolotl_config(change(), tokenizer=tokenizer)["datasets"]
+    assert own["chat_template"] == "tokenizer_default" and "chat_template_jinja" not in own
+    tokenizer.chat_template = "{{ messages }}"
+    (other,) = axolotl_config(change(chat_template="mine.jinja"), tokenizer=tokenizer)["datasets"]
+    assert (other["chat_template"], other["chat_template_jinja"]) == ("jinja", "{{ messages }}")
+    # The mistake: Axolotl learns the answer without its thinking.
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('>')[-1] }}{% endfor %}"
+    thinking = {"prompt": "a", "completion": "<think>b</think>c"}
+    write_production(change(output_dir=str(tmp_path)), [thinking], tokenizer=tokenizer)
+    assert "no axolotl.yml, which cannot say this run: of pair 0 the" in capsys.readouterr().out
+    tokenizer.chat_template = None
+    write_production(change(output_dir=str(tmp_path)), [PAIR], tokenizer=tokenizer)
+    assert "no axolotl.yml, which cannot say this run: the tokenizer has" in capsys.readouterr().out
+
+
+def test_what_is_not_learnt_and_the_tools_stay_in_the_file(tmp_path):
+    """The mistake: Axolotl and TRL learn what our loop has masked."""
+    question, said = CHAT["messages"]
+    masked = said | {"train": False}
+    turns = [question, said, question, masked]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    write_messages([{"messages": turns, "tools": tools}, {"text": "x"}], tmp_path / "a.jsonl")
+    first, second = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert first["messages"] == turns and first["tools"] == tools
+    assert (first["prompt"], first["completion"]) == ([question], [said])
+    assert second == {"text": "x"}
+    (data,) = axolotl_config(change())["datasets"]
+    assert data["message_field_training"] == "train"
+
+
 def test_production_files_that_cannot_be_are_left_out_and_named(tmp_path, capsys):
     """A run that is done must not fail for it."""
     run = change(output_dir=str(tmp_path), warmup_steps=1, processes=3, rows_per_step=6)

@@ -1,0 +1,478 @@
+"""What a chat template makes of a conversation, compared with what the conversation holds.
+
+    template = Template(tokenizer, messages, tools)
+    question, text = template.answer(3)     # up to turn 3, as generation sees it, and with it
+
+A template is a program of a stranger. Some leave parts out: the thinking of an answer, the calls of
+tools, the system prompt. So nothing is believed: of each turn every piece has to stand in the text,
+in order, and once; and what is learnt holds the pieces of its own turn, and those of no other.
+
+Two looks see this. Turns whose contents are numbered marks show where a template writes each turn;
+they are the same for all conversations of one shape. The pieces of the real turns show what it does
+with these contents.
+
+A tokenizer without a template gets the plainest form, for one question and one answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from recipes_lib.core.data.turns import Turn, is_learnt, shown
+
+THINKING = re.compile(r"</?think(?:ing)?>|\[/?THINK\]")  # what stands around it, in a content
+MARK = re.compile(r"xq\d+qx")  # in the place of a content
+LAST_MARK = re.compile(r"(<think(?:ing)?>|\[THINK\])\s*$")  # opens it, at the end of a question
+
+NO_TEMPLATE = (
+    "the tokenizer has no chat template, which says where a turn begins and ends: give pairs of "
+    "one question and one answer, or set one (finetune: --chat-template chatml)"
+)
+
+# ChatML, with tools as Hermes and Qwen write them.
+CHATML = """{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}# Tools
+
+You may call one or more of these functions:
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+
+For each call, write a JSON object within <tool_call></tool_call>:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message.role == 'system') %}<|im_start|>{{ message.role }}
+{% if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}{% if message.content or not loop.first %}
+{% endif %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+class _Same:
+    """A tokenizer, the same to a cache as another one with the same template."""
+
+    def __init__(self, tokenizer: Any, key: str) -> None:
+        self.tokenizer = tokenizer
+        self.key = key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _same(tokenizer: Any) -> _Same:
+    template = getattr(tokenizer, "chat_template", None)
+    return _Same(tokenizer, json.dumps([template, tokenizer.bos_token, tokenizer.eos_token]))
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+class Template:
+    """The template of `tokenizer` over one conversation.
+
+    Raises ValueError for a conversation that it refuses, and for a piece of content or a tool that
+    it leaves out, writes twice, or writes into what another turn learns.
+    """
+
+    def __init__(
+        self, tokenizer: Any, messages: Sequence[Turn], tools: list[dict[str, Any]] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.given = list(messages)
+        if not getattr(tokenizer, "chat_template", None):
+            check_plain(self.given, tools)
+        self.written = self._written()
+        _check_places(self)
+        if tools:
+            self._check_tools()
+
+    def answer(self, place: int) -> tuple[str, str]:
+        """The text up to what is learnt of turn `place`, and the text with it."""
+        question, text = _borders(self.written, place, self._render)
+        _check_pieces(self.given, place, question, text)
+        return question, text
+
+    def whole(self) -> str:
+        """The text of all turns."""
+        return self._render(self.written).rstrip("\n")
+
+    def _render(self, messages: Sequence[Turn], *, asks: bool = False) -> str:
+        return render(self.tokenizer, messages, self.tools, asks=asks)
+
+    def _written(self) -> list[Turn]:
+        """The turns as this template reads them.
+
+        Some write the arguments of a call from an object, others from its JSON text; some know
+        thinking as a field, others as a part of the content.
+        """
+        wanted = [place for place, turn in enumerate(self.given) if _has_forms(turn)]
+        if not wanted:
+            return self.given
+        reasons = []
+        for form in FORMS:
+            messages = [form(turn) for turn in self.given]
+            try:
+                for place in wanted:
+                    learnt = is_learnt(self.given[place])
+                    question, text = _borders(messages, place, self._render)
+                    _check_turn(self.given[place], text[len(question) :], place, thinking=learnt)
+            except ValueError as error:
+                reasons.append(error)
+                continue
+            return messages
+        # What is left out says more than what Python said of a form that is not this template's.
+        raise next((each for each in reasons if "leaves out" in str(each)), reasons[0])
+
+    def _check_tools(self) -> None:
+        """Each tool is named once more where the template is given the tools."""
+        first = self.written[: _first_question(self.written)]
+        without = render(self.tokenizer, first, None, asks=True)
+        text = self._render(first, asks=True)
+        for tool in self.tools or []:
+            name = tool["function"]["name"]
+            if text.count(name) <= without.count(name):
+                raise ValueError(
+                    f"the chat template leaves out the tool {name!r}: take one that knows tools "
+                    f"(finetune: --chat-template chatml), or describe them in a turn of `system`"
+                )
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Turn], tools: Any = None, *, asks: bool = False
+) -> str:
+    """The text of `messages`; `asks` adds what generation puts before an answer.
+
+    Raises ValueError for what the template refuses.
+    """
+    import jinja2  # with which transformers runs templates
+
+    if not getattr(tokenizer, "chat_template", None):
+        return _plain(tokenizer, messages)
+    turns = [_without_train(turn) for turn in messages]
+    if _wants_parts(_same(tokenizer)):
+        turns = [turn | {"content": _as_parts(turn["content"])} for turn in turns]
+    try:
+        return tokenizer.apply_chat_template(
+            turns, tools=tools, tokenize=False, add_generation_prompt=asks
+        )
+    # A template that is given what it does not know fails as Python does.
+    except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ValueError(f"the chat template refuses this conversation: {error}") from error
+
+
+def _without_train(turn: Turn) -> Turn:
+    return {name: value for name, value in turn.items() if name != "train"}
+
+
+def _as_parts(content: str | None) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content or ""}]
+
+
+@functools.lru_cache(maxsize=64)
+def _wants_parts(same: _Same) -> bool:
+    """Whether a template reads contents as lists of parts alone, as some for images do."""
+    import jinja2
+
+    found = []
+    for content in ("xq0qx", _as_parts("xq0qx")):
+        chat = [{"role": "user", "content": content}]
+        try:
+            found.append("xq0qx" in same.tokenizer.apply_chat_template(chat, tokenize=False))
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError):
+            found.append(False)
+    return found == [False, True]
+
+
+def check_plain(messages: Sequence[Turn], tools: Any = None) -> None:
+    """Raise ValueError for what cannot be told apart without a template."""
+    roles = [turn["role"] for turn in messages]
+    calls = any(turn.get("tool_calls") or turn.get("reasoning_content") for turn in messages)
+    if roles not in (["user", "assistant"], ["system", "user", "assistant"]) or tools or calls:
+        raise ValueError(NO_TEMPLATE)
+
+
+def _plain(tokenizer: Any, messages: Sequence[Turn]) -> str:
+    """A blank line behind a question, the tokenizer's end mark behind an answer."""
+    end = tokenizer.eos_token or ""
+    texts = []
+    for turn in messages:
+        texts.append(turn["content"] + (end if turn["role"] == "assistant" else "\n\n"))
+    return "".join(texts)
+
+
+# --- the border between what is asked and what is learnt ------------------------------------------
+
+
+def _borders(messages: Sequence[Turn], place: int, render: Any) -> tuple[str, str]:
+    turn = messages[place]
+    # The template's line break after the end mark is not learnt: generation stops at the mark.
+    text = render(messages[: place + 1]).rstrip("\n")
+    if turn["role"] == "assistant":
+        asked = render(messages[:place], asks=True)
+        if text.startswith(asked):
+            return asked, text
+        carried = _with_its_thinking(turn, asked, text)
+        if carried is not None:
+            return asked, carried
+    else:
+        asked = text  # nothing asks for it: its content is what is learnt
+    before = render(messages[:place]).rstrip("\n") if place else ""
+    if not text.startswith(before):
+        raise ValueError(
+            "the chat template rewrites the question once it is answered: "
+            "the answer cannot be masked"
+        )
+    # The template asks for an answer otherwise than it writes one: as far as they agree.
+    agree = _shared_beginning(asked, text)
+    pieces = pieces_of(turn)
+    begins = text.find(pieces[0], len(before)) if pieces else -1
+    if begins < 0:
+        begins = agree
+    return text[: min(agree, begins)], text
+
+
+def _shared_beginning(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    differs = (place for place, (left, right) in pairs if left != right)
+    return next(differs, min(len(one), len(other)))
+
+
+def _with_its_thinking(turn: Turn, asked: str, text: str) -> str | None:
+    """The text of an answer whose thinking the template cuts, although it asks for it.
+
+    The first template of R1's distillates opens `<think>` for generation, and drops all up to
+    `</think>` from an answer: what is generated in use is the whole content behind `<think>`.
+    """
+    content = (turn["content"] or "").strip()
+    asked_for = LAST_MARK.search(asked)
+    if asked_for is None or not THINKING.search(content):
+        return None
+    # Either the content holds the mark, or it is what was generated behind it.
+    rest = content.removeprefix(asked_for[1])
+    if THINKING.search(rest) is None or THINKING.search(rest)[0] == asked_for[1]:
+        return None
+    answer = pieces_of(turn)[-1]
+    begins = text.rfind(answer)
+    if begins < 0:
+        return None
+    return asked + rest.lstrip() + text[begins + len(answer) :]
+
+
+# --- the forms of a turn --------------------------------------------------------------------------
+
+
+def _has_forms(turn: Turn) -> bool:
+    return bool(turn.get("tool_calls") or turn.get("reasoning_content"))
+
+
+def _as_objects(turn: Turn) -> Turn:
+    # gpt-oss calls it so.
+    if turn.get("reasoning_content"):
+        return turn | {"thinking": turn["reasoning_content"]}
+    return turn
+
+
+def _as_texts(turn: Turn) -> Turn:
+    """The arguments of calls as JSON text, as OpenAI sends them."""
+    turn = copy.deepcopy(_as_objects(turn))
+    for call in turn.get("tool_calls", []):
+        call["function"]["arguments"] = _json(call["function"]["arguments"])
+    return turn
+
+
+def _in_the_content(turn: Turn) -> Turn:
+    """The thinking as a part of the content."""
+    if not turn.get("reasoning_content"):
+        return turn
+    content = f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content'] or ''}"
+    kept = {name: value for name, value in turn.items() if name != "reasoning_content"}
+    return kept | {"content": content}
+
+
+def _with_empty_content(turn: Turn) -> Turn:
+    if turn["content"] is None:
+        return turn | {"content": ""}
+    return turn
+
+
+FORMS = (_as_objects, _as_texts, _with_empty_content, _in_the_content)
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+# --- what stands in the text ----------------------------------------------------------------------
+
+
+def pieces_of(turn: Turn, *, thinking: bool = True) -> list[str]:
+    """The pieces of a turn's content that have to stand in its text, in this order.
+
+    Thinking is a piece of its own: templates put it between marks of theirs.
+    """
+    content = THINKING.split(turn["content"] or "")
+    pieces = [turn.get("reasoning_content", ""), *content]
+    if not thinking:
+        pieces = content[-1:]
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def keeps_all(tokenizer: Any, messages: Sequence[Turn], tools: Any = None) -> bool:
+    """Whether the template by itself writes each piece of a conversation.
+
+    If not, other libraries learn less of it than `tokenize_chat`, which makes rows of its answers.
+    """
+    text = render(tokenizer, messages, tools)
+    return all(piece in text for turn in messages for piece in pieces_of(turn))
+
+
+def written_behind(turn: Turn, text: str) -> str:
+    """What the template writes behind an answer that ends `text`: its end mark, or nothing."""
+    pieces = pieces_of(turn)
+    if not pieces or turn.get("tool_calls"):
+        return text[-1:]
+    return text.rpartition(pieces[-1])[2].strip()
+
+
+def _check_pieces(messages: Sequence[Turn], place: int, question: str, text: str) -> None:
+    """Raise ValueError for a piece of a turn that is lost, up to turn `place`."""
+    begins = 0
+    for number, turn in enumerate(messages[:place]):
+        # Templates drop the thinking of earlier answers, which are learnt in rows of their own.
+        pieces = pieces_of(turn, thinking=turn["role"] != "assistant")
+        begins = _check_order(question, pieces, number, begins)
+    _check_turn(messages[place], text[len(question) :], place, thinking=True)
+
+
+def _check_order(text: str, pieces: Sequence[str], number: int, begins: int = 0) -> int:
+    for piece in pieces:
+        found = text.find(piece, begins)
+        if found < 0:
+            raise ValueError(
+                f"the chat template leaves out a part of turn {number} (from 0), {shown(piece)}: "
+                f"take another template, or take that part out"
+            )
+        begins = found + len(piece)
+    return begins
+
+
+def _check_turn(turn: Turn, text: str, number: int, *, thinking: bool) -> None:
+    _check_order(text, pieces_of(turn, thinking=thinking), number)
+    for call in turn.get("tool_calls", []):
+        function = call["function"]
+        # What Python prints for an object is not what a tool reads.
+        printed = isinstance(function["arguments"], dict) and str(function["arguments"]) in text
+        lost = [leaf for leaf in _leaves(function) if not _stands_in(leaf, text)]
+        if lost or (printed and function["arguments"]):
+            raise ValueError(
+                f"the chat template leaves out a part of `tool_calls` of turn {number} (from 0), "
+                f"{shown((lost or [function['arguments']])[0])}: take a template that knows tools "
+                f"(finetune: --chat-template chatml), or write the call as the text that the model "
+                f"is to write, into `content`"
+            )
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The names and values of an object, without what holds them together."""
+    if isinstance(value, dict):
+        names = [name for name in value if name not in ("name", "arguments")]
+        return [*names, *(leaf for each in value.values() for leaf in _leaves(each))]
+    if isinstance(value, list):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value]
+
+
+def _stands_in(leaf: Any, text: str) -> bool:
+    forms = [str(leaf), json.dumps(leaf), json.dumps(leaf, ensure_ascii=False)]
+    return any(form in text or form[1:-1] in text for form in forms if form.strip('"'))
+
+
+# --- where a template writes each turn ------------------------------------------------------------
+
+
+def _check_places(template: Template) -> None:
+    shape = []
+    for turn in template.given:
+        shape.append((turn["role"], turn["content"] is not None, _has_forms(turn), is_learnt(turn)))
+    tools = json.dumps(template.tools) if template.tools else ""
+    problem = _problem_of_shape(_same(template.tokenizer), tuple(shape), tools)
+    if problem:
+        raise ValueError(problem)
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem_of_shape(
+    same: _Same, shape: tuple[tuple[str, bool, bool, bool], ...], tools: str
+) -> str:
+    """What a template does wrong with every conversation of these roles; "" if nothing."""
+    messages: list[Turn] = []
+    for number, (role, _, has_forms, learnt) in enumerate(shape):
+        if has_forms:
+            return ""  # calls and thinking are looked for in the real text
+        messages.append({"role": role, "content": f"xq{number}qx", "train": learnt})
+
+    def written(turns: Sequence[Turn], *, asks: bool = False) -> str:
+        return render(same.tokenizer, turns, json.loads(tools) if tools else None, asks=asks)
+
+    for place in [place for place, turn in enumerate(messages) if turn["train"]]:
+        try:
+            question, text = _borders(messages, place, written)
+        except ValueError:
+            return ""  # it reads contents, and not these; or it says the same of the real ones
+        problem = _problem_of_marks(messages[: place + 1], question, text)
+        if problem:
+            return problem
+    return ""
+
+
+def _problem_of_marks(messages: Sequence[Turn], question: str, text: str) -> str:
+    """What is wrong with a text in which the mark of each turn has to stand, once and in order."""
+    found = MARK.findall(text)
+    wanted = [turn["content"] for turn in messages]
+    for number, turn in enumerate(messages):
+        times = found.count(turn["content"])
+        if times == 0:
+            return (
+                f"the chat template leaves out turn {number} (from 0), of `{turn['role']}`: "
+                f"bring its content into another turn, or take another template"
+            )
+        if times > 1:
+            return (
+                f"the chat template writes turn {number} (from 0, of `{turn['role']}`) {times} "
+                f"times: take another template"
+            )
+    if found != wanted:
+        return "the chat template changes the order of the turns: take another template"
+    if MARK.findall(text[len(question) :]) != wanted[-1:]:
+        return (
+            f"the chat template writes other turns into the answer of turn {len(messages) - 1} "
+            f"(from 0), where they would be learnt: take another template"
+        )
+    return ""
+
+
+def _first_question(messages: Sequence[Turn]) -> int:
+    """How many turns stand before the first answer."""
+    roles = [turn["role"] for turn in messages]
+    return roles.index("assistant")

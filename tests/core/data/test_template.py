@@ -1,0 +1,203 @@
+# ruff: noqa: E501  (templates are quoted as they are)
+"""What templates of strangers do to a conversation: learnt as it was given, or refused."""
+
+import pytest
+
+from recipes_lib.core.data.chat import (
+    IGNORED,
+    decode_with_mask,
+    learnt_ends,
+    tokenize_chat,
+    tokenize_pair,
+    tokenize_text,
+)
+from recipes_lib.core.data.template import CHATML
+from recipes_lib.core.model import load_tokenizer
+
+# The first template of R1's distillates, less tools.
+R1 = (
+    "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+    "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end｜>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
+# The tools of Llama 3.1's.
+LLAMA = (
+    "{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}<|eot_id|>{% endif %}"
+    "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    "{% if 'tool_calls' in m %}{% set f = m.tool_calls[0].function %}"
+    '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+    "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# R1's way with calls: the arguments are a text.
+AS_TEXT = LLAMA.replace("f.arguments | tojson", "f.arguments")
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a town"}}]
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer()
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text, **more):
+    return {"role": "assistant", "content": text} | more
+
+
+def learnt(row, tokenizer):
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+
+
+# --- thinking -------------------------------------------------------------------------------------
+
+THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        answer(THOUGHT),
+        answer(THOUGHT.removeprefix("<think>\n")),  # as it was generated
+        answer("Four.", reasoning_content="Two and two."),
+    ],
+)
+def test_thinking_is_learnt_behind_the_mark_that_opens_it(tokenizer, turn):
+    """The mistake: the template cuts the thinking, and less is learnt than was given."""
+    tokenizer.chat_template = R1
+    (row,) = tokenize_chat(tokenizer, [user("2 + 2?"), turn])
+    assert decode_with_mask(row, tokenizer) == (
+        f"⟦{tokenizer.bos_token}<｜User｜>2 + 2?<｜Assistant｜><think>\n⟧"
+        "Two and two.\n</think>\n\nFour.<｜end｜>"
+    )
+
+
+def test_an_answer_without_thinking_is_learnt_as_the_template_writes_it(tokenizer):
+    """The mistake: every pair is refused, because the template asks for thinking."""
+    tokenizer.chat_template = R1
+    row = tokenize_pair(tokenizer, "2 + 2?", "Four.")
+    assert decode_with_mask(row, tokenizer).endswith("<｜Assistant｜>⟧Four.<｜end｜>")
+
+
+def test_lost_thinking_is_named(tokenizer):
+    tokenizer.chat_template = R1.replace("<think>\n{% endif %}", "{% endif %}")
+    with pytest.raises(ValueError, match=r'leaves out a part of turn 1 .*"Two and two."'):
+        tokenize_chat(tokenizer, [user("2 + 2?"), answer(THOUGHT)])
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def test_a_masked_answer_is_read_and_not_learnt(tokenizer):
+    chat = [user("a?"), answer("wrong", train=False), user("b?"), answer("right"), user("bye")]
+    (row,) = tokenize_chat(tokenizer, chat)
+    assert learnt(row, tokenizer) == "right<|im_end|>"
+    text = tokenizer.decode(row["input_ids"])
+    assert [text.count(turn["content"]) for turn in chat] == [1] * 5
+
+
+def test_a_turn_of_the_user_can_be_learnt(tokenizer):
+    (row,) = tokenize_chat(tokenizer, [user("a?") | {"train": True}, answer("b")])
+    assert learnt(row, tokenizer) == "a?<|im_end|>b<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("{% for m in messages if m.role != 'system' %}", "leaves out turn 0 .* of `system`"),
+        ("{% for m in messages %}{{ m.content if m.role == 'user' }}", "writes turn 1 .* 2 times"),
+        ("{% for m in messages | reverse %}", "order of the turns|rewrites the question"),
+    ],
+)
+def test_each_turn_stands_in_the_text_once_and_in_order(tokenizer, change, error):
+    """The mistake: a template that drops a turn, or writes it twice, is believed."""
+    tokenizer.chat_template = change + "[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
+    chat = [{"role": "system", "content": "Be brief."}, user("2 + 2?"), answer("Four.")]
+    with pytest.raises(ValueError, match=error):
+        tokenize_chat(tokenizer, chat)
+
+
+def test_a_content_of_parts_is_given_to_a_template_that_reads_no_other(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] "
+        "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}</s>{% endfor %}"
+    )
+    row = tokenize_pair(tokenizer, "2 + 2?", "Four.")
+    assert tokenizer.decode(row["input_ids"]) == "[user] 2 + 2?</s>[assistant] Four.</s>"
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def call(town="Oslo"):
+    return answer(None, tool_calls=[{"function": {"name": "weather", "arguments": {"town": town}}}])
+
+
+@pytest.mark.parametrize("template", [LLAMA, AS_TEXT, CHATML])
+def test_tools_and_their_calls_are_written_by_a_template_that_knows_them(tokenizer, template):
+    """The mistake: arguments as Python prints them, or quoted twice."""
+    tokenizer.chat_template = template
+    chat = [user("Oslo?"), call(), {"role": "tool", "content": "sun"}, answer("Sunny.")]
+    (row,) = tokenize_chat(tokenizer, chat, TOOLS)
+    assert '"description": "of a town"' in tokenizer.decode(row["input_ids"])
+    said = learnt(row, tokenizer)
+    assert '"weather"' in said and '{"town": "Oslo"}' in said
+    assert "Sunny." in said and "sun<" not in said
+
+
+@pytest.mark.parametrize(
+    ("turn", "tools", "error"),
+    [
+        (call(), None, 'part of `tool_calls` of turn 1 .*"weather"'),
+        (answer("x"), TOOLS, "tool 'we"),
+    ],
+)
+def test_a_template_that_knows_no_tools_is_named(tokenizer, turn, tools, error):
+    with pytest.raises(ValueError, match=f"leaves out .*{error}"):
+        tokenize_chat(tokenizer, [user("Oslo?"), turn], tools)
+
+
+# --- where a text begins and ends -----------------------------------------------------------------
+
+
+@pytest.fixture
+def base(tokenizer):
+    """A tokenizer of a base: no template, and <bos> before each text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.chat_template = None
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    return tokenizer
+
+
+def test_rows_of_a_base_begin_as_its_texts_do(base):
+    """The mistake: the base has never seen a text without <bos>."""
+    row = tokenize_pair(base, "2 + 2?", "Four.")
+    assert decode_with_mask(row, base) == "⟦<|im_start|>2 + 2?\n\n⟧Four.<|endoftext|>"
+    assert row["input_ids"][:7] == base("2 + 2?\n\n")["input_ids"]  # as generation reads it
+    for text in ("A text.", "<|im_start|>A text.<|endoftext|>"):  # as some files have it
+        (row,) = tokenize_text(base, text)
+        assert decode_with_mask(row, base) == "⟦<|im_start|>⟧A text.<|endoftext|>"
+
+
+def test_a_system_prompt_stands_before_the_question_of_a_base(base):
+    chat = [{"role": "system", "content": "Be brief."}, user("2 + 2?"), answer("Four.")]
+    (row,) = tokenize_chat(base, chat)
+    assert "Be brief.\n\n2 + 2?\n\n⟧Four.<|endoftext|>" in decode_with_mask(row, base)
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenize_chat(base, chat[1:] * 2)
+
+
+def test_a_template_without_an_end_mark_gets_that_of_the_tokenizer(tokenizer):
+    tokenizer.chat_template = "{% for m in messages %}\n\n{{ m.role }}: {{ m.content }}{% endfor %}"
+    (row,) = tokenize_chat(tokenizer, [user("a?"), answer("b")])
+    assert row["labels"][-1] == tokenizer.eos_token_id
+    assert learnt_ends(tokenizer, [row]) == [tokenizer.eos_token_id]
