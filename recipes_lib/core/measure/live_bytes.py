@@ -89,11 +89,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._resizing.stop()
         self.stop_watching()
 
     def stop_watching(self) -> None:
         """Let go of the storages that are still alive. They would keep the account alive."""
+        self._resizing.stop()
         # A list: the garbage collector may free a storage in here, which leaves the account then.
         for storage in list(self._storages.values()):
             storage.finalizer.detach()
