@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.record import keep
+from benchmarks.record import keep, newest
 from recipes_lib.core.measure.machine import GIB
+from recipes_lib.core.measure.runs import provenance
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import trunk
 from recipes_lib.core.predict import CARDS, Build, predict
@@ -225,15 +226,22 @@ def compare(row: Published) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Predict every row and print it; all of them together are kept in the results."""
-    wanted = [row for row in rows() if all(word in row.name for word in words)]
-    found = []
-    for row in wanted:
-        found.append(compare(row))
-        sizes = [f"{key} {found[-1][f'{key}_bytes'] / GIB:.2f}" for key in SIZES]
-        print(f"{row.name}: {', '.join(sizes)} GiB, {found[-1]['off']:+.1%}", flush=True)
-    if not words:
-        print(keep("published_peaks", {"rows": found}))
+    """Predict rows, print them, and keep them; the others keep what is recorded of them today."""
+    found = {}
+    kept = newest("published_peaks")
+    if words and kept is not None and kept.date == provenance()["date"]:
+        found = {name: {"name": name} | plain(row) for name, row in kept.rows.items()}
+    for row in rows():
+        if all(word in row.name for word in words):
+            found[row.name] = compare(row)
+            sizes = [f"{key} {found[row.name][f'{key}_bytes'] / GIB:.2f}" for key in SIZES]
+            print(f"{row.name}: {', '.join(sizes)} GiB, {found[row.name]['off']:+.1%}", flush=True)
+    print(keep("published_peaks", {"rows": list(found.values())}))
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A recorded row as `compare` gives it."""
+    return {key: float(value) if key == "off" else int(value) for key, value in row.items()}
 
 
 SIZES = ("published", "requested", "allocated", "reserved")

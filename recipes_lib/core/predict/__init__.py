@@ -114,7 +114,7 @@ def predict(
             # In a group the first step plans operators on shards, on tensors of full size.
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
             return Prediction(timeline, values.asked, card)
-        replayed = Allocator()
+        replayed = Allocator(limit_bytes=card.for_tensors)
         emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
         with LiveBytes("cuda", listener=replayed) as account, emptied:
             timeline = _step_on(card, build, account, replayed)

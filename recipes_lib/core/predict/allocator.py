@@ -53,12 +53,13 @@ class Block:
 class Allocator:
     """Follows every storage, as a listener of `LiveBytes`."""
 
-    def __init__(self, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False, limit_bytes: int | None = None) -> None:
         self.allocated = 0
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
         self._expandable = expandable
+        self._limit = limit_bytes
         self._free: dict[bool, list[Block]] = {True: [], False: []}
         self._ends: dict[bool, Block] = {}  # the last block of each expandable segment
         self._of: dict[int, Block] = {}  # by the number of a storage
@@ -104,6 +105,8 @@ class Allocator:
             block = self._grown(size, small)
         elif block is None:
             block = Block(_segment(size, small), small, next(self._numbers))
+            if self._limit is not None and self.reserved + block.size > self._limit:
+                self.empty_cache()  # PyTorch does so before it gives up
             self._reserve(block.size)
         self._split(block, size)
         block.free = False

@@ -94,3 +94,13 @@ def test_a_workspace_for_each_thread():
     allocator = Allocator()
     allocator.take_workspaces(32 * MIB)
     assert allocator.allocated == 64 * MIB
+
+
+def test_free_segments_go_back_when_asked_or_when_nothing_is_left():
+    """The mistake: reserved bytes beyond the card, where PyTorch empties its cache first."""
+    allocator = freed(taken(30 * MIB, 40 * MIB), 0)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB  # the segment that is in use stays
+    limited = freed(taken(30 * MIB, 40 * MIB, limit_bytes=100 * MIB), 0)
+    limited.changed(2, 50 * MIB)
+    assert (limited.reserved, limited.peak_reserved) == (90 * MIB, 90 * MIB)
