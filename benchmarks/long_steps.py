@@ -40,6 +40,7 @@ from recipes_lib.training.curriculum import flops_per_token
 from recipes_lib.workflows.longest import find_longest, peak_of
 
 LEAST_BYTES = 4096  # of what goes to the host
+CLOSE = 0.01  # lengths that differ by less are the same prediction
 
 # --- one full-parameter step --------------------------------------------------------------------
 
@@ -124,15 +125,22 @@ def predicted_tokens(
 ) -> int:
     """The longest text whose step is predicted to stay below a limit.
 
-    Bytes grow evenly with tokens, so the line through two lengths of whole tiles says where they
-    reach the limit.
+    Bytes at each moment grow evenly with tokens, so the line through two lengths says where they
+    reach the limit. Another moment may be the highest there: then the line through that length is
+    the right one.
     """
     layers = layers or SHAPES[stack.shape].layers
     on = {"dtype": dtype or training_dtype(), "device": "cpu"}
     few, more = 4 * stack.tile, 8 * stack.tile
-    of_few, of_more = (predicted_peak(stack, layers, tokens, **on) for tokens in (few, more))
-    per_token = (of_more - of_few) / (more - few)
-    return int(few + (limit_bytes - of_few) / per_token)
+    of_few = predicted_peak(stack, layers, few, **on)
+    for _ in range(3):
+        of_more = predicted_peak(stack, layers, more, **on)
+        per_token = (of_more - of_few) / (more - few)
+        found = int(more + (limit_bytes - of_more) / per_token)
+        if abs(found - more) <= CLOSE * more:
+            break
+        few, more, of_few = more, found, of_more
+    return found
 
 
 def predicted_peak(stack: Stack, layers: int, tokens: int, **on: Any) -> int:

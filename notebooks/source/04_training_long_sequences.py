@@ -38,7 +38,7 @@
 # | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash.py) |
 # | 2 | chunked cross-entropy | loss: tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy/__init__.py) |
 # | 3 | activation checkpointing | activations: tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
-# | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp/__init__.py) |
+# | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp.py) |
 # | 5 | nested checkpoints | inputs of the blocks | [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py) |
 # | 6 | sliding window, block-sparse | time of attention | [sliding_window.py](../recipes_lib/attention/sliding_window/__init__.py), [block_sparse.py](../recipes_lib/attention/block_sparse/__init__.py) |
 # | 7 | curriculum | time of early steps | [curriculum.py](../recipes_lib/training/curriculum.py) |

@@ -33,8 +33,8 @@ def test_the_loss_of_a_shifted_copy_is_that_of_today():
     model = model_of_shape("tiny-llama", device="cpu")
     ids = torch.randint(0, 128, (2, 16))
     mask = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
-    losses = [LOSSES[name](model, ids, mask)[0] for name in ("plain", "shifted copy")]
-    assert losses[0] == pytest.approx(losses[1].item(), rel=1e-5)
+    losses = [LOSSES[name](model, ids, mask)[0].item() for name in ("plain", "shifted copy")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_every_setting_changes_the_bytes():
@@ -48,7 +48,6 @@ def test_every_setting_changes_the_bytes():
         {"attention": "eager"},
         {"attention": "sdpa with a mask"},
         {"checkpointing": True},
-        {"in_backward": True},
     ):
         assert requested(**setting) != plain, setting
 
