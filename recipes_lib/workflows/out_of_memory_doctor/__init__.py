@@ -26,7 +26,6 @@ remedies  its stacks of recipes, each with the predicted peak
 
 from __future__ import annotations
 
-import html
 import math
 import textwrap
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     Question,
     Remedies,
     Remedy,
+    first_that_fits,
     readable,
 )
 
@@ -58,7 +58,7 @@ COLUMNS = 80  # of a terminal that nobody has made wider
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Findings, and remedies from cheap to dear: a table in Jupyter, text in a terminal."""
+    """Findings, and remedies from cheap to dear, as text."""
 
     findings: list[str]
     remedies: list[Remedy]
@@ -66,36 +66,22 @@ class Diagnosis:
     @property
     def first_fit(self) -> Remedy | None:
         """The first remedy with which the model fits, or None."""
-        return next((remedy for remedy in self.remedies if remedy.fits), None)
-
-    def table(self) -> list[list[str]]:
-        """Header and rows, as text."""
-        rows = [["try", "peak", "costs", "where", "saves"]]
-        for remedy in self.remedies:
-            rows.append([remedy.name, remedy.outcome, remedy.costs, remedy.where, remedy.saves])
-        return rows
+        return first_that_fits(self.remedies)
 
     def __repr__(self) -> str:
         """For a terminal of 80 columns: what to try and its peak, and below it the rest."""
-        lines = []
-        for finding in self.findings:
-            lines += textwrap.wrap(finding, COLUMNS, subsequent_indent="  ")
+        lines = [_wrapped(finding, "") for finding in self.findings]
         for remedy in self.remedies:
-            line = f"{remedy.name}: {remedy.outcome}" if remedy.outcome else remedy.name
-            lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ")
-            for text in remedy.details():
-                indents = {"initial_indent": "    ", "subsequent_indent": "      "}
-                unbroken = {"break_long_words": False, "break_on_hyphens": False}
-                lines += textwrap.wrap(text, COLUMNS, **indents, **unbroken)
+            lines.append(_wrapped(": ".join(filter(None, [remedy.name, remedy.outcome])), ""))
+            for name in ("saves", "costs", "where"):
+                if getattr(remedy, name):
+                    lines.append(_wrapped(f"{name}: {getattr(remedy, name)}", "    "))
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        findings = [f"<p>{html.escape(finding)}</p>" for finding in self.findings]
-        rows = []
-        for row in self.table():
-            cells = [f"<td>{html.escape(cell)}</td>" for cell in row]
-            rows.append(f"<tr>{''.join(cells)}</tr>")
-        return f"{''.join(findings)}<table>{''.join(rows)}</table>"
+
+def _wrapped(text: str, indent: str) -> str:
+    indents = {"initial_indent": indent, "subsequent_indent": indent + "  "}
+    return textwrap.fill(text, COLUMNS, **indents, break_long_words=False, break_on_hyphens=False)
 
 
 # --- the diagnosis --------------------------------------------------------------------------------
@@ -128,23 +114,17 @@ def diagnose(
     findings = _findings_in(said, killed=killed)
     remedies = _remedies_without_recipe(said)
     if model is None:
-        for name, recipe in RECIPES.items():
-            if killed and "offload" in name:
-                continue  # the host is what has run out
-            remedies.append(Remedy(name, recipe.saves, recipe.costs, recipe.where))
+        # Killed: the host is what has run out.
+        remedies += [each for each in RECIPES.values() if not (killed and "offload" in each.name)]
         return Diagnosis(findings, remedies)
 
     require_causal_lm(model)
     check_whole(batch_size=batch_size)
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
-    memory = _memory_for_us(memory_bytes, said)
-    elsewhere = memory_bytes is not None or "capacity" in said
-    device = _device(model, memory, card, elsewhere=elsewhere)
-    limit = FILLED * memory
-    if device is not None:
-        limit = FILLED * device.for_tensors - 2 * device.workspace
-    question = Question(model, batch_size, seq_len, device, limit)
-    tried = Remedies(question, spare_the_host=killed, all_dry=not by_arithmetic)
+    device, limit = _device(model, memory_bytes, card, said)
+    host = 0 if killed or device is None else psutil.virtual_memory().total
+    question = Question(model, batch_size, seq_len, device, limit, host)
+    tried = Remedies(question, all_dry=not by_arithmetic)
     rows = tried.rows()
     findings += _findings_about(question, rows, tried, failed=bool(error))
     return Diagnosis(findings, remedies + rows)
@@ -158,10 +138,9 @@ def _findings_in(said: dict[str, int], *, killed: bool) -> list[str]:
             held = f", of which this process held {readable(said['this process'])}"
         return [
             f"Killed is what Linux says when the memory of the host is used up{held}; that of a "
-            f"GPU has an error of its own. `dmesg | grep -i killed` shows it. A container or a "
-            f"batch job may have a limit below the memory of the machine.",
-            "On a host with a GPU look at what stays in host memory: weights that are loaded in "
-            "32 bits, an optimizer offload, workers that each hold the data set.",
+            f"GPU has an error of its own. `dmesg | grep -i killed` shows it. There stay weights "
+            f"loaded in 32 bits, an optimizer offload, workers that each hold the data set; and a "
+            f"container or a batch job may have a limit below the memory of the machine."
         ]
     # What is reserved is said in two parts.
     shown = {name: number for name, number in said.items() if number and name != "reserved"}
@@ -192,30 +171,28 @@ def _remedies_without_recipe(said: dict[str, int]) -> list[Remedy]:
     return remedies
 
 
-def _memory_for_us(memory_bytes: int | None, said: dict[str, int]) -> int:
-    """What this process may use: as given, as the error says, or all that the machine has."""
+def _device(
+    model: Any, memory_bytes: int | None, card: str | None, said: dict[str, int]
+) -> tuple[Card | None, float]:
+    """The GPU that is asked about, or None for a CPU; and the bytes that tensors may take there."""
+    here = machine()
+    capacity = said.get("capacity", here.memory_bytes)
+    memory = said.get("allowed", capacity - said.get("others", 0))
     if memory_bytes is not None:
         check_number(above=0, memory_bytes=memory_bytes)
-        return memory_bytes
-    if "allowed" in said:
-        return said["allowed"]
-    capacity = said.get("capacity", machine().memory_bytes)
-    return capacity - said.get("others", 0)
-
-
-def _device(model: Any, memory: int, card: str | None, *, elsewhere: bool) -> Card | None:
-    """The GPU that is asked about, or None for a CPU."""
+        memory = memory_bytes
     if card is not None:
         check_choice(CARDS, card=card)
-        return CARDS[card]
-    here = machine()
-    if here.device == "cuda":
+        device = CARDS[card]
+    elif here.device == "cuda":
         import torch
 
-        return Card(here.name, torch.cuda.get_device_capability(), memory)
-    if model.device.type == "cpu" or not elsewhere:
-        return None
-    return Card(f"a GPU of {readable(memory)}", MODERN, memory)
+        device = Card(here.name, torch.cuda.get_device_capability(), memory)
+    elif model.device.type != "cpu" and (memory_bytes is not None or "capacity" in said):
+        device = Card(f"a GPU of {readable(memory)}", MODERN, memory)
+    else:
+        return None, FILLED * memory
+    return device, FILLED * device.for_tensors - 2 * device.workspace
 
 
 def _findings_about(
@@ -242,8 +219,9 @@ def _findings_about(
         )
     for name, reason in tried.refused.items():
         findings.append(f"Not with {name}: {reason}.")
-    enough = next((row.name for row in rows if row.fits), None)
-    findings.append(f"First that fits: {enough or f'none; {_where_nothing_fits(tried)}'}.")
+    first = first_that_fits(rows)
+    words = f"none; {_where_nothing_fits(tried)}" if first is None else first.name
+    findings.append(f"First that fits: {words}.")
     return findings
 
 

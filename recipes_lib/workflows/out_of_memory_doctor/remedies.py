@@ -8,16 +8,16 @@ and the step confirms what is close to the limit and what is advised.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.predict import Build, Card, equation, predict
@@ -38,59 +38,71 @@ MIB = 2**20
 LR = 1e-4
 SHORT = 256  # tokens of a row that is not the problem
 RANK = 16
-CLOSE = 0.05  # share of the limit: closer than this the arithmetic does not decide
+# Share of the limit: closer than this the arithmetic does not decide.
+CLOSE = 0.05
+CLOSE_WITH_ADAPTERS = 0.25  # it counts what they keep, and not what a checkpoint makes again
 BY_ARITHMETIC = ("llama", "mistral", "qwen2")  # families whose blocks are those of the equation
 
 # --- the recipes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a recipe saves and costs, and the file that explains it."""
+class Remedy:
+    """What to apply together. Without a model there are no peaks: then `peak` is None."""
 
-    saves: str
-    costs: str
-    where: str
+    name: str
+    saves: str = ""
+    costs: str = ""
+    where: str = ""  # the file that explains it
+    peak: int | None = None
+    fits: bool | None = None  # into the memory of the device
+    host_needed: int = 0  # bytes, where they are more than this machine has
+    by_arithmetic: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """The predicted peak, and whether it fits: "16.5 GiB, fits"."""
+        if self.peak is None:
+            return ""
+        about = "about " if self.by_arithmetic else ""
+        verdict = "fits" if self.fits else "too much"
+        if self.fits and self.host_needed:
+            verdict = f"fits the card, needs {readable(self.host_needed)} of host memory"
+        return f"{about}{readable(self.peak)}, {verdict}"
 
 
-RECIPES = {
-    "micro-batches": Recipe(
-        "(1 - 1/k) of activations and loss",
-        "smaller products",
-        "training/gradient_accumulation.py",
-    ),
-    "loss in chunks": Recipe(
-        "logits: 12 bytes x tokens x vocabulary", "little", "memory/chunked_cross_entropy"
-    ),
-    "checkpointing": Recipe(
-        "all but the blocks' inputs", "one more forward", "memory/activation_checkpointing.py"
-    ),
-    "16-bit AdamW": Recipe(
-        "half of fp32 states", "rounded states", "precision/sixteen_bit_adam.py"
-    ),
-    "8-bit AdamW": Recipe(
-        "6 of 8 bytes x parameters", "rounded states", "precision/eight_bit_adam.py"
-    ),
-    "step in backward": Recipe(
-        "all gradients but one",
-        "no accumulation, no clipping",
-        "memory/optimizer_in_backward.py",
-    ),
-    "optimizer offload": Recipe(
-        "states and gradients", "traffic to the host", "memory/optimizer_offload.py"
-    ),
-    "LoRA, 16-bit base": Recipe(
-        "gradients, states, half of the rest", "only adapters train", "fine_tuning/lora.py"
-    ),
-    "QLoRA": Recipe("1.5 of 2 bytes x weights", "a rounded base, time", "fine_tuning/qlora.py"),
-    "tiled MLP": Recipe("what the MLP keeps of long rows", "little", "memory/tiled_mlp"),
-    "head groups": Recipe(
-        "what attention keeps of long rows", "smaller products", "attention/head_groups.py"
-    ),
-    "activation offload": Recipe(
-        "the blocks' inputs", "traffic to the host", "memory/activation_offload"
-    ),
-}
+def first_that_fits(remedies: list[Remedy]) -> Remedy | None:
+    """The first for which device and host are large enough; if there is none, the device alone."""
+    fitting = [remedy for remedy in remedies if remedy.fits]
+    here = [remedy for remedy in fitting if not remedy.host_needed]
+    return next(iter(here + fitting), None)
+
+
+def readable(number: float) -> str:
+    """Bytes for people: 16.5 GiB, 320.0 MiB."""
+    if number >= GIB:
+        return f"{number / GIB:,.1f} GiB"
+    return f"{number / MIB:,.1f} MiB"
+
+
+TABLE = """
+micro-batches | (1 - 1/k) of activations | smaller products | training/gradient_accumulation.py
+loss in chunks | logits: 12 bytes x tokens x vocabulary | little | memory/chunked_cross_entropy
+checkpointing | all but the blocks' inputs | one more forward | memory/activation_checkpointing.py
+16-bit AdamW | half of fp32 states | rounded states | precision/sixteen_bit_adam.py
+8-bit AdamW | 6 of 8 bytes x parameters | rounded states | precision/eight_bit_adam.py
+step in backward | all gradients but one | no clipping | memory/optimizer_in_backward.py
+optimizer offload | states and gradients | traffic to the host | memory/optimizer_offload.py
+LoRA, 16-bit base | gradients, states, half of the rest | only adapters train | fine_tuning/lora.py
+QLoRA | 1.5 of 2 bytes x weights | a rounded base, time | fine_tuning/qlora.py
+tiled MLP | what the MLP keeps of long rows | little | memory/tiled_mlp
+head groups | what attention keeps of long rows | smaller products | attention/head_groups.py
+activation offload | the blocks' inputs | traffic to the host | memory/activation_offload
+"""
+RECIPES = {}
+for _line in TABLE.strip().splitlines():
+    _recipe = Remedy(*_line.split(" | "))
+    RECIPES[_recipe.name] = _recipe
 
 # What leaves the gradient as it is, from cheap to dear: whatever else is done, these go with it.
 BESIDE = (
@@ -101,11 +113,6 @@ BESIDE = (
     ("loss in chunks", "checkpointing"),
     ("micro-batches", "loss in chunks", "checkpointing"),
 )
-# Where one row alone is too long for all of these.
-FOR_LONG_ROWS = (
-    (*BESIDE[-1], "tiled MLP"),
-    (*BESIDE[-1], "tiled MLP", "activation offload"),
-)
 ADAPTERS = ("LoRA, 16-bit base", "QLoRA")
 # What changes the result, or needs another memory, in the order to try.
 PRICED = ("16-bit AdamW", "8-bit AdamW", "step in backward", "optimizer offload", *ADAPTERS)
@@ -115,16 +122,14 @@ PRICED = ("16-bit AdamW", "8-bit AdamW", "step in backward", "optimizer offload"
 
 @dataclass(frozen=True)
 class Question:
-    """The step that has to fit: of which model, on which batch, in which memory.
-
-    `card` is None where a CPU computes, whose memory is the host's.
-    """
+    """The step that has to fit: of which model, on which batch, in which memory."""
 
     model: Any
     rows: int
     length: int
-    card: Card | None
+    card: Card | None  # None where a CPU computes
     limit: float  # bytes that tensors may take
+    host: float = math.inf  # bytes of the memory beside it; 0 where that is no help
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,6 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         model = _shallow(question.model, stack, layers)
         if "tiled MLP" in stack.names:
             apply_tiled_mlp(model, norms=False, check=False)
-        if "head groups" in stack.names:
-            apply_head_groups(model, check=False)
         if "checkpointing" in stack.names:
             apply_activation_checkpointing(model, check=False)
         if "loss in chunks" in stack.names:
@@ -155,20 +158,17 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         return model, _optimizer(model, stack, micro_batches), step
 
     def step(model: Any, optimizer: Any) -> None:
+        around = contextlib.nullcontext()
         if "activation offload" in stack.names:
-            with offload_activations(model):
-                forward_and_backward(model)
-        else:
-            forward_and_backward(model)
+            around = offload_activations(model)
+        with around:
+            if micro_batches > 1:
+                options = {"micro_batches": micro_batches, "loss_sum": own_loss_sum}
+                accumulate_gradients(model, batch, **options)
+            else:
+                model(**batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-    def forward_and_backward(model: Any) -> None:
-        if micro_batches > 1:
-            options = {"micro_batches": micro_batches, "loss_sum": own_loss_sum}
-            accumulate_gradients(model, batch, **options)
-        else:
-            model(**batch, use_cache=False).loss.backward()
 
     return build
 
@@ -274,7 +274,7 @@ BY_EQUATION = {
     "loss in chunks": equation.with_chunked_loss,
     "16-bit AdamW": functools.partial(equation.with_states_in, bits=16),
     "8-bit AdamW": functools.partial(equation.with_states_in, bits=8),
-    "step in backward": functools.partial(replace, gradients=0),
+    "step in backward": equation.with_step_in_backward,
     "optimizer offload": functools.partial(replace, gradients=0, states=0),
 }
 
@@ -286,12 +286,15 @@ def arithmetic_peak(question: Question, stack: Stack) -> int | None:
     changed = hasattr(model, "peft_config") or not all(p.requires_grad for p in model.parameters())
     if changed or model.config.model_type not in BY_ARITHMETIC or not known.issuperset(stack.names):
         return None
+    adapters = set(ADAPTERS).intersection(stack.names)
+    if adapters:
+        with torch.device("meta"):  # the base as it would be loaded
+            config = copy.deepcopy(model.config)
+            model = type(model)._from_config(config, dtype=torch.bfloat16)
     rows = question.rows // stack.micro_batches
-    if set(ADAPTERS).intersection(stack.names):
-        step = equation.plain_step(_on_meta(model), rows=rows, length=question.length)
+    step = equation.plain_step(model, rows=rows, length=question.length)
+    if adapters:
         step = equation.with_adapters(step, rank=RANK)
-    else:
-        step = equation.plain_step(model, rows=rows, length=question.length)
     for name, change in BY_EQUATION.items():
         if name in stack.names:
             step = change(step)
@@ -301,148 +304,34 @@ def arithmetic_peak(question: Question, stack: Stack) -> int | None:
     return step.peak
 
 
-def _on_meta(model: Any) -> Any:
-    """The model as it would be loaded in 16 bits, without data."""
-    with torch.device("meta"):
-        config = copy.deepcopy(model.config)
-        return type(model)._from_config(config, dtype=torch.bfloat16)
-
-
 # --- the remedies ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What to apply together. Without a model there are no peaks: then `peak` is None."""
-
-    name: str
-    saves: str = ""
-    costs: str = ""
-    where: str = ""
-    peak: int | None = None
-    fits: bool | None = None
-    by_arithmetic: bool = False
-
-    @property
-    def outcome(self) -> str:
-        """The predicted peak, and whether it fits: "16.5 GiB, fits"."""
-        if self.peak is None:
-            return ""
-        about = "about " if self.by_arithmetic else ""
-        return f"{about}{readable(self.peak)}, {'fits' if self.fits else 'too much'}"
-
-    def details(self) -> list[str]:
-        """What it saves, what it costs and where it is, as far as there is something to say."""
-        lines = []
-        if self.saves:
-            lines.append(f"saves: {self.saves}")
-        if self.costs:
-            lines.append(f"costs: {self.costs} ({self.where})")
-        elif self.where:
-            lines.append(f"where: {self.where}")
-        return lines
 
 
 class Remedies:
     """The stacks that one would choose among, in the order to try, with reasons for the missing."""
 
-    def __init__(self, question: Question, *, spare_the_host: bool, all_dry: bool) -> None:
+    def __init__(self, question: Question, *, all_dry: bool = False) -> None:
         self.question = question
         self.refused: dict[str, str] = {}  # by name of a recipe, in the words of the recipe
         self._all_dry = all_dry
         self._dry: dict[tuple[Stack, int], int | None] = {}
-        self._spare_the_host = spare_the_host or question.card is None
         self.short = max(2, min(SHORT, question.length // 2))
-        self.stacks = list(self._chosen())
+        self.stacks = self._chosen()
 
     def rows(self) -> list[Remedy]:
         """The remedies, of which the first that fits is confirmed by a step without data."""
-        for stack in self.stacks:
-            if self._peak(stack) <= self.question.limit:
-                self._confirm(stack)
-                if self._peak(stack) <= self.question.limit:
-                    break
-        return [self._remedy(stack) for stack in self.stacks if self._peak(stack) is not None]
-
-    def _chosen(self) -> Iterator[Stack]:
-        """As it is, and for each price the cheapest stack that fits; none where there is no need.
-
-        A stack that does not fit is shown if it comes closer than those before.
-        """
-        question = self.question
-        yield Stack()
-        lowest = self._peak(Stack())
-        if lowest <= question.limit:
-            return
-        for priced in ((), *[(name,) for name in self._priced()]):
-            stack = self._cheapest(priced)
-            peak = None if stack is None else self._peak(stack)
-            if peak is None:
-                continue
-            if peak <= question.limit or peak < lowest:
-                yield stack
-                lowest = min(lowest, peak)
-            if peak <= question.limit and not priced:
-                return
-
-    def _priced(self) -> list[str]:
-        names = list(PRICED)
-        if self.question.model.dtype.itemsize < 4:
-            names.remove("16-bit AdamW")  # of 16-bit weights AdamW's states have 16 bits anyway
-        if self._spare_the_host:
-            names.remove("optimizer offload")
-        if hasattr(self.question.model, "peft_config"):
-            return ["QLoRA"]
-        return names
-
-    def _cheapest(self, priced: tuple[str, ...]) -> Stack | None:
-        """The cheapest that fits with `priced`, or that with the smallest peak."""
-        strongest = self._peaks(BESIDE[-2:], priced)
-        fits = min(strongest.values(), default=math.inf) <= self.question.limit
-        if not fits and priced == ("QLoRA",) and self._rows_are_too_long(priced):
-            strongest |= self._peaks(FOR_LONG_ROWS, priced)
-        if not fits:
-            return min(strongest, key=strongest.__getitem__, default=None)
-        for names in BESIDE:
-            for stack, peak in self._peaks([names], priced).items():
-                if peak <= self.question.limit:
-                    return stack
-        return None
-
-    def _peaks(self, beside: Iterable[tuple[str, ...]], priced: tuple[str, ...]) -> dict:
-        """The stacks with `priced` that no recipe refuses, and their peaks."""
-        peaks = {}
-        for names in beside:
-            for stack in self._in_micro_batches((*names, *priced)):
-                peaks[stack] = self._peak(stack)
-        return {stack: peak for stack, peak in peaks.items() if peak is not None}
-
-    def _in_micro_batches(self, names: tuple[str, ...]) -> Iterator[Stack]:
-        """The stack, with each number of micro-batches if it has them; all single rows at least."""
-        if "micro-batches" not in names:
-            yield Stack(names)
-            return
-        if "step in backward" in names:
-            return  # it leaves no gradients to add up
-        rows = self.question.rows
-        for count in range(2, rows + 1):
-            stack = Stack(names, count)
-            quick = not self._all_dry and arithmetic_peak(self.question, stack) is not None
-            if rows % count == 0 and (quick or count == rows):
-                yield stack
-
-    def _rows_are_too_long(self, priced: tuple[str, ...]) -> bool:
-        """Whether the same would fit with short rows."""
-        stack = Stack((*BESIDE[-1], *priced), self.question.rows)
-        peak = self._peak(stack, length=self.short)
-        return peak is not None and peak <= self.question.limit
+        while True:
+            rows = [self._remedy(stack) for stack in self.stacks]
+            first = first_that_fits(rows)
+            if first is None or not first.by_arithmetic:
+                return rows
+            self._confirmed(self.stacks[rows.index(first)])
+            self.stacks = self._chosen()  # by what is known now: the arithmetic may be refuted
 
     def smallest(self) -> tuple[Stack, int]:
         """The stack with the smallest peak, and that peak."""
-        peaks = {stack: self._peak(stack) for stack in self.stacks}
-        stack = min(peaks, key=peaks.__getitem__)
-        self._confirm(stack)
-        return stack, self._peak(stack)
+        stack = min(self.stacks, key=self._peak)
+        return stack, self._confirmed(stack)
 
     def longest_rows(self) -> int | None:
         """Tokens of a row with which the smallest stack fits, or None if no row is short enough.
@@ -451,54 +340,125 @@ class Remedies:
         above the straight line through both.
         """
         stack, long_peak = self.smallest()
+        peak = self._confirmed(stack, self.short)
         limit = self.question.limit
-        length, peak = self.short, self._peak(stack, length=self.short)
         if peak is None or peak > limit or long_peak <= peak:
             return None
         share = (limit - peak) / (long_peak - peak)
-        return length + int(share * (self.question.length - length)) // 8 * 8
+        return self.short + int(share * (self.question.length - self.short)) // 8 * 8
 
-    def _peak(self, stack: Stack, *, length: int | None = None) -> int | None:
+    def _chosen(self) -> list[Stack]:
+        """As it is, and for each price the cheapest stack that fits; none where there is no need.
+
+        A stack that does not fit is shown if it comes closer than those before.
+        """
+        limit = self.question.limit
+        lowest = self._peak(Stack())
+        chosen = [Stack()]
+        if lowest <= limit:
+            return chosen
+        for priced in ((), *[(name,) for name in self._priced()]):
+            stack = self._cheapest(priced)
+            peak = math.inf if stack is None else self._peak(stack)
+            if peak <= limit or peak < lowest:
+                chosen.append(stack)
+                lowest = min(lowest, peak)
+            if peak <= limit and not priced:
+                break
+        return chosen
+
+    def _priced(self) -> list[str]:
+        if hasattr(self.question.model, "peft_config"):
+            return ["QLoRA"]
+        names = list(PRICED)
+        if self.question.model.dtype.itemsize < 4:
+            names.remove("16-bit AdamW")  # of 16-bit weights AdamW's states have 16 bits anyway
+        if not self.question.host:
+            names.remove("optimizer offload")
+        return names
+
+    def _cheapest(self, priced: tuple[str, ...]) -> Stack | None:
+        """The cheapest that fits with `priced`, or that with the smallest peak."""
+        strongest = {}
+        for names in BESIDE[-2:]:
+            strongest |= self._peaks((*names, *priced))
+            if min(strongest.values(), default=math.inf) > self.question.limit:
+                continue
+            for cheaper in BESIDE:
+                for stack, peak in self._peaks((*cheaper, *priced)).items():
+                    if peak <= self.question.limit:
+                        return stack
+        if strongest and priced == ("QLoRA",):
+            # One row alone may be too long.
+            names = BESIDE[-1] if self.question.rows > 1 else BESIDE[-2]
+            strongest |= self._peaks((*names, "QLoRA", "tiled MLP"))
+            if self.question.host:
+                strongest |= self._peaks((*names, "QLoRA", "tiled MLP", "activation offload"))
+        return min(strongest, key=strongest.__getitem__, default=None)
+
+    def _peaks(self, names: tuple[str, ...]) -> dict[Stack, int]:
+        """The peak with `names` unless they are refused, in each number of micro-batches.
+
+        Without arithmetic these are single rows alone: each number would be a dry step.
+        """
+        rows = self.question.rows
+        counts = [1]
+        if "micro-batches" in names:
+            quick = not self._all_dry and arithmetic_peak(self.question, Stack(names, rows))
+            quick = quick and not set(ADAPTERS).intersection(names)
+            counts = [
+                count
+                for count in range(2, rows + 1)
+                if count == rows or (quick and rows % count == 0)
+            ]
+        if "step in backward" in names and counts != [1]:
+            counts = []  # it leaves no gradients to add up
+        peaks = {Stack(names, count): self._peak(Stack(names, count)) for count in counts}
+        return {stack: peak for stack, peak in peaks.items() if peak is not None}
+
+    def _peak(self, stack: Stack) -> int | None:
         """The peak as far as it is known: by a dry step, else by arithmetic. None: refused."""
-        length = length or self.question.length
-        if (stack, length) not in self._dry:
-            question = replace(self.question, length=length)
-            quick = None if self._all_dry else arithmetic_peak(question, stack)
-            close = quick is None or abs(quick / self.question.limit - 1) < CLOSE
-            if not close:
+        if not self._all_dry and (stack, self.question.length) not in self._dry:
+            quick = arithmetic_peak(self.question, stack)
+            has_adapters = set(ADAPTERS).intersection(stack.names)
+            close = CLOSE_WITH_ADAPTERS if has_adapters else CLOSE
+            if quick is not None and abs(quick / self.question.limit - 1) >= close:
                 return quick
-            self._confirm(stack, length)
-        return self._dry[stack, length]
+        return self._confirmed(stack)
 
-    def _confirm(self, stack: Stack, length: int | None = None) -> None:
-        length = length or self.question.length
-        if (stack, length) in self._dry:
-            return
-        try:
-            peak = dry_peak(replace(self.question, length=length), stack)
-        except ValueError as error:
-            peak = None
-            new = [name for name in stack.names if name not in BESIDE[-1]] or stack.names
-            self.refused.setdefault(new[-1], str(error))
-        self._dry[stack, length] = peak
+    def _confirmed(self, stack: Stack, length: int | None = None) -> int | None:
+        """The peak of the dry step, at another length if one is given."""
+        if length is None:
+            length = self.question.length
+        if (stack, length) not in self._dry:
+            try:
+                peak = dry_peak(replace(self.question, length=length), stack)
+            except ValueError as error:
+                if not stack.names:
+                    raise
+                peak = None
+                self.refused.setdefault(stack.names[-1], str(error))
+            self._dry[stack, length] = peak
+        return self._dry[stack, length]
 
     def _remedy(self, stack: Stack) -> Remedy:
         peak = self._peak(stack)
         recipes = [RECIPES[name] for name in stack.names]
-        costs = [recipe.costs for recipe in recipes]
+        needed = 0
         if "optimizer offload" in stack.names:
-            costs.append(f"{readable(host_bytes(self.question.model))} of host memory")
+            needed = host_bytes(self.question.model)
         return Remedy(
             name=" + ".join(self._in_words(stack)) or "as it is",
             saves=", ".join(recipe.saves for recipe in recipes),
-            costs=", ".join(dict.fromkeys(costs)),
+            costs=", ".join(dict.fromkeys(recipe.costs for recipe in recipes)),
             where=", ".join(recipe.where for recipe in recipes),
             peak=peak,
             fits=peak <= self.question.limit,
+            host_needed=needed if needed > self.question.host else 0,
             by_arithmetic=(stack, self.question.length) not in self._dry,
         )
 
-    def _in_words(self, stack: Stack) -> Iterable[str]:
+    def _in_words(self, stack: Stack) -> Iterator[str]:
         for name in stack.names:
             if name == "micro-batches":
                 rows = self.question.rows // stack.micro_batches
@@ -507,10 +467,3 @@ class Remedies:
                 yield f"{name}, on attention only"
             else:
                 yield name
-
-
-def readable(number: float) -> str:
-    """Bytes for people: 16.5 GiB, 320.0 MiB."""
-    if number >= GIB:
-        return f"{number / GIB:,.1f} GiB"
-    return f"{number / MIB:,.1f} MiB"
