@@ -41,6 +41,7 @@ from recipes_lib.workflows.longest import find_longest, peak_of
 
 LEAST_BYTES = 4096  # of what goes to the host
 CLOSE = 0.01  # lengths that differ by less are the same prediction
+MOST_TILES = 64  # of a step without data: each has operators of its own, which take seconds
 
 # --- one full-parameter step --------------------------------------------------------------------
 
@@ -137,9 +138,10 @@ def predicted_tokens(
         of_more = predicted_peak(stack, layers, more, **on)
         per_token = (of_more - of_few) / (more - few)
         found = int(more + (limit_bytes - of_more) / per_token)
-        if abs(found - more) <= CLOSE * more:
+        nearer = min(found, MOST_TILES * stack.tile)
+        if abs(nearer - more) <= CLOSE * more:
             break
-        few, more, of_few = more, found, of_more
+        few, more, of_few = more, nearer, of_more
     return found
 
 
