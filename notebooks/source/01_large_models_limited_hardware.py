@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **2,336 MiB → 243 MiB:** the peak memory of tensors of one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less**. Held-out loss in 4 steps, one run each: full fine-tuning 3.69 → 2.83; LoRA 3.69 → 2.94; everything combined 3.96 → 3.05. Each row was predicted before it ran, from the same step on tensors without data: off by 5.0% at most.
+# > **2,336 MiB → 243 MiB:** the peak memory of tensors of one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less**. Held-out loss in 4 steps, one run each: full fine-tuning 3.69 → 2.83; LoRA 3.69 → 2.94; everything combined 3.95 → 3.06. Each row was predicted before it ran, from the same step on tensors without data: off by 5.0% at most.
 # >
-# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in a dozen ways. For each way it first predicts the memory, then measures it, then checks whether it is still the same training.
