@@ -633,7 +633,8 @@ hybrid = apply_decode_loop(fresh())
 others = [name for name in linear_layers(hybrid) if name not in high]
 if high:  # a model with random weights may have no damage
     apply_int8(hybrid, kind="weight_only", names=high)
-apply_int8(hybrid, kind="dynamic", names=others)
+if others:
+    apply_int8(hybrid, kind="dynamic", names=others)
 judge("int8 hybrid", hybrid, token_by_token=True)
 add_row("int8 hybrid", hybrid)
 
