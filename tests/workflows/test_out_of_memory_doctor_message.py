@@ -1,10 +1,12 @@
-"""Messages as they were printed by PyTorch 1.12 to 2.6, on GPUs, a Mac and a CPU."""
+"""Messages as people have reported them, of PyTorch 1 to 2.6 and of what stands around it."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.workflows.out_of_memory_doctor.message import parse_error, was_killed
+from recipes_lib.workflows.out_of_memory_doctor.message import read_message
 
 MIB, GIB = 2**20, 2**30
 
@@ -50,89 +52,173 @@ KERNEL_LOG = (
     "file-rss:0kB, shmem-rss:0kB, UID:1000 pgtables:48000kB oom_score_adj:0"
 )
 
-IN_GIB = {
+HIP = (
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 6.64 GiB. GPU 0 has a total "
+    "capacity of 19.92 GiB of which 6.22 GiB is free. Of the allocated memory 5.34 GiB is "
+    "allocated by PyTorch, and 7.10 GiB is reserved by PyTorch but unallocated. If reserved but "
+    "unallocated memory is large try setting PYTORCH_HIP_ALLOC_CONF=expandable_segments:True"
+)
+TORCH_1_0 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 1024.00 KiB (GPU 0; 11.17 GiB total "
+    "capacity; 10.90 GiB already allocated; 576.00 KiB free; 30.96 MiB cached)"
+)
+XPU_BLOCK = (
+    "RuntimeError: Current platform can NOT allocate memory block with size larger than 4GB! Tried "
+    "to allocate 6.85 GiB (GPU  0; 15.56 GiB total capacity; 0 bytes already allocated; 0 bytes "
+    "reserved in total by PyTorch)"
+)
+BUS = (
+    "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible "
+    "that dataloader's workers are out of shared memory. Please try to raise your shared memory "
+    "limit."
+)
+NO_SHM = "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-KWfVyt (size 5967872)"
+NO_SHM_FILE = (
+    "RuntimeError: unable to write to file </torch_18692_1954506624>: No space left on device (28)"
+)
+PAGING = (
+    "OSError: [WinError 1455] The paging file is too small for this operation to complete. Error "
+    'loading "D:\\torch\\lib\\shm.dll" or one of its dependencies.'
+)
+DISPATCHED = (
+    "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU "
+    "RAM to fit the quantized model."
+)
+TILE = (
+    "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, "
+    "Hardware limit: 101376. Reducing block sizes or `num_stages` may help."
+)
+CUBLAS = "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+NUMPY = (
+    "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 201. GiB for an array with shape "
+    "(2999, 2999, 2999) and data type int64"
+)
+OLD_NUMPY = "MemoryError: Unable to allocate array with shape (9681, 9681) and data type float64"
+NCCL = "NCCL WARN Failed to CUDA calloc async 608 bytes"
+PAGED = "Error out of memory at line 351 in file /home/x/bitsandbytes/csrc/pythonInterface.c"
+BITSANDBYTES = r"Error out of memory at line 88 in file D:\a\bitsandbytes\csrc\ops.cu"
+WORKER = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."
+ELASTIC = "exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 (SIGKILL) received by PID 4711"
+SLURM = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0"
+JUPYTER = "The kernel appears to have died. It will restart automatically."
+VS_CODE = "Canceled future for execute_request message before replies were done"
+COLAB = "Your session crashed after using all available RAM."
+JAX = (
+    "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."
+)
+NO_NUMBERS = "RuntimeError: CUDA error: out of memory"
+XPU_SMALL = (
+    "RuntimeError: XPU out of memory. Tried to allocate 1.71 GiB (GPU 0; 15.56 GiB total capacity; "
+    "176.00 MiB already allocated; 176.00 MiB reserved in total by PyTorch)"
+)
+
+
+class Form(NamedTuple):
+    """A text, the place that is full, words of the first advice, and fields in GiB."""
+
+    error: str
+    place: str
+    first: str
+    fields: dict[str, float | None]
+
+
+ROOM = "set_per_process_memory_fraction"
+RECIPE = "micro-batches"  # the first of all recipes: there is no better advice
+FORMS = [
     # Of torch 1: what is reserved but unallocated is not said, it is a difference.
-    TORCH_1: {
-        "requested": 2.93,
-        "capacity": 23.8,
-        "allocated": 12.04,
-        "free": 2.82,
-        "unallocated": 7.65,
-    },
+    Form(
+        TORCH_1,
+        "CUDA",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        {"asked": 2.93, "limit": 23.8, "allocated": 12.04, "free": 2.82, "unallocated": 7.65},
+    ),
+    Form(
+        TORCH_1_0, "CUDA", "memory in one piece", {"limit": 11.17, "unallocated": 0.03, "others": 0}
+    ),
     # 0.77 GiB are not accounted for: our own CUDA context, not another process.
-    TORCH_2_0: {
-        "requested": 1.7,
-        "capacity": 6,
-        "free": 0,
-        "allocated": 2.93,
-        "unallocated": 2.3,
-        "others": 0,
-    },
-    TORCH_2_6: {
-        "requested": 142 / 1024,
-        "capacity": 47.27,
-        "unallocated": 34.62 / 1024,
-        "others": 44.12,
-    },
+    Form(
+        TORCH_2_0,
+        "CUDA",
+        "memory in one piece",
+        {"asked": 1.7, "limit": 6, "free": 0, "allocated": 2.93, "unallocated": 2.3, "others": 0},
+    ),
+    Form(TORCH_2_6, "CUDA", "nvidia-smi", {"asked": 0.139, "limit": 3.15, "others": 44.12}),
     # The private pools stand between "allocated" and "unallocated".
-    GRAPHS_AND_CAP: {
-        "requested": 1.5,
-        "allowed": 20,
-        "allocated": 19,
-        "unallocated": 240 / 1024,
-        "others": 0,
-    },
-    MPS: {"requested": 1, "capacity": 18.13, "allocated": 17.5},
-    CPU: {"requested": 116813856768 / GIB},
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": {},
-    "CUDA error: out of memory": {},
-}
+    Form(
+        GRAPHS_AND_CAP,
+        "CUDA",
+        RECIPE,
+        {"asked": 1.5, "limit": 20, "allocated": 19, "unallocated": 0.234, "others": 0},
+    ),
+    Form(HIP, "ROCm", "PYTORCH_HIP_ALLOC_CONF", {"asked": 6.64, "limit": 19.92, "free": 6.22}),
+    Form(XPU_SMALL, "XPU", RECIPE, {"asked": 1.71, "limit": 15.56, "unallocated": 0}),
+    Form(XPU_BLOCK, "XPU", "no tensor above 4 GiB", {"asked": 6.85, "limit": 15.56}),
+    Form(MPS, "MPS", RECIPE, {"asked": 1, "limit": 18.13, "allocated": 17.5}),
+    Form("RuntimeError: Invalid buffer size: 19.45 GB", "MPS", "smaller", {"asked": 19.45}),
+    Form(CPU, "host", RECIPE, {"asked": 116813856768 / GIB}),
+    Form(NUMPY, "host", "read in parts", {"asked": 201}),
+    Form(OLD_NUMPY, "host", "read in parts", {"asked": None}),
+    Form("MemoryError", "host", RECIPE, {"asked": None}),
+    Form(BUS, "shared memory", "--shm-size", {}),
+    Form(NO_SHM, "shared memory", "--shm-size", {}),
+    Form(NO_SHM_FILE, "shared memory", "--shm-size", {}),
+    Form(PAGING, "paging file", "larger paging file", {}),
+    Form(DISPATCHED, "loading", "device_map", {}),
+    Form(TILE, "one block of a GPU", "smaller blocks", {"asked": 131072 / GIB}),
+    Form(CUBLAS, "CUDA", ROOM, {"asked": None}),
+    Form(NCCL, "CUDA", ROOM, {}),
+    Form(BITSANDBYTES, "CUDA", ROOM, {}),
+    Form(PAGED, "host", "adamw_8bit", {}),
+    Form(NO_NUMBERS, "CUDA", "nvidia-smi", {"asked": None}),
+    Form("HIP error: out of memory", "ROCm", "rocm-smi", {}),
+    Form("CUDA out of memory", "CUDA", RECIPE, {"asked": None}),
+    Form(JAX, "CUDA", "PREALLOCATE", {"asked": 8}),
+    Form(KERNEL_LOG, "host", "dmesg", {"resident": 23.1}),
+    Form("Killed", "host", "dmesg", {}),
+    Form("zsh: killed     python train.py", "host", "dmesg", {}),
+    Form("command terminated with exit code 137", "host", "dmesg", {}),
+    Form("Reason: OOMKilled, Exit Code: 137", "host", "dmesg", {}),
+    Form(WORKER, "host", "dmesg", {}),
+    Form(ELASTIC, "host", "dmesg", {}),
+    Form(SLURM, "host", "dmesg", {}),
+    Form(JUPYTER, "host", "dmesg", {}),
+    Form(VS_CODE, "host", "dmesg", {}),
+    Form(COLAB, "host", "dmesg", {}),
+]
 
 
-@pytest.mark.parametrize("error", IN_GIB)
-def test_reads_the_messages_of_many_versions(error):
-    """The mistake: a number of one version under the name of another."""
-    numbers = parse_error(error.replace(" ", "\n", 20))  # as a terminal wraps it
-    for name, gib in IN_GIB[error].items():
-        assert numbers[name] == pytest.approx(gib * GIB, rel=1e-3, abs=0.01 * GIB), name
+@pytest.mark.parametrize("form", FORMS, ids=[form.error[:60] for form in FORMS])
+def test_reads_who_asked_of_which_memory_for_how_much(form):
+    """The mistakes: a number under the name of another; the memory of the host taken for that of a
+    GPU."""
+    found = read_message(form.error.replace(" ", "\n", 20))  # as a terminal wraps it
+    assert found.place == form.place
+    for name, gib in form.fields.items():
+        expected = None if gib is None else pytest.approx(gib * GIB, rel=1e-3, abs=0.01 * GIB)
+        assert getattr(found, name) == expected, name
 
 
 def test_reads_the_emulated_error():
     """The words of core.measure, which could change without those here."""
     with pytest.raises(torch.OutOfMemoryError) as error, PeakMemory(limit_bytes=MIB):
         torch.zeros(10 * MIB)
-    numbers = parse_error(str(error.value))
-    assert numbers["capacity"] == MIB
-    assert numbers["allocated"] >= 40 * MIB
-
-
-def test_another_error_is_refused():
-    """The mistake: a shape that does not fit, cured with adapters."""
-    with pytest.raises(ValueError, match="not an out-of-memory error"):
-        parse_error("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)")
+    found = read_message(str(error.value))
+    assert found.limit == MIB
+    assert found.allocated >= 40 * MIB
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        "Killed",
-        "train.sh: line 3:  4711 Killed                  python train.py",
-        "zsh: killed     python train.py",
-        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.",
-        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0",
-        "Reason: OOMKilled, Exit Code: 137",
-        "command terminated with exit code 137",
-        "exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 (SIGKILL) received by PID 4711",
-        KERNEL_LOG,
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
+        "KeyError: 3",
+        "exit code 1",
+        "OSError: [Errno 28] No space left on device",
     ],
 )
-def test_a_process_that_the_kernel_has_ended(error):
-    """The mistake: the memory of the host taken for that of a GPU."""
-    assert was_killed(error)
-    assert parse_error(error).keys() <= {"this process"}
-
-
-@pytest.mark.parametrize("error", [TORCH_1, TORCH_2_6, MPS, CPU, "KeyError: 3", "exit code 1"])
-def test_an_error_of_a_device_is_not_the_kernels(error):
-    """The mistake: the other way round."""
-    assert not was_killed(error)
+def test_what_is_not_known_is_quoted_with_the_questions_that_decide(error):
+    """The mistake: a shape that does not fit, cured with adapters."""
+    with pytest.raises(ValueError, match="Three questions decide") as refused:
+        read_message(error)
+    assert error in str(refused.value)
+    assert str(refused.value).count("?") == 3

@@ -104,7 +104,7 @@ def test_the_advised_length_fits_and_twice_of_it_does_not():
     model = tiny(dtype=torch.bfloat16)
     names = (*ALL_BUT_MICRO_BATCHES, "QLoRA", "tiled MLP")
     limit = 1.3 * dry_peak(question(model, length=256), Stack(names))
-    tried = Remedies(question(model, length=1024, limit=limit, host=0))
+    tried = Remedies(question(model, length=1024, limit=limit, recipes=("QLoRA",)))
     stack, _ = tried.smallest()
     length = tried.longest_rows()
     assert length > 256

@@ -2,13 +2,13 @@
 
 Problem    "CUDA out of memory" names the tensor that did not fit. It does not say what fills the
            memory, nor what to do.
-Idea       Read the numbers in the message. Then take the step itself on tensors without data, with
-           one stack of recipes after the other:
+Idea       Read who asked, of which memory, and for how much. Then take the step itself on tensors
+           without data, with one stack of recipes after the other:
 
-               asked for <= free + reserved but unallocated     fragmentation: a setting, no recipe
-               capacity - free - this process is large          another process: stop it
-               "Killed"                                         the host's memory, not the GPU's
-               else   predict(build with recipes).peak          until it fits
+               asked <= free + reserved but unallocated     fragmentation: a setting, no recipe
+               limit - free - this process is large         another process: stop it
+               /dev/shm, a paging file, a library           what that memory needs, no recipe
+               else   predict(build with recipes).peak      until it fits
 Saves      Trying the recipes blindly; nothing by itself.
 Costs      Some seconds, less when it was asked before. No GPU, no weights: a model on "meta" will
            do.
@@ -20,7 +20,7 @@ In production   `accelerate estimate-memory` counts weights, gradients and state
            or the loss.
 Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the message.
 
-message  its reading of the error: which number means what
+message  its reading of the error: who asked, of which memory, for how much
 remedies  its stacks of recipes, each with the predicted peak
 """
 
@@ -38,7 +38,7 @@ from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.predict import CARDS, Card
 from recipes_lib.memory.optimizer_offload import host_bytes
-from recipes_lib.workflows.out_of_memory_doctor.message import parse_error, was_killed
+from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     RECIPES,
     Question,
@@ -109,75 +109,124 @@ def diagnose(
     """
     if not error and model is None:
         raise ValueError("nothing to diagnose: give the error's text, or a model and its batch")
-    said = parse_error(error) if error else {}
-    killed = was_killed(error)
-    findings = _findings_in(said, killed=killed)
-    remedies = _remedies_without_recipe(said)
-    if model is None:
-        # Killed: the host is what has run out.
-        remedies += [each for each in RECIPES.values() if not (killed and "offload" in each.name)]
-        return Diagnosis(findings, remedies)
+    message = read_message(error) if error else None
+    findings = _findings_in(message) if message else []
+    remedies = _remedies_without_recipe(message) if message else []
+    helpful = _recipes_of(message.place if message else GPUS[0])
+    if model is None or not helpful:
+        return Diagnosis(findings, remedies + helpful)
 
     require_causal_lm(model)
     check_whole(batch_size=batch_size)
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
-    device, limit = _device(model, memory_bytes, card, said)
-    host = 0 if killed or device is None else psutil.virtual_memory().total
-    question = Question(model, batch_size, seq_len, device, limit, host)
+    device, limit = _device(model, memory_bytes, card, message)
+    if device is None:
+        helpful = _recipes_of("host")
+    names = tuple(recipe.name for recipe in helpful)
+    host = psutil.virtual_memory().total
+    question = Question(model, batch_size, seq_len, device, limit, host, names)
     tried = Remedies(question, all_dry=not by_arithmetic)
     rows = tried.rows()
     findings += _findings_about(question, rows, tried, failed=bool(error))
     return Diagnosis(findings, remedies + rows)
 
 
-def _findings_in(said: dict[str, int], *, killed: bool) -> list[str]:
+def _findings_in(message: Message) -> list[str]:
     """The message in words."""
-    if killed:
-        held = ""
-        if "this process" in said:
-            held = f", of which this process held {readable(said['this process'])}"
-        return [
-            f"Killed is what Linux says when the memory of the host is used up{held}; that of a "
-            f"GPU has an error of its own. `dmesg | grep -i killed` shows it. There stay weights "
-            f"loaded in 32 bits, an optimizer offload, workers that each hold the data set; and a "
-            f"container or a batch job may have a limit below the memory of the machine."
-        ]
-    # What is reserved is said in two parts.
-    shown = {name: number for name, number in said.items() if number and name != "reserved"}
-    words = ", ".join(f"{name} {readable(number)}" for name, number in shown.items())
-    return [f"The error says: {words}."] if words else []
-
-
-def _remedies_without_recipe(said: dict[str, int]) -> list[Remedy]:
-    """Two causes that no recipe cures: another process, and memory in pieces."""
-    remedies = []
-    others = said.get("others", 0)
-    if others:
-        remedies.append(Remedy("stop other processes", saves=readable(others), where="nvidia-smi"))
-
-    requested = said.get("requested", 0)
-    free = said.get("free", 0)
-    pieces = said.get("unallocated", 0)
-    # The bytes were there, but in pieces that PyTorch held.
-    if pieces >= free and 0 < requested <= pieces + free:
-        remedies.append(
-            Remedy(
-                "memory in one piece",
-                saves=f"{readable(pieces)} in pieces (before torch 2.1: max_split_size_mb:512)",
-                costs="a restart",
-                where="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            )
+    words = [f"{name} {readable(size)}" for name, size in message.sizes.items()]
+    findings = [f"The error says: {', '.join([message.allocator, message.where, *words])}."]
+    if message.place == "host":
+        findings.append(
+            "The memory of the host is used up, and not that of a GPU: by weights loaded in 32 "
+            "bits, an optimizer offload, workers that each hold the data set. A container or a "
+            "batch job may have a limit below the memory of the machine."
         )
+    return findings
+
+
+# Where no recipe is the first advice: the source or the place | what to do | saves | costs | where.
+ADVICE = """
+Triton | smaller blocks | one kernel's tile; no memory of the GPU is missing | other speed | \
+block sizes and num_stages of the kernel
+shared memory | more of /dev/shm | | | docker run --shm-size=16g, or --ipc=host
+shared memory | fewer workers | batches that wait there | slower reading | DataLoader(num_workers=2)
+paging file | a larger paging file | | space on the disk | Windows: Performance, Virtual memory
+paging file | fewer workers | PyTorch's libraries, once for each | slower reading | \
+DataLoader(num_workers=0)
+loading | all on one device | what accelerate leaves free | an error if it does not fit | \
+from_pretrained(..., device_map={"": 0})
+loading | four bits in place of eight | half of the weights | a rounded base | \
+BitsAndBytesConfig(load_in_4bit=True)
+Linux | look what was ended | | | dmesg -T, the lines with "Killed process"
+kernel of a notebook | look who has ended it | | | dmesg -T, the lines with "Killed process"
+NumPy | read in parts | the array as a whole | | numpy.load(..., mmap_mode="r"), or streaming=True
+paged memory of bitsandbytes | states without pages | host memory | all on the card | \
+optim="adamw_8bit"
+bitsandbytes | room beside PyTorch's cache | | | torch.cuda.set_per_process_memory_fraction(0.9)
+NCCL | room beside PyTorch's cache | | | torch.cuda.set_per_process_memory_fraction(0.9)
+cuBLAS or cuDNN | room beside PyTorch's cache | | | torch.cuda.set_per_process_memory_fraction(0.9)
+cuBLAS or cuDNN | look for a wrong token id, which ends in this text, too | | slow | \
+CUDA_LAUNCH_BLOCKING=1
+rocBLAS or MIOpen | room beside PyTorch's cache | | | \
+torch.cuda.set_per_process_memory_fraction(0.9)
+driver | look who holds the memory | | | {tool}
+JAX | no memory in advance | three quarters of the card | | XLA_PYTHON_CLIENT_PREALLOCATE=false
+one buffer of Metal | a smaller largest tensor | | | fewer or shorter rows, loss in chunks
+one block of XPU | no tensor above 4 GiB | | | fewer or shorter rows, loss in chunks
+"""
+TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi", "XPU": "xpu-smi"}
+IN_ONE_PIECE = {
+    "CUDA": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "ROCm": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
+    "XPU": "torch.xpu.empty_cache()",
+}
+LARGEST_BLOCK_OF_XPU = 4 * GIB
+
+
+def _remedies_without_recipe(message: Message) -> list[Remedy]:
+    """What no recipe cures: another memory than the GPU's, another process, memory in pieces."""
+    remedies = []
+    asked = message.asked or 0
+    tool = TOOLS.get(message.place, "")
+    if message.others:
+        saved = readable(message.others)
+        remedies.append(Remedy("stop other processes", saves=saved, where=tool))
+    pieces = message.unallocated or 0
+    free = message.free or 0
+    # The bytes were there, but in pieces that PyTorch held.
+    if message.place in GPUS and pieces >= free and 0 < asked <= pieces + free:
+        where = IN_ONE_PIECE[message.place]
+        saved = f"{readable(pieces)} in pieces"
+        remedies.append(Remedy("memory in one piece", saved, "a restart", where))
+    known = {message.allocator, message.place}
+    if message.place == "XPU" and asked >= LARGEST_BLOCK_OF_XPU:
+        known.add("one block of XPU")
+    for line in ADVICE.strip().splitlines():
+        source, *words = [word.strip() for word in line.split("|")]
+        if source in known:
+            remedies.append(Remedy(*[word.replace("{tool}", tool) for word in words]))
     return remedies
 
 
+def _recipes_of(place: str) -> list[Remedy]:
+    """The recipes that help where this memory is full: no offload to a host that is full itself."""
+    if place in GPUS:
+        return list(RECIPES.values())
+    # A Mac has one memory for both, and no 8-bit optimizer.
+    useless = {"host": ("offload",), "MPS": ("offload", "8-bit")}
+    if place not in useless:
+        return []
+    words = useless[place]
+    return [recipe for recipe in RECIPES.values() if not any(word in recipe.name for word in words)]
+
+
 def _device(
-    model: Any, memory_bytes: int | None, card: str | None, said: dict[str, int]
+    model: Any, memory_bytes: int | None, card: str | None, message: Message | None
 ) -> tuple[Card | None, float]:
     """The GPU that is asked about, or None for a CPU; and the bytes that tensors may take there."""
     here = machine()
-    capacity = said.get("capacity", here.memory_bytes)
-    memory = said.get("allowed", capacity - said.get("others", 0))
+    said = message.limit if message else None
+    memory = said or here.memory_bytes
     if memory_bytes is not None:
         check_number(above=0, memory_bytes=memory_bytes)
         memory = memory_bytes
@@ -188,7 +237,7 @@ def _device(
         import torch
 
         device = Card(here.name, torch.cuda.get_device_capability(), memory)
-    elif model.device.type != "cpu" and (memory_bytes is not None or "capacity" in said):
+    elif model.device.type != "cpu" and (memory_bytes or said):
         device = Card(f"a GPU of {readable(memory)}", MODERN, memory)
     else:
         return None, FILLED * memory

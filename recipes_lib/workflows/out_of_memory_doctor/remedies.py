@@ -129,7 +129,8 @@ class Question:
     length: int
     card: Card | None  # None where a CPU computes
     limit: float  # bytes that tensors may take
-    host: float = math.inf  # bytes of the memory beside it; 0 where that is no help
+    host: float = math.inf  # bytes of the memory beside it
+    recipes: tuple[str, ...] = tuple(RECIPES)  # those that help there
 
 
 @dataclass(frozen=True)
@@ -370,11 +371,10 @@ class Remedies:
     def _priced(self) -> list[str]:
         if hasattr(self.question.model, "peft_config"):
             return ["QLoRA"]
-        names = list(PRICED)
+        names = [name for name in PRICED if name in self.question.recipes]
         if self.question.model.dtype.itemsize < 4:
-            names.remove("16-bit AdamW")  # of 16-bit weights AdamW's states have 16 bits anyway
-        if not self.question.host:
-            names.remove("optimizer offload")
+            # Of 16-bit weights AdamW's states have 16 bits anyway.
+            return [name for name in names if name != "16-bit AdamW"]
         return names
 
     def _cheapest(self, priced: tuple[str, ...]) -> Stack | None:
@@ -392,7 +392,7 @@ class Remedies:
             # One row alone may be too long.
             names = BESIDE[-1] if self.question.rows > 1 else BESIDE[-2]
             strongest |= self._peaks((*names, "QLoRA", "tiled MLP"))
-            if self.question.host:
+            if "activation offload" in self.question.recipes:
                 strongest |= self._peaks((*names, "QLoRA", "tiled MLP", "activation offload"))
         return min(strongest, key=strongest.__getitem__, default=None)
 
@@ -422,7 +422,9 @@ class Remedies:
             quick = arithmetic_peak(self.question, stack)
             has_adapters = set(ADAPTERS).intersection(stack.names)
             close = CLOSE_WITH_ADAPTERS if has_adapters else CLOSE
-            if quick is not None and abs(quick / self.question.limit - 1) >= close:
+            far = quick is not None and abs(quick / self.question.limit - 1) >= close
+            # A step would take seconds for what is no advice on this host.
+            if far or (quick is not None and self._host_missing(stack)):
                 return quick
         return self._confirmed(stack)
 
@@ -444,9 +446,6 @@ class Remedies:
     def _remedy(self, stack: Stack) -> Remedy:
         peak = self._peak(stack)
         recipes = [RECIPES[name] for name in stack.names]
-        needed = 0
-        if "optimizer offload" in stack.names:
-            needed = host_bytes(self.question.model)
         return Remedy(
             name=" + ".join(self._in_words(stack)) or "as it is",
             saves=", ".join(recipe.saves for recipe in recipes),
@@ -454,9 +453,14 @@ class Remedies:
             where=", ".join(recipe.where for recipe in recipes),
             peak=peak,
             fits=peak <= self.question.limit,
-            host_needed=needed if needed > self.question.host else 0,
+            host_needed=self._host_missing(stack),
             by_arithmetic=(stack, self.question.length) not in self._dry,
         )
+
+    def _host_missing(self, stack: Stack) -> int:
+        """Bytes of host memory that the stack needs, where they are more than there are."""
+        needed = host_bytes(self.question.model) if "optimizer offload" in stack.names else 0
+        return needed if needed > self.question.host else 0
 
     def _in_words(self, stack: Stack) -> Iterator[str]:
         for name in stack.names:
