@@ -38,6 +38,7 @@ from recipes_lib.fine_tuning.lora import (
     apply_lora,
     check_adapters,
     target_linears,
+    without_peft_warnings,
 )
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -231,7 +232,8 @@ def _on_a_plain_base(model: Any) -> Any:
         base.set_submodule(name, _plain_layer(layer, weight))
     if hasattr(base, "hf_quantizer"):
         base.hf_quantizer.remove_quantization_config(base)
-    plain = PeftModel(base, configs[active[0]], adapter_name=active[0])
+    with without_peft_warnings():
+        plain = PeftModel(base, configs[active[0]], adapter_name=active[0])
     for name in active[1:]:
         plain.add_adapter(name, configs[name])
     for name in active:

@@ -212,12 +212,12 @@ def _recipes_of(place: str) -> list[Remedy]:
     """The recipes that help where this memory is full: no offload to a host that is full itself."""
     if place in GPUS:
         return list(RECIPES.values())
-    # A Mac has one memory for both, and no 8-bit optimizer.
-    useless = {"host": ("offload",), "MPS": ("offload", "8-bit")}
-    if place not in useless:
+    if place not in ("host", "MPS"):  # a Mac has one memory for both, and no 8-bit optimizer
         return []
-    words = useless[place]
-    return [recipe for recipe in RECIPES.values() if not any(word in recipe.name for word in words)]
+    kept = [recipe for recipe in RECIPES.values() if "offload" not in recipe.name]
+    if place == "MPS":
+        kept.remove(RECIPES["8-bit AdamW"])
+    return kept
 
 
 def _device(

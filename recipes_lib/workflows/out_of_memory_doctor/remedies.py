@@ -22,7 +22,7 @@ from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.predict import Build, Card, equation, predict
 from recipes_lib.core.predict.any_size import any_size
-from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.lora import apply_lora, without_peft_warnings
 from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
@@ -191,8 +191,9 @@ def _shallow(model: Any, stack: Stack, layers: int) -> Any:
 
         if "QLoRA" in stack.names:
             quantize_nf4(shallow)
-        for adapter in copy.deepcopy(there).values():
-            shallow = get_peft_model(shallow, adapter)
+        with without_peft_warnings():
+            for adapter in copy.deepcopy(there).values():
+                shallow = get_peft_model(shallow, adapter)
         return shallow
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in shallow.named_parameters():
@@ -331,22 +332,29 @@ class Remedies:
 
     def smallest(self) -> tuple[Stack, int]:
         """The stack with the smallest peak, and that peak."""
-        stack = min(self.stacks, key=self._peak)
-        return stack, self._confirmed(stack)
+        while True:
+            stack = min(self.stacks, key=self._peak)
+            peak = self._confirmed(stack)
+            if stack == min(self.stacks, key=self._peak):  # the step may refute the arithmetic
+                return stack, peak
 
     def longest_rows(self) -> int | None:
         """Tokens of a row with which the smallest stack fits, or None if no row is short enough.
 
-        With the tokens a peak grows in a straight line, or faster: between two lengths it is never
-        above the straight line through both.
+        They are where the straight line through two lengths meets the limit. A step confirms them:
+        a peak above the line is the second length of the next one.
         """
         stack, long_peak = self.smallest()
+        long = self.question.length
         peak = self._confirmed(stack, self.short)
         limit = self.question.limit
-        if peak is None or peak > limit or long_peak <= peak:
+        if peak is None or peak > limit:
             return None
-        share = (limit - peak) / (long_peak - peak)
-        return self.short + int(share * (self.question.length - self.short)) // 8 * 8
+        while long_peak > limit:
+            share = (limit - peak) / (long_peak - peak)
+            long = self.short + int(share * (long - self.short)) // 8 * 8
+            long_peak = self._confirmed(stack, long)
+        return long
 
     def _chosen(self) -> list[Stack]:
         """As it is, and for each price the cheapest stack that fits; none where there is no need.
