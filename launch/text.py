@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data import load_text
+from recipes_lib.core.data import load_pairs, load_text, rows_of
 from recipes_lib.core.model import SHAPES, load_model, load_tokenizer, model_of_shape
 
 CHARACTERS = 1_000_000  # always the same part of the text, however many steps a run has
@@ -36,8 +36,20 @@ def save_tokenizer(name: str, folder: Path) -> None:
 
 
 @functools.cache  # the text is read once, however many runs a process does
-def make_tokens(name: str) -> torch.Tensor:
-    """Token ids [T] of the running text, by the tokenizer of the model. A shape has none: bytes."""
+def make_tokens(name: str, data: str | None = None) -> torch.Tensor:
+    """Token ids [T] of the running text, by the tokenizer of the model. A shape has none: bytes.
+
+    `data` is a file as docs/finetune.md has them. Every token of it is learnt, questions too.
+    """
+    if data is not None:
+        if name in SHAPES:
+            raise ValueError(f"{name} has no tokenizer for {data}: give --model a folder or hub id")
+        tokenizer = load_tokenizer(name)
+        ids: list[int] = []
+        for pair in load_pairs(dataset=data):
+            for row in rows_of(tokenizer, pair):
+                ids += row["input_ids"]
+        return torch.tensor(ids)
     text = load_text()[:CHARACTERS]
     if name in SHAPES:
         return torch.tensor(list(text.encode("ascii", errors="replace")))

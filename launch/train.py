@@ -62,6 +62,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="ddp", help="what the ranks divide")
     add("--stage", type=int, choices=(1, 2, 3), default=1, help="of ZeRO")
     add("--model", default="smollm2", help="smollm2, a folder, a hub id, or a shape: tiny-llama")
+    add("--data", help="a file of pairs or texts, in place of the standard library")
     add("--steps", type=int, default=10, help="of the whole run")
     add("--batch", type=int, default=8, help="rows of a step, those of all ranks together")
     add("--length", type=int, default=128, help="tokens of a row")
@@ -162,7 +163,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     if options.export is not None:
         with same_error_on_all_ranks():
             require_new_folder(options.export)  # now, and not after days of training
-    tokens = text.make_tokens(options.model)
+    tokens = text.make_tokens(options.model, options.data)
     model = text.make_model(options.model, device=str(device))
     model, optimizer = split_model(model, options)
     first = go_on(model, optimizer, options)
@@ -222,7 +223,7 @@ def facts_of(options: argparse.Namespace) -> dict[str, Any]:
 
     The strategy and the number of ranks may be others.
     """
-    return {name: getattr(options, name) for name in ("model", "batch", "length")}
+    return {name: getattr(options, name) for name in ("model", "data", "batch", "length")}
 
 
 def say(line: str) -> None:

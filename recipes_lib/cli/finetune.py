@@ -6,8 +6,11 @@ fills, `base_model`: so the options become settings by their names.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,6 +28,7 @@ OUTPUT = "What is kept"
 
 AUTO = "auto"  # --seq-len: as long as the longest row
 REPLACED = 1  # tokens, until the rows are read
+STEPS = 50
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -57,6 +61,8 @@ def finetune(
         str | None, _option(DATA, "held-out pairs; else every tenth pair of --data")
     ] = None,
     limit: Annotated[int | None, _option(DATA, "use the first pairs only, to try a run")] = None,
+    prompt_column: Annotated[str, _option(DATA, "its name in the data, if it is another")] = "",
+    completion_column: Annotated[str, _option(DATA, "the same of the completion")] = "",
     seq_len: Annotated[str, _option(DATA, LENGTH)] = "256",
     drop_long: Annotated[
         bool, _option(DATA, "leave out rows beyond --seq-len", "--drop-long")
@@ -77,7 +83,10 @@ def finetune(
         str, _option(TRAINING, "or adamw_bnb_8bit, paged_adamw_8bit")
     ] = "adamw_torch_fused",
     max_grad_norm: Annotated[float, _option(TRAINING, "clip gradients to it; 0: not at all")] = 1.0,
-    steps: Annotated[int, _option(TRAINING, "optimizer steps")] = 50,
+    steps: Annotated[int | None, _option(TRAINING, "optimizer steps; else 50")] = None,
+    epochs: Annotated[
+        int | None, _option(TRAINING, "passes over the data, in place of --steps")
+    ] = None,
     warmup_steps: Annotated[int, _option(TRAINING, WARMUP)] = 5,
     rows_per_step: Annotated[
         int, _option(TRAINING, "rows, or packed rows, of one optimizer step")
@@ -91,7 +100,8 @@ def finetune(
     ] = False,
     seed: Annotated[int, _option(TRAINING, "of the order of the rows and of the adapters")] = 0,
     resume: Annotated[
-        bool, _option(OUTPUT, "go on from the checkpoint in --output", "--resume")
+        bool,
+        _option(OUTPUT, "go on from the checkpoint in --output; to more --steps, too", "--resume"),
     ] = False,
     save_steps: Annotated[int, _option(OUTPUT, "steps between checkpoints")] = 10,
     report_to: Annotated[Report, _option(OUTPUT, "kind of the log")] = "tensorboard",
@@ -100,20 +110,45 @@ def finetune(
     from recipes_lib.core.measure.machine import machine
     from recipes_lib.workflows.finetune import command
 
-    run = _settings(context.params)
-    print(machine())
-    # A turning wheel below the lines of the run, with what goes on now; in a pipe there is none,
-    # in one of Jupyter's either, which forces colors on all that it starts.
-    with Console(force_terminal=sys.stdout.isatty()).status("fine-tuning") as wheel:
-        command.finetune(
-            run,
-            held_out_file=_without_tilde(held_out),
-            limit=limit,
-            longest=seq_len == AUTO,
-            drop_long=drop_long,
-            resume=resume,
-            announce=wheel.update,
-        )
+    named = {"prompt": prompt_column, "completion": completion_column}
+    with _ranks_of_torchrun():
+        run = _settings(context.params)
+        print(machine())
+        # A turning wheel below the lines of the run, with what goes on now; in a pipe there is
+        # none, in one of Jupyter's either, which forces colors on all that it starts.
+        with Console(force_terminal=sys.stdout.isatty()).status("fine-tuning") as wheel:
+            command.finetune(
+                run,
+                held_out_file=_without_tilde(held_out),
+                limit=limit,
+                longest=seq_len == AUTO,
+                drop_long=drop_long,
+                resume=resume,
+                epochs=epochs,
+                columns={known: name for known, name in named.items() if name},
+                announce=wheel.update,
+            )
+
+
+@contextlib.contextmanager
+def _ranks_of_torchrun() -> Iterator[None]:
+    """Meet the other processes where torchrun has started several. The first one speaks."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    import torch
+    from torch import distributed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    with contextlib.ExitStack() as quiet:
+        if distributed.get_rank() > 0:
+            nowhere = quiet.enter_context(open(os.devnull, "w"))
+            quiet.enter_context(contextlib.redirect_stdout(nowhere))
+        yield
+        distributed.barrier()  # the first one still saves
+    distributed.destroy_process_group()
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -121,10 +156,17 @@ def _settings(options: dict[str, Any]) -> Settings:
     import torch
 
     from recipes_lib.core.measure.machine import machine
+    from recipes_lib.core.ranks import world_size
     from recipes_lib.workflows.finetune.settings import Settings
 
     fields = {field.name for field in dataclasses.fields(Settings)}
     settings = {name: value for name, value in options.items() if name in fields}
+    if options["steps"] is not None and options["epochs"] is not None:
+        raise ValueError("--steps and --epochs: give one of them")
+    if options["steps"] is None:
+        # Of epochs the steps are counted when the rows are read.
+        settings["steps"] = STEPS if options["epochs"] is None else options["warmup_steps"] + 1
+    settings["processes"] = world_size()
     settings["packing"] = not options["no_packing"]
     for name in ("output_dir", "base_model"):
         settings[name] = _without_tilde(options[name])
@@ -139,7 +181,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         # Adapters start at zero, and take larger steps than weights that know something already.
         settings["learning_rate"] = 1e-4 if options["method"] == "full" else 1e-3
     # A run that is tried for a few steps would end before its learning rate is reached.
-    if options["warmup_steps"] >= options["steps"]:
+    if options["warmup_steps"] >= settings["steps"]:
         settings["warmup_steps"] = 0
     return Settings(**settings)
 

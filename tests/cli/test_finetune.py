@@ -50,6 +50,8 @@ def test_the_defaults(settings_of):
         "longest": False,
         "drop_long": False,
         "resume": False,
+        "epochs": None,
+        "columns": {},
     }
 
 
@@ -58,6 +60,7 @@ ALL_OPTIONS = """
 --method qlora --rank 4 --alpha 8 --dropout 0.1 --learning-rate 0.5 --optimizer adamw_8bit
 --max-grad-norm 2 --steps 7 --warmup-steps 3 --rows-per-step 6 --micro-batch-size 2 --seq-len 64
 --add-token <x> --chat-template chatml
+--prompt-column q --completion-column a
 --no-packing --precision bf16 --gradient-checkpointing --seed 5 --save-steps 4 --report-to none
 """
 
@@ -106,7 +109,18 @@ def test_every_option_reaches_its_setting(settings_of):
         "longest": False,
         "drop_long": True,
         "resume": True,
+        "epochs": None,
+        "columns": {"prompt": "q", "completion": "a"},
     }
+
+
+def test_epochs_take_the_place_of_steps(settings_of, command):
+    """The mistakes: a warm-up that is lost before the steps are counted; both, and one wins."""
+    run, others = settings_of("--output=out", "--epochs=3", "--warmup-steps=100")
+    assert (others["epochs"], run.warmup_steps) == (3, 100)
+    status, _, err = command("finetune", "--output=out", "--epochs=3", "--steps=5")
+    assert status == 1
+    assert "--steps and --epochs: give one of them" in err
 
 
 def test_the_length_is_a_number_or_auto(settings_of, command):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from recipes_lib.core.model import load_tokenizer
 from tests.launch.one_process import OPTIONS, losses_alone
 from tests.launch.scripts import load
 
@@ -72,6 +73,18 @@ def test_a_run_with_other_rows_does_not_go_on(two_ranks, tmp_path):
 
 
 BF16 = ["ddp", "fsdp"]
+
+
+def test_data_of_ones_own(tmp_path):
+    """The mistake: an option that does not reach the tokens."""
+    text = load("text")
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one two"}\n{"text": "three"}')
+    tokens = text.make_tokens("smollm2", str(path))
+    words = load_tokenizer().decode(tokens, skip_special_tokens=True)
+    assert words == "one twothree"
+    with pytest.raises(ValueError, match="no tokenizer for"):
+        text.make_tokens("tiny-llama", str(path))
 
 
 def test_bf16_is_near(two_ranks, alone):

@@ -15,6 +15,7 @@ Every column is used, or known to be unimportant, or repeats what is used, or is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from recipes_lib.core.data.turns import (
@@ -43,7 +44,8 @@ NEEDED = (
 # What some columns ask for that is not done here.
 ELSEWHERE = {
     "this trains on texts alone": ("image", "images", "video", "videos", "audio", "audios"),
-    "preferences are learnt by other means, as trl.DPOTrainer, KTOTrainer and RewardTrainer": (
+    "preferences are learnt by other means: trl.DPOTrainer, KTOTrainer or RewardTrainer, and "
+    "trl.GRPOTrainer where a function gives the reward": (
         "chosen",
         "rejected",
         "rejected_response",
@@ -87,6 +89,19 @@ def pair_of(row: Any) -> tuple[Pair, str]:
         words = ", ".join([words, *(f"`{name}`" for name in more)]).removeprefix(", ")
     _refuse_others(given, used, pair)
     return pair, words
+
+
+def with_known_names(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with `prompt` and `completion` in place of the names that they have in the data."""
+    new = dict(row)
+    for known, name in columns.items():
+        if name not in new:
+            raise ValueError(f"a row has the columns {sorted(map(str, row))}, and no `{name}`")
+        value = new.pop(name)
+        if known in new:  # the name is known already, or stands beside it
+            raise ValueError(f"a row has `{known}` beside `{name}`: take one of them out")
+        new[known] = value
+    return new
 
 
 def _first_name(given: Any, names: tuple[str, ...]) -> str | None:

@@ -7,7 +7,7 @@ each, for messages about it. Without a data set they are functions of the standa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data.chat import Row, tokenize_chat, tokenize_pair, tokenize_text
 from recipes_lib.core.data.corpus import SPLITS, docstring_pairs
-from recipes_lib.core.data.pair_columns import Pair, pair_of
+from recipes_lib.core.data.pair_columns import Pair, pair_of, with_known_names
 from recipes_lib.core.data.row_files import read_rows, without_nulls
 from recipes_lib.core.data.turns import is_learnt
 
@@ -119,11 +119,15 @@ def load_pairs(
 
 
 def placed_pairs(
-    *, split: str = "train", dataset: str | Iterable[dict] | None = None
+    *,
+    split: str = "train",
+    dataset: str | Iterable[dict] | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Iterator[PlacedPair]:
     """The pairs of `load_instructions`, each with its place, also those that are empty.
 
-    An error about a pair begins with its place.
+    `columns` gives `prompt` and `completion` by the names that they have in the data. An error
+    about a pair begins with its place.
     """
     check_choice(SPLITS, split=split)
     if dataset is None:
@@ -132,10 +136,10 @@ def placed_pairs(
         return
     for place, row in _placed_rows(dataset, split):
         try:
-            pair, columns = pair_of(row)
+            pair, words = pair_of(with_known_names(row, columns) if columns else row)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-        yield PlacedPair(place, pair, columns)
+        yield PlacedPair(place, pair, words)
 
 
 def _placed_rows(dataset: str | Iterable[dict], split: str) -> Iterator[tuple[str, Any]]:

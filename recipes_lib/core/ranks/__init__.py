@@ -40,6 +40,12 @@ def world_size() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
+def meet() -> None:
+    """Wait until all ranks are here."""
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
 def group_device() -> torch.device:
     """Where a tensor has to be for a collective of the default group: this rank's GPU, or the CPU.
 

@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -29,21 +30,23 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_folder
+from recipes_lib.core.checks import check_folder, check_whole
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_config, load_model
 from recipes_lib.core.model.causal_lm import longest_text
 from recipes_lib.core.model.vocabulary import check_vocabulary, grow_vocabulary, stop_at
+from recipes_lib.core.ranks import meet, rank
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
 from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
-from recipes_lib.workflows.finetune.data import load_data, tokenizer_of
+from recipes_lib.workflows.finetune.data import Data, load_data, tokenizer_of
 from recipes_lib.workflows.finetune.evaluation import (
     Announce,
     Evaluation,
+    lines_that_generate,
     model_card,
     precision_of_base,
     precision_of_result,
@@ -54,6 +57,7 @@ from recipes_lib.workflows.finetune.loop import (
     Step,
     adapt,
     check_run,
+    facts_in,
     keeps_checkpoint,
     micro_batches,
     training_steps,
@@ -75,6 +79,8 @@ def finetune(
     longest: bool = False,
     drop_long: bool = False,
     resume: bool = False,
+    epochs: int | None = None,
+    columns: Mapping[str, str] | None = None,
     announce: Announce = say_nothing,
 ) -> None:
     """Read and check the data, train, compare the held-out loss, and save all that is promised.
@@ -86,7 +92,10 @@ def finetune(
         limit: take the first pairs only.
         longest: set `run.seq_len` to the length of the longest row.
         drop_long: leave out the rows that are longer than `run.seq_len`.
-        resume: go on from the checkpoint in `run.output_dir`; begin, if there is none.
+        resume: go on from the checkpoint in `run.output_dir`; begin, if there is none. A run of
+            more steps goes on behind the end of a shorter one, with the rates of the longer one.
+        epochs: set `run.steps` to so many passes over the rows.
+        columns: `prompt` and `completion` by the names that they have in the data.
         announce: is called with a few words on what is going on now, for a terminal.
     Raises ValueError before training for bad data, and for an output folder with another run or
     with a result.
@@ -94,7 +103,9 @@ def finetune(
     # Everything that can be refused comes first, the cheapest check before the others.
     folder = Path(run.output_dir)
     result = result_folder(run)
-    check_output(folder, result, inputs=[*run.data_files, held_out_file], resume=resume)
+    going_on = resume and (folder / CHECKPOINT).exists()
+    inputs = [*run.data_files, held_out_file]
+    check_output(folder, result, inputs=inputs, resume=resume, longer=going_on)
     announce("reading the data")
     tokenizer, added = tokenizer_of(run)
     pad = tokenizer.pad_token_id
@@ -105,28 +116,22 @@ def finetune(
         limit=limit,
         longest=longest,
         drop_long=drop_long,
+        columns=columns,
     )
     run = data.run
     _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
-    print(f"{len(data.rows)} rows to train on, {len(data.held_out)} held out")
-    rows = data.rows
-    if run.packing:
-        rows = pack_sequences(rows, length=run.seq_len, seed=run.seed)
-        print(f"packed into {len(rows)} rows of at most {run.seq_len} tokens")
+    rows, run = _packed(data, epochs)
     check_run(rows, run=run, folder=folder, resume=resume)
-    passes = run.steps * run.rows_per_step / len(rows)
-    print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
-    # A mistyped folder would begin anew in silence.
-    if resume and (folder / CHECKPOINT).exists():
-        print(f"going on from {folder / CHECKPOINT}")
-    elif resume:
-        print(f"nothing to go on from, there is no {folder / CHECKPOINT}: beginning at step 0")
+    if resume:
+        print(_where_it_goes_on(folder, result, run))
 
     announce("loading the model")
+    meet()  # no rank writes before all have looked at the folder
     seed_everything(run.seed)  # of the adapters and of dropout
     model = load_base(run)
     name_of_base = model.name_or_path
     base = base_fingerprint(model)  # adapters, 4 bits and added tokens will hide it
+    check_run(rows, run=run, folder=folder, resume=resume, base=base)
     grow_vocabulary(model, added)
     stop_at(model, tokenizer, data.ends)
     if run.packing:
@@ -143,14 +148,57 @@ def finetune(
     after = evaluation.losses(model, "after", what=precision_of_result(model, run))
     difference = evaluation.difference(before, after)
     print(difference)
-    losses = {"before": before, "after": after, "difference": difference}
-    card = model_card(run, base=name_of_base, rows=len(data.rows), **losses)
-
+    facts = {"base": name_of_base, "rows": len(data.rows), "tokenizer": tokenizer}
+    card = model_card(run, before=before, after=after, difference=difference, **facts)
+    if rank() > 0:
+        return
     # The result comes last: a run is finished when it is there.
     announce("saving")
     write_production(run, data.pairs, tokenizer=tokenizer)
     save_result(model, tokenizer, result, run=run, base=base, card=card)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+    options = {"folder": str(result), "tokenizer": tokenizer}
+    print(f"\nThese lines ask it:\n\n{lines_that_generate(run, base=run.base_model, **options)}")
+
+
+def _packed(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:
+    """The rows to train on, packed where the run says so, and the run with the steps of `epochs`.
+
+    Prints how many there are.
+    """
+    rows, run = data.rows, data.run
+    print(f"{len(rows)} rows to train on, {len(data.held_out)} held out")
+    if run.packing:
+        rows = pack_sequences(rows, length=run.seq_len, seed=run.seed)
+        print(f"packed into {len(rows)} rows of at most {run.seq_len} tokens")
+    if epochs is not None:
+        check_whole(epochs=epochs)
+        check_whole(most=len(rows), rows_per_step=run.rows_per_step)
+        steps = epochs * (len(rows) // run.rows_per_step)
+        warmup_steps = run.warmup_steps if run.warmup_steps < steps else 0
+        run = dataclasses.replace(run, steps=steps, warmup_steps=warmup_steps)
+    passes = run.steps * run.rows_per_step / len(rows)
+    print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
+    return rows, run
+
+
+def _where_it_goes_on(folder: Path, result: Path, run: Settings) -> str:
+    """The checkpoint, and what a longer run than its own means for the learning rate.
+
+    Raises ValueError for a run that has its result and all its steps.
+    """
+    if not (folder / CHECKPOINT).exists():  # a mistyped folder would begin anew in silence
+        return f"nothing to go on from, there is no {folder / CHECKPOINT}: beginning at step 0"
+    there = facts_in(folder)
+    if result.exists() and there["done"] >= run.steps:
+        _refuse_finished(result)
+    words = f"going on from {folder / CHECKPOINT}"
+    if there["steps"] == run.steps:
+        return words
+    return (
+        f"{words}, of a run of {there['steps']} steps: from step {there['done']} on the learning "
+        f"rate is that of a run of {run.steps}, so it rises where the other had come near 0"
+    )
 
 
 def _check_rows(
@@ -195,29 +243,35 @@ def save_result(
 ) -> None:
     """Save the adapters, or the whole model with its tokenizer: whole or not at all."""
     if run.method != "full":
-        save_adapter(model, result, base=base, card=card, tokenizer=tokenizer)
+        longer = {"overwrite": result.exists()}
+        save_adapter(model, result, base=base, card=card, tokenizer=tokenizer, **longer)
         return
     # Saving takes several files: the folder gets its name when all are written.
     scratch = result.with_name("model.part")
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     (scratch / "README.md").write_text(card)
+    if result.exists():  # of a shorter run
+        shutil.rmtree(result)
     os.replace(scratch, result)
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: bool) -> None:
+def check_output(
+    folder: Path, result: Path, *, inputs: Sequence[Any], resume: bool, longer: bool = False
+) -> None:
     """Raise ValueError if the run would overwrite its own input, or what someone else left.
 
     Args:
         result: the folder of the trained weights.
         inputs: paths of what is read; None and "" are none.
+        longer: the run may go on behind the end of a finished one, whose result it replaces.
     """
     check_folder(output_dir=folder)
-    if result.exists():
-        raise ValueError(f"{result} is there already, a finished run: choose another folder")
+    if result.exists() and not longer:
+        _refuse_finished(result)
     read = {Path(path).resolve() for path in inputs if path}
     for name in ("log", *WRITTEN):
         path = folder / name
@@ -228,6 +282,13 @@ def check_output(folder: Path, result: Path, *, inputs: Sequence[Any], resume: b
                 f"{path} would be overwritten: "
                 f"resume the run it belongs to, or choose another folder"
             )
+
+
+def _refuse_finished(result: Path) -> None:
+    raise ValueError(
+        f"{result} is there already, a finished run: choose another folder, or go on with "
+        f"--resume and more --steps"
+    )
 
 
 def check_packing(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> None:
@@ -271,7 +332,7 @@ def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_
         tracker: Tracker | None = None
         memory = account.enter_context(PeakMemory())
         for count, step in enumerate(steps, 1):
-            if tracker is None and run.report_to != "none":
+            if tracker is None and run.report_to != "none" and rank() == 0:
                 # A resumed run says only now at which step it goes on.
                 tracker = log.enter_context(open_log(run, first_step=step.number))
             speed = step.tokens / step.seconds  # of text: padding does not count
@@ -313,7 +374,10 @@ def open_log(run: Settings, *, first_step: int) -> Tracker:
     settings = {name: str(value) for name, value in dataclasses.asdict(run).items()}
     for name in MAY_CHANGE_ON_RESUME:
         del settings[name]
-    resume_step = first_step if folder.exists() else None
+    resume_step = None
+    if folder.exists():
+        resume_step = first_step
+        del settings["steps"]  # a longer run; MLflow would refuse another value
     return track(folder, settings=settings, resume_step=resume_step, backend=run.report_to)
 
 

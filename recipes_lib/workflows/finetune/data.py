@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def load_data(
     limit: int | None = None,
     longest: bool = False,
     drop_long: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> Data:
     """Pairs to train on, their rows, and held-out rows. Prints what it leaves out.
 
@@ -85,14 +86,17 @@ def load_data(
         limit: take the first pairs only.
         longest: set `seq_len` to the length of the longest row, held out or not.
         drop_long: leave out the rows that are longer than `run.seq_len`.
+        columns: `prompt` and `completion` by the names that they have in the data.
     Raises ValueError for what `placed_pairs`, `check_labels` and `check_run` refuse, for a row that
     is too long, and for fewer than two held-out rows.
     """
     length = None if longest else run.seq_len  # of a part of a text
     if run.data_files:
-        trained, held_out = _pairs_of_files(tokenizer, run, held_out_file, limit, length)
-    elif held_out_file or longest:
-        raise ValueError("held-out pairs and --seq-len auto need pairs to train on: give --data")
+        trained, held_out = _pairs_of_files(tokenizer, run, held_out_file, limit, length, columns)
+    elif held_out_file or longest or columns:
+        raise ValueError(
+            "held-out pairs, columns and --seq-len auto need pairs to train on: give --data"
+        )
     else:
         found = _pairs_of_standard_library(tokenizer, run, limit)
         trained, held_out = (_tokenized(tokenizer, pairs, length) for pairs in found)
@@ -170,15 +174,17 @@ def _pairs_of_files(
     held_out_file: str | None,
     limit: int | None,
     length: int | None,
+    columns: Mapping[str, str] | None,
 ) -> tuple[list[_Tokenized], list[_Tokenized]]:
     """Pairs to train on, and pairs held out: what is trained on proves nothing."""
-    read = itertools.chain.from_iterable(placed_pairs(dataset=file) for file in run.data_files)
+    files = [placed_pairs(dataset=file, columns=columns) for file in run.data_files]
+    read = itertools.chain.from_iterable(files)
     placed = _with_an_answer(itertools.islice(read, limit))
     held_out_placed = []
     if held_out_file:
-        held_out_placed = _with_an_answer(placed_pairs(dataset=held_out_file))
-    columns = [each.columns for each in [*placed, *held_out_placed] if each.columns]
-    for words in dict.fromkeys(columns):
+        held_out_placed = _with_an_answer(placed_pairs(dataset=held_out_file, columns=columns))
+    found = [each.columns for each in [*placed, *held_out_placed] if each.columns]
+    for words in dict.fromkeys(found):
         print(f"columns: {words}")
     pairs = _tokenized(tokenizer, placed, length)
     held_out = _tokenized(tokenizer, held_out_placed, length)

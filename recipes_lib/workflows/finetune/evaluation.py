@@ -126,6 +126,12 @@ CARD = """---
 
 {difference}
 
+## Ask it
+
+```python
+{use}
+```
+
 ## The command
 
 ```bash
@@ -137,7 +143,14 @@ CARD = """---
 
 
 def model_card(
-    run: Settings, *, base: str, rows: int, before: RowLosses, after: RowLosses, difference: str
+    run: Settings,
+    *,
+    base: str,
+    rows: int,
+    tokenizer: Any,
+    before: RowLosses,
+    after: RowLosses,
+    difference: str,
 ) -> str:
     """The text of README.md, as the hub shows it.
 
@@ -147,7 +160,9 @@ def model_card(
         difference: the losses after, less those before, in words.
     """
     head = ""
-    if not Path(base).exists():  # a folder of this machine says nothing elsewhere
+    name_of_base = without_place(base)
+    # A folder of this machine says nothing elsewhere.
+    if name_of_base == base and not Path(base).exists():
         head += f"base_model: {base}\n"
     what = "All weights"
     if run.method != "full":
@@ -167,13 +182,16 @@ def model_card(
         what=what,
         steps=run.steps,
         rows_per_step=run.rows_per_step,
-        base=base,
+        base=name_of_base,
         data=data,
         rows=rows,
         weights=weights,
         before=before.mean,
         after=after.mean,
         difference=difference,
+        use=lines_that_generate(
+            run, base=without_place(run.base_model), folder=".", tokenizer=tokenizer
+        ),
         command=_command_of(run),
         versions=f"{versions}, {facts['date']}.",
     )
@@ -182,6 +200,43 @@ def model_card(
 def _command_of(run: Settings) -> str:
     """The command line of this process if it is the command, or a call that does the same."""
     if Path(sys.argv[0]).parent.name == "recipes_lib":
-        return " ".join(["python -m recipes_lib", *sys.argv[1:]])
-    data = " ".join(f"--data {file}" for file in run.data_files)
-    return f"python -m recipes_lib finetune {data} --output {run.output_dir}"
+        program = "python -m recipes_lib"
+        if run.processes > 1:
+            program = f"torchrun --nproc-per-node {run.processes} -m recipes_lib"
+        return " ".join([program, *map(without_place, sys.argv[1:])])
+    data = " ".join(f"--data {without_place(file)}" for file in run.data_files)
+    return f"python -m recipes_lib finetune {data} --output {without_place(run.output_dir)}"
+
+
+def without_place(word: Any) -> str:
+    """A path of this machine by its last name, also behind an option: "--data=pairs.jsonl"."""
+    option, equals, value = str(word).rpartition("=")
+    if Path(value).expanduser().is_absolute():
+        value = Path(value).name
+    return f"{option}{equals}{value}"
+
+
+# --- how to ask the result ------------------------------------------------------------------------
+
+ASK = """from recipes_lib.core.model import load_model, load_tokenizer
+{imports}
+tokenizer = load_tokenizer("{folder}")
+model = {model}
+{ids}
+tokens = model.generate(**ids.to(model.device), max_new_tokens=200)[0]
+print(tokenizer.decode(tokens[ids["input_ids"].shape[1] :], skip_special_tokens=True))"""
+IDS = """turns = [{"role": "user", "content": "Your question"}]
+ids = tokenizer.apply_chat_template(
+    turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
+
+
+def lines_that_generate(run: Settings, *, base: str, folder: str, tokenizer: Any) -> str:
+    """Code that asks the trained model, with the chat template that it was trained with."""
+    imports = ""
+    model = f'load_model("{folder}")'
+    if run.method != "full":
+        imports = "from recipes_lib.fine_tuning.adapter_files import load_adapter\n"
+        model = f'load_adapter(load_model("{base}"), "{folder}").eval()'
+    ids = IDS if tokenizer.chat_template else 'ids = tokenizer("Your text", return_tensors="pt")'
+    return ASK.format(imports=imports, folder=folder, model=model, ids=ids)

@@ -26,15 +26,20 @@ from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure import without_data
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.checkpoint_state import check_same_run
 from recipes_lib.core.predict import Prediction, predict
+from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.rank_step import rank_rows
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.parallel.data_parallel import averaged_by_hand
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
-from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.training.gradient_accumulation import accumulate_gradients, count_targets
 from recipes_lib.training.sequence_packing import collate_packed
 from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, PRECISIONS, Settings
 
@@ -77,7 +82,7 @@ def training_steps(
         resume: go on from the checkpoint in `folder`, if there is one.
         base: fingerprint of the base model; a resumed run must have the same.
     """
-    check_run(rows, run=run, folder=folder, resume=resume)
+    check_run(rows, run=run, folder=folder, resume=resume, base=base)
     optimizer, schedule, precision = optimizer_of(model, run=run)
     # All that the next step reads: without one of these a resumed run would be another run.
     state = {
@@ -88,12 +93,19 @@ def training_steps(
     }
     done = 0
     if folder and resume and (folder / CHECKPOINT).exists():
-        done = load_checkpoint(folder / CHECKPOINT, **state)
+        steps = facts_in(folder)["steps"]
+        then = state | {"run": state["run"] | {"steps": steps}}
+        done = load_checkpoint(folder / CHECKPOINT, **then)
+        if steps != run.steps:
+            # The rate of the next step is that of the longer schedule, and not the old one's end.
+            schedule.last_epoch -= 1
+            schedule.step()
 
     for number in range(done, run.steps):
         start = time.perf_counter()
         chosen = rows_of_optimizer_step(number, rows, run=run)
-        micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
+        own = chosen[rank_rows(len(chosen))]  # all of them in a process that is alone
+        micros = micro_batches(own, run=run, pad_token_id=pad_token_id, device=str(model.device))
         loss, norm, rate, updated = _optimizer_step(
             model, micros, optimizer, schedule, precision, run=run
         )
@@ -103,7 +115,7 @@ def training_steps(
         yield Step(number, loss.item(), float(norm), rate, seconds, tokens, updated)
 
         # Who takes the steps has logged this one by now: a kill leaves no gap in the log.
-        if folder and keeps_checkpoint(number, run=run):
+        if folder and rank() == 0 and keeps_checkpoint(number, run=run):
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
 
 
@@ -125,19 +137,32 @@ def _optimizer_step(
     autocast = precision.autocast if run.precision != "fp32" else contextlib.nullcontext
     limit = run.max_grad_norm if run.max_grad_norm > 0 else float("inf")  # 0: no clipping
 
-    loss = accumulate_gradients(
-        model,
-        micros,
-        loss_sum=completion_only_loss,
-        autocast=autocast,
-        backward=precision.backward,
-    )
+    options = {"autocast": autocast, "backward": precision.backward}
+    if world_size() == 1:
+        loss = accumulate_gradients(model, micros, loss_sum=completion_only_loss, **options)
+    else:
+        loss = _gradients_of_all_ranks(model, micros, **options)
     rate = schedule.get_last_lr()[0]  # before the schedule moves on
     updated = precision.step(optimizer, max_grad_norm=limit)
     if updated:  # not where gradients overflowed in fp16: there the rate stays
         schedule.step()
     optimizer.zero_grad()
     return loss, precision.gradient_norm, rate, updated
+
+
+def _gradients_of_all_ranks(model: Any, micros: Sequence[Batch], **options: Any) -> torch.Tensor:
+    """The same where each rank has some of the rows: every target of all rows weighs the same."""
+    own = sum(int(count_targets(micro)) for micro in micros)
+    (of_all,) = sums_over_ranks(own)
+    weight = own * world_size() / of_all  # the average over ranks, and not over their targets
+
+    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+        return weight * completion_only_loss(model, batch)
+
+    loss = accumulate_gradients(model, micros, loss_sum=loss_sum, **options)
+    averaged_by_hand(model)
+    (total,) = sums_over_ranks(loss.item())
+    return torch.tensor(total / world_size())
 
 
 def rows_of_optimizer_step(number: int, rows: Sequence[Row], *, run: Settings) -> list[Row]:
@@ -251,27 +276,32 @@ def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
     facts = dataclasses.asdict(run)
     for name in MAY_CHANGE_ON_RESUME:
         del facts[name]
-    # A file gives back lists, and the two have to be equal.
-    facts["betas"] = list(run.betas)
-    if run.target_modules and run.target_modules != "attention":
-        facts["target_modules"] = list(run.target_modules)
     content = hashlib.sha256()
     for row in rows:
         content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
     facts["data"] = content.hexdigest()[:16]
     facts["base"] = base
     facts["device"] = machine().device
-    return facts
+    return json.loads(json.dumps(facts, default=str))
+
+
+def facts_in(folder: Path) -> dict[str, Any]:
+    """The facts of the run whose checkpoint is in `folder`, and `done`, its number of steps."""
+    saved = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True, mmap=True)
+    return saved["facts"]["run"] | {"done": saved["step"]}
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool) -> None:
+def check_run(
+    rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool, base: str = ""
+) -> None:
     """Refuse all that can be refused before any compute.
 
     Raises ValueError for rows that are too few, too long, or without targets, for a folder that
-    holds another run's checkpoint, and for a paged optimizer on a CPU.
+    holds another run's checkpoint, and for a paged optimizer on a CPU. The base is compared when
+    its fingerprint is known.
     """
     if run.optimizer.startswith("paged") and machine().device == "cpu":
         raise ValueError(f"optimizer={run.optimizer!r} needs a GPU: choose another")
@@ -286,10 +316,18 @@ def check_run(rows: Sequence[Row], *, run: Settings, folder: Path | None, resume
         # Nothing predicts the first token: its label does not count.
         if all(label == IGNORED for label in row["labels"][1:]):
             raise ValueError(f"row {number} has no target, every label is {IGNORED}: leave it out")
-    if folder and (folder / CHECKPOINT).exists() and not resume:
+    if not folder or not (folder / CHECKPOINT).exists():
+        return
+    if not resume:
         raise ValueError(
             f"{folder} holds the checkpoint of a run: resume it, or choose another folder"
         )
+    there = facts_in(folder)
+    done = there.pop("done")
+    if run.steps < done:
+        raise ValueError(f"steps={run.steps}: the checkpoint in {folder} has {done} already")
+    here = facts_of(run, rows, base or there["base"]) | {"steps": there["steps"]}
+    check_same_run(folder / CHECKPOINT, saved={"run": there}, given={"run": here})
 
 
 # --- looking at a run -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import re
 import stat
 import sys
@@ -17,6 +18,7 @@ from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
+from recipes_lib.workflows.finetune import command
 from recipes_lib.workflows.finetune.command import (
     STEP_LINE,
     check_output,
@@ -190,6 +192,54 @@ def test_a_finished_run_is_not_begun_again(whole, small_model, pairs):
     for resume in (False, True):
         with pytest.raises(ValueError, match="is there already, a finished run"):
             finetune_here(settings(small_model, pairs, folder), resume=resume)
+
+
+def test_a_finished_run_goes_on_to_more_steps(small_model, pairs, tmp_path, monkeypatch):
+    """The mistakes: a rate of 0 for all the steps that follow; other settings that are found after
+    minutes of held-out loss."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = settings(small_model, pairs, tmp_path / "run", steps=4, warmup_steps=1)
+    finetune_here(run)
+    adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    shorter = adapter.read_bytes()
+
+    longer = dataclasses.replace(run, steps=6)
+    for other in (dataclasses.replace(longer, rank=8), dataclasses.replace(longer, seed=1)):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="another run"):
+            patch.setattr(command, "load_base", None)  # nothing is loaded, nothing is measured
+            finetune_here(other, resume=True)
+    with pytest.raises(ValueError, match=r"steps=3: the checkpoint in .* has 4 already"):
+        finetune_here(dataclasses.replace(run, steps=3), resume=True)
+
+    losses, printed = finetune_here(longer, resume=True)
+    assert list(losses) == [4, 5]
+    assert "of a run of 4 steps: from step 4 on the learning rate is that of a run of 6" in printed
+    rates = dict(read_back(tmp_path / "run" / "log", backend="tensorboard")["learning_rate"])
+    halves = [0.5 * (1 + math.cos(math.pi * (step - 1) / 5)) for step in (4, 5)]
+    assert [rates[4], rates[5]] == pytest.approx([1e-3 * half for half in halves], rel=1e-4)
+    assert adapter.read_bytes() != shorter
+
+
+def test_epochs_are_counted_in_the_rows_of_this_run(small_model, pairs, tmp_path):
+    """The mistake: a pass over the pairs where packed rows are fewer."""
+    run = settings(small_model, pairs, tmp_path / "out", rows_per_step=6, seq_len=128)
+    losses, printed = finetune_here(run, epochs=2)
+    rows = int(re.search(r"packed into (\d+) rows", printed)[1])
+    assert rows < 36
+    assert len(losses) == 2 * (rows // 6)
+
+
+def test_the_lines_at_the_end_ask_the_model(whole):
+    """The mistake: a prompt without the template, which a trained model answers with nothing."""
+    folder, _, printed = whole
+    lines = printed.partition("These lines ask it:\n\n")[2]
+    assert "apply_chat_template(" in lines
+    assert "apply_chat_template(" in (folder / "adapter" / "README.md").read_text()
+    names = {}
+    exec(lines, names)
+    asked = names["ids"]["input_ids"][0]
+    assert names["tokenizer"].decode(asked).endswith("<|im_start|>assistant\n")
+    assert len(names["tokens"]) > len(asked)
 
 
 def test_a_full_model_and_a_4_bit_one_are_saved(small_model, pairs, tmp_path):

@@ -31,6 +31,26 @@ def run_of(path, **values):
     return change(data_file=str(path), seq_len=64, **values)
 
 
+def test_columns_that_the_user_names(tokenizer, tmp_path):
+    """The mistakes: a name that is not there; two columns for one thing."""
+    rows = [{"q": pair["prompt"], "a": pair["completion"]} for pair in pairs_of(range(20))]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    columns = {"prompt": "q", "completion": "a"}
+    assert load_data(tokenizer, run=run_of(path), columns=columns).pairs[0] == pairs_of([1])[0]
+    with pytest.raises(ValueError, match=r"line 1: a row has the columns \['a', 'q'\], and no `b`"):
+        load_data(tokenizer, run=run_of(path), columns={"prompt": "b"})
+    path = write(tmp_path / "two.jsonl", [row | {"prompt": "x"} for row in rows])
+    with pytest.raises(ValueError, match="`prompt` beside `q`"):
+        load_data(tokenizer, run=run_of(path), columns=columns)
+
+
+def test_preferences_are_learnt_elsewhere(tokenizer, tmp_path):
+    """The mistake: half of a preference learnt as an answer."""
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20
+    with pytest.raises(ValueError, match=r"trl\.DPOTrainer.*trl\.GRPOTrainer"):
+        load_data(tokenizer, run=run_of(write(tmp_path / "pairs.jsonl", rows)))
+
+
 def test_every_tenth_pair_is_held_out(tokenizer, tmp_path):
     path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
     found = load_data(tokenizer, run=run_of(path))

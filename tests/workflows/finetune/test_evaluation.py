@@ -1,6 +1,7 @@
 """The held-out loss in parts is that of the whole; the card says what a result is."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,9 +65,9 @@ LOWER = RowLosses(torch.tensor([1.0, 3.0]), torch.tensor([1, 1]))
 
 
 def card(run, base):
-    return model_card(
-        run, base=base, rows=90, before=LOSSES, after=LOWER, difference="difference: -1.0"
-    )
+    tokenizer = SimpleNamespace(chat_template="a template")
+    losses = {"before": LOSSES, "after": LOWER, "difference": "difference: -1.0"}
+    return model_card(run, base=base, rows=90, tokenizer=tokenizer, **losses)
 
 
 def test_a_card_names_base_data_losses_and_command(monkeypatch, tmp_path):
@@ -83,4 +84,16 @@ def test_a_folder_of_this_machine_is_no_base_on_the_hub(tmp_path):
     """The mistake: the hub refuses a card whose base is a path."""
     text = card(change(base_model=str(tmp_path), method="full"), str(tmp_path))
     assert "base_model:" not in text and "library_name" not in text
-    assert f"- Base: {tmp_path}." in text
+    assert f"- Base: {tmp_path.name}." in text
+
+
+def test_a_card_names_no_place_of_this_machine(monkeypatch, tmp_path):
+    """The mistake: the name of a user's home on the hub."""
+    words = ["finetune", f"--data={tmp_path}/a.jsonl", "--output", f"{tmp_path}/out"]
+    for arguments in (["/x/recipes_lib/__main__.py", *words], ["pytest"]):
+        monkeypatch.setattr(sys, "argv", arguments)
+        places = {"base_model": f"{tmp_path}/base", "data_file": [f"{tmp_path}/a.jsonl", "~/b"]}
+        text = card(change(method="lora", output_dir=f"{tmp_path}/out", **places), f"{tmp_path}/b")
+        assert str(tmp_path.parent) not in text
+        assert "~" not in text
+        assert "a.jsonl" in text

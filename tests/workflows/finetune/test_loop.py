@@ -43,6 +43,28 @@ def plain_training(model, rows):
     return steps
 
 
+def trained_here(processes):
+    """On a rank: the losses and the weights of the run, and those in fp16."""
+    found = []
+    for precision in ("fp32", "fp16"):
+        run = change(processes=processes, rows_per_step=8, micro_batch_size=1, precision=precision)
+        model = fresh()
+        steps = list(training_steps(model, make_rows(16), run=run, pad_token_id=0))
+        weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+        found.append((losses_of(steps), [step.gradient_norm for step in steps], weights))
+    return found
+
+
+def test_two_processes_train_what_one_trains(two_ranks):
+    """The mistakes: the mean of the ranks' means, where rows have unequal numbers of targets; a
+    loss that is one rank's; rows that both read."""
+    both = two_ranks.run(trained_here, processes=2)
+    for (losses, norms, weights), alone in zip(both, trained_here(1), strict=True):
+        assert losses == pytest.approx(alone[0], rel=1e-5)
+        assert norms == pytest.approx(alone[1], rel=1e-3)
+        torch.testing.assert_close(weights, alone[2], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gemma2"])  # without and with a soft cap
 def test_loop_equals_a_plain_one_on_the_whole_batch(shape):
     """Accumulation over unequal lengths, answers only, clipping and schedule change nothing."""
