@@ -16,44 +16,22 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# > **Held-out loss 3.80 → 3.56** (-0.24 nats per token, 95 % interval -0.34 to -0.14) in 3 steps of one seed, by *everything combined*: QLoRA on packed rows, with the base in the fastest precision of the machine. Beside full fine-tuning in fp32 on padded rows it has **73% less peak memory** and takes 0.61× (0.60–0.63) the time per token. That loss is the highest of four after as many steps: full fine-tuning 3.24, LoRA 3.31, QLoRA 3.48, everything combined 3.56. Times in fp32 and in 16 bits stand beside each other here, so they compare precisions, too. A run of LoRA in fp32 has the same losses in `transformers.Trainer`; ours takes 0.90× its peak. Each row was predicted before it ran, from the same step on tensors without data: off by less than 0.1%.
-# >
-# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This notebook trains one small model on pairs of a question and an answer, in several ways. For full fine-tuning, LoRA and QLoRA it predicts the memory and measures it. Then it asks whether the model has become better, or whether that was luck. Pairs that are not used for training give the answer. At the end a command does the same with pairs of your own, and two production libraries repeat a run of LoRA.
+# A pretrained model knows a language, and not your task. This notebook teaches a task to a small model, from sentences that ask for a reminder to reminders that a program can read. It does so with all weights, with LoRA and with QLoRA, in one loop of a dozen lines. Each time it asks three things: how much memory, how much time, and how many answers are right on sentences that the model has never seen.
 #
 # | | |
 # |---|---|
-# | **You will learn** | to adapt a pretrained model, to prove that it got better, and to take the run to production |
-# | **You need** | Python, the basics of PyTorch, and the equation of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) with its words: states, activations, logits; no GPU, no login |
-# | **Time** | six to ten minutes on two CPU cores |
-# | **Cost** | free on a laptop or on a Colab T4 |
+# | **You will learn** | to choose what trains, at which learning rate, in how many bits; to prove that the model got better; to save what you have proven |
+# | **You need** | Python, the basics of PyTorch; no GPU, no login |
+# | **Time to run** | about ten minutes on two CPU cores |
+# | **Time to read** | 45 minutes |
+# | **Hardware that has run this** | two CPU cores; no GPU yet |
 
 # %% [markdown]
-# ## The map
-#
-# | | recipe | its question | file |
-# |---|---|---|---|
-# | 1 | loss on the answers, and the masking bug | what is learned? | [completion_only_loss.py](../recipes_lib/fine_tuning/completion_only_loss.py) |
-# | 2 | held-out loss with an interval | is it better, or is it luck? | [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) |
-# | 3 | LoRA and QLoRA, beside full fine-tuning | which weights train? | [lora.py](../recipes_lib/fine_tuning/lora.py), [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
-# | 4 | the optimizer: 8 bits, pure bf16, Muon | how do the weights move? | [eight_bit_adam.py](../recipes_lib/precision/eight_bit_adam.py), [pure_bf16.py](../recipes_lib/precision/pure_bf16.py), [muon.py](../recipes_lib/training/muon.py) |
-# | 5 | accumulation, clipping and schedule | is a batch in parts the same batch? | [gradient_accumulation.py](../recipes_lib/training/gradient_accumulation.py) |
-# | 6 | sequence packing | how much is padding? | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
-# | 7 | a run that is long enough to see | where does it end? | [loop.py](../recipes_lib/workflows/finetune/loop.py) |
-# | 8 | save, merge, deploy | which model is deployed? | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
-# | 9 | pairs of your own, by one command; killed and resumed | does it work on other pairs, and after a crash? | [command.py](../recipes_lib/workflows/finetune/command.py), [exact_resume.py](../recipes_lib/training/exact_resume.py) |
-# | 10 | the same run in production libraries | is it the same in libraries? | [libraries.py](../recipes_lib/workflows/finetune/libraries.py), [production.py](../recipes_lib/workflows/finetune/production.py) |
-# | 11 | other families: templates, context, experts, images | does it work for other models? | [chat.py](../recipes_lib/core/data/chat.py), [rope.py](../recipes_lib/architecture/rope.py) |
-#
-# Recipes 1 and 2 are **Part A**: what is learned, and whether it is better. Recipes 3 to 6 are **Part B**: other ways to train. Recipes 7 to 11 are **Part C**: from the run to production.
-#
-# [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains how LoRA, four bits and 8-bit states save memory. Here we ask whether the model becomes better, and how we know.
-#
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking.
 
 # %%
 import importlib.util
@@ -73,601 +51,708 @@ if importlib.util.find_spec("recipes_lib") is None:
     install(code, extra="notebooks")
 
 # %%
+import warnings
+
 import torch
+import transformers
 
-from recipes_lib.core.model.default_model import model_source, source_note
 from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.memory import keep_freed_memory
+from recipes_lib.core.model.default_model import model_source, source_note
 
+warnings.simplefilter("ignore", FutureWarning)  # about peft's own calls
+transformers.utils.logging.disable_progress_bar()
+keep_freed_memory()  # a CPU's steps are slower where the system takes freed memory back
 here = machine()
 print(here)
 print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 
 # %% [markdown]
-# The sizes that you may want to change stand in one cell. To fine-tune a model of your own, write its hub id or folder in the place of `smollm2`. The outputs here are of SmolLM2 only. [docs/families.md](../docs/families.md) lists which recipe is tested on which family, on tiny models with random weights. Some families ask for a login on the hub.
+# All sizes stand in one cell. A larger card trains on more rows, for more steps. For a model of your own write its hub id or its folder in the place of `smollm2`.
 
 # %%
-full = dict(
-    model="smollm2",  # or a hub id, or a folder
-    shape=None,  # None: the model itself; a shape has random weights
-    tokens=192,  # the longest training pair; longer ones are left out
-    pairs=300,  # to train on
-    held_out=32,  # pairs that are not trained on
-    windows=4,  # pieces of Python source, to see what the model forgets
-    answer_tokens=20,  # an answer is cut after so many
-    packed_tokens=192,  # the length of a packed row in recipe 6
-    rounds=3,  # of timing, in recipe 6 and for the ladder
-    steps=3,  # optimizer steps of each row of the ladder
-    own_steps=24,  # optimizer steps of the command in recipe 9
-    own_rows=2,  # pairs in each of them
-    compile=True,  # compile torchao's optimizer
-    certain=True,  # fail at the end if a verdict could be chance
+cpu = dict(
+    model="smollm2",
+    rows=4,  # sentences in a step
+    steps=100,  # of the three long runs
+    points=(0, 25, 100),  # steps after which the model is examined
+    short=12,  # steps of each run that looks for a learning rate
+    held_out=48,  # sentences that are never trained on
+    rounds=3,  # of timing
 )
-# Continuous integration checks that the code runs: a tiny model will do.
-brief = full | dict(
-    shape="tiny-smollm2",
-    tokens=64,
-    pairs=24,
-    held_out=8,
-    windows=1,
-    answer_tokens=4,
-    packed_tokens=128,
-    rounds=1,
-    own_steps=6,
-    own_rows=8,  # so that a step takes long enough to be killed in it
-    compile=False,  # which takes longer than such small sizes
-    certain=False,
+more = dict(points=(0, 100, 300), short=40, held_out=200)
+# Continuous integration checks that the code runs, on a model with random weights.
+tiny = dict(model="tiny-smollm2", steps=4, points=(0, 4), short=2, held_out=8, rounds=1)
+
+sizes = choose_sizes(
+    cpu=cpu,
+    gpu16=cpu | more | dict(rows=16, steps=300),
+    gpu24=cpu | more | dict(rows=16, steps=300),
+    gpu80=cpu | more | dict(rows=32, steps=300),
+    fast=cpu | tiny,
 )
-sizes = choose_sizes(cpu=full, gpu16=full, gpu24=full, gpu80=full, fast=brief)
 sizes
 
 # %% [markdown]
-# ## What runs out: one equation
+# ## The task, and what is learned of it
 #
-# Two things run out: bytes and seconds. For the bytes the equation of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) holds. In every row of the ladder below the peak comes when backward begins, before there are gradients:
-#
-# $$\text{peak} = \text{weights} + \text{states} + \text{activations} + \text{loss}$$
-#
-# For full fine-tuning these are 513 + 1,026 + 707 + 140 = 2,386 MiB. The picture of the memory over one step shows the same four parts and calls the last one *other*.
-#
-# The seconds go to tokens. Some tokens are *padding*: they make a short row as long as the longest row of its batch.
-#
-# $$\text{seconds} = \frac{\text{useful tokens}}{\text{tokens per second} \times (1 - \text{padding})}$$
-#
-# *Useful* tokens are all tokens but padding, also those of the questions, which carry no loss. Recipe 6 measures them.
-#
-# The data are real: functions of Python's standard library, and their docstrings as the answers. 300 pairs of at most 192 tokens are for training. 32 pairs of at most 96 tokens, from other modules, are held out. Held out means: not trained on here. What SmolLM2 has read before, we do not know. The recorded runs below take other held-out pairs, so their losses before training differ from the one here. In the print, the part between ⟦ and ⟧ carries no loss.
+# The task is made by a program, so that an answer is right or wrong. A sentence asks for a reminder, and the answer is the reminder as JSON. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with things to do that no training sentence has. So a right answer cannot be remembered.
 
 # %%
 import gc
 import os
 import shutil
 
-from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.data.chat import IGNORED, decode_with_mask
-from recipes_lib.core.data import collate, load_instructions, load_text
+from recipes_lib.core.data import collate, load_instructions
+from recipes_lib.core.data.chat import decode_with_mask
+from recipes_lib.core.data.reminders import reminder_pairs, times_of
+from recipes_lib.core.measure.runs import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.fine_tuning.adapter_files import save_merged
 
-# Files of this notebook, made anew in each run.
-name = "notebook-05" if sizes.shape is None else "fast-05"
-folder = Path(os.path.relpath(runs_dir() / name))
+folder = Path(os.path.relpath(runs_dir() / "notebook-05"))  # made anew in each run
 shutil.rmtree(folder, ignore_errors=True)
 
 tokenizer = load_tokenizer(sizes.model)
 padding = {"pad_token_id": tokenizer.pad_token_id}
-train = list(load_instructions(tokenizer, max_tokens=sizes.tokens, limit=sizes.pairs))
-held_out = list(
-    load_instructions(
-        tokenizer, split="validation", max_tokens=96, limit=sizes.held_out
-    )
-)
-print(decode_with_mask(train[1], tokenizer))
-gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
+pairs = reminder_pairs(limit=sizes.rows * sizes.steps)
+questions = reminder_pairs(split="validation", limit=sizes.held_out)
+train_rows = list(load_instructions(tokenizer, dataset=pairs))
+held_out = list(load_instructions(tokenizer, dataset=questions))
+assert not set(times_of("train")) & set(times_of("validation"))
 
-# %%
-base = sizes.model
-# Only in the brief form for continuous integration: a tiny model in a folder.
-if sizes.shape is not None:
-    base = folder / "base"
-    tiny = load_model(sizes.shape)
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: getattr(tokenizer, name) for name in special}
-    tiny.config.update(ids)
-    tiny.generation_config.update(**ids)
-    save_merged(tiny, base, tokenizer=tokenizer, dtype=torch.float32)
-    del tiny
-
-
-def fresh(dtype=torch.float32):
-    """The pretrained model, each time with the same weights."""
-    seed_everything(0)
-    return load_model(base, dtype=dtype)
-
+for pair in pairs[:2] + questions[:2]:
+    print(pair["prompt"], pair["completion"], sep="\n  ")
+print()
+print(decode_with_mask(train_rows[0], tokenizer))
 
 # %% [markdown]
-# ## Part A: what is learned, and is it better?
+# In the last print the part between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model should learn to write the answer, not the question.
 #
-# ### 1. Loss on the answers, and the masking bug
+# ### Labels that are wrong train without an error
 #
-# **What is going on?** A pair is a question and an answer, in one row of tokens. The model should learn to write the answer, and not the question. So the labels of the question are -100. The cross-entropy of PyTorch and the losses of the libraries skip this label.
-#
-# **Guess first.** Which share of the tokens carries loss?
-#
-# **The idea.** Few tokens carry loss. The logits of all others would be computed for nothing, and they are large. So ask the model for logits only where some row of the batch learns a token. In a padded batch that is more than the share that is printed below, because the answers of its rows stand at different places.
+# The loss falls as well with wrong labels, and the model learns something else. Here is the same row with three mistakes, and what `check_labels` says of each:
 
 # %%
-from recipes_lib.fine_tuning.completion_only_loss import (
-    check_labels,
-    completion_only_loss,
-    plain_answer_loss,
-)
-from recipes_lib.report.show import show
+from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.fine_tuning.completion_only_loss import check_labels
 
-show(plain_answer_loss)
-batch = collate(train[:2], device=here.device, **padding)
-model = fresh()
-with torch.no_grad():
-    by_hand = plain_answer_loss(model, batch)  # from all logits
-    ours = completion_only_loss(model, batch)  # from those that are needed
-assert torch.allclose(by_hand, ours, rtol=1e-4)
-del model
-
-labels = batch["labels"][:, 1:]
-needed = (labels != IGNORED).any(0).sum()
-targets = check_labels(train, tokenizer)
-print(f"tokens that carry loss: {targets:.0%}")
-print(f"two rows: logits at {needed} of {labels.shape[1]} positions")
-print("the loss from all logits and from these: equal")
-
-# %% [markdown]
-# About one token in seven carries loss. Which ones these are is easily got wrong. Three mistakes with labels, the *masking bugs*, raise no error in training: the loss falls, and the model learns something else. Here is the same row three times, with one of the mistakes each, and what `check_labels` says:
-
-# %%
-row = train[1]
+row = train_rows[0]
 ids = row["input_ids"]
 labels = row["labels"]
-end = labels[-1]  # the mark with which an answer ends
-
-# The model shifts labels by itself. Shifted twice, each token learns the one after next.
-shifted = [*labels[1:], IGNORED]
-# The template and the question are learned as well.
-unmasked = ids
-# A model that never learns the end of an answer does not stop.
-without_end = [IGNORED if label == end else label for label in labels]
-
-for wrong in (shifted, unmasked, without_end):
+end = [label for label in labels if label != IGNORED][-1]
+mistakes = {
+    # The model shifts labels by itself: each token would learn the one after next.
+    "shifted twice": [*labels[1:], IGNORED],
+    # The template and the question would be learned as well.
+    "question not masked": ids,
+    # Whoever masks padding, and pads with the end mark, has a model that never stops.
+    "end mark masked": [IGNORED if label == end else label for label in labels],
+}
+for mistake, wrong in mistakes.items():
     try:
         check_labels([{"input_ids": ids, "labels": wrong}], tokenizer)
     except ValueError as error:
-        print("-", error)
+        print(f"{mistake}: {error}\n")
+targets = check_labels(train_rows, tokenizer)
+print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# **How do I use it?** TRL: `completion_only_loss=True`, or `assistant_only_loss=True` for conversations.
+# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`, and `SFTConfig(completion_only_loss=True)`. It masks; it does not check labels that you bring. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al., 2024).
 #
-# **What does it cost?** No time and no memory. It can be the wrong choice: Shi et al. (2024) find that with long prompts, short answers and few examples it helps to learn the prompts as well. Exercise 3 tries it.
+# ## The loop
 #
-# ### 2. Held-out loss with an interval
-#
-# **What is going on?** Imagine that the loss of some rows falls by a few hundredths. Other rows might show the opposite. So a loss needs an interval, which says how much it depends on the choice of the rows.
-#
-# **Guess first.** With 32 rows: by how much could the loss be different, if we had held out other rows?
-#
-# **The idea.** Our held-out rows were chosen at random out of many. Imitate that choice: draw as many rows out of them, with replacement, and take the loss of what was drawn. Do this 2,000 times. The middle 95 % of the losses is the interval. To compare two models, take the *same* rows for both, and draw the differences: what makes a row hard for both models is then gone. The unit of a loss is the *nat*. *Perplexity* is the exponential of the mean loss, so 0.01 nats per token less is about 1 % less perplexity.
-#
-# **How do I use it?** In lm-evaluation-harness `simple_evaluate(bootstrap_iters=…)` gives a standard error with each metric. The Trainer's `eval_loss` has none.
+# This is all of the training. Every row below goes through it, and a recipe is a change to what goes in: another model, other batches, another rate, another loss. In 16 bits PyTorch's `autocast` rounds the inputs of the matrix products. The scaler is for fp16 alone, where small gradients would become zero; it does nothing elsewhere.
 
 # %%
-from functools import partial
+from transformers import get_cosine_schedule_with_warmup
 
-from recipes_lib.core.data.evaluation import generate_answers, perplexity
+half = here.compute_dtype  # bf16 where it is native, fp16 on a T4, else fp32
+scaler = torch.amp.GradScaler(here.device, enabled=half is torch.float16)
+
+
+def in_half():
+    """Matrix products in 16 bits, where this machine has fast ones."""
+    return torch.autocast(here.device, dtype=half, enabled=half is not torch.float32)
+
+
+def own_loss(model, batch):
+    """The mean over all labels that are not -100."""
+    return model(**batch, use_cache=False).loss
+
+
+def take_step(model, batch, optimizer, loss_of=own_loss):
+    with in_half():
+        loss = loss_of(model, batch)  # forward
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # no gradient is longer than 1
+    scaler.step(optimizer)  # the weights change
+    scaler.update()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def optimizer_of(model, rate):
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(trained, lr=rate, fused=True)
+
+
+def train(model, batches, rate, loss_of=own_loss):
+    """Yields the loss of each step. The rate rises for a tenth of them, then falls to zero."""
+    optimizer = optimizer_of(model, rate)
+    warmup = max(1, len(batches) // 10)
+    schedule = get_cosine_schedule_with_warmup(optimizer, warmup, len(batches))
+    model.train()
+    for batch in batches:
+        yield take_step(model, batch, optimizer, loss_of)
+        schedule.step()
+
+
+# %% [markdown]
+# The batches are made once, so that every way of training sees the same rows in the same order.
+
+# %%
+gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
+batches = [
+    collate(train_rows[start : start + sizes.rows], device=here.device, **padding)
+    for start in range(0, len(train_rows), sizes.rows)
+]
+tokens = batches[0]["input_ids"].numel()
+print(f"{len(batches)} batches, {tokens} tokens in the first one")
+
+
+def base(dtype=torch.float32):
+    """The pretrained model, each time with the same weights."""
+    seed_everything(0)
+    return load_model(sizes.model, dtype=dtype)
+
+
+# %% [markdown]
+# ## What a step needs: two equations
+#
+# AdamW keeps two numbers of 4 bytes per weight that trains, its *states*. A gradient takes 4 bytes more. A weight that is frozen has neither.
+#
+# $$\text{bytes} = b \cdot \text{frozen} + (4 + 8 + 4) \cdot \text{trained} + \text{activations} + \text{logits}$$
+#
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary, and the loss needs that table about three times.
+#
+# Each trained weight costs about six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one needs no gradient of its own, so it costs four. Padding costs as much as text.
+#
+# $$\text{operations} = (4 \cdot \text{frozen} + 6 \cdot \text{trained}) \cdot \text{tokens, with padding}$$
+#
+# So a step of LoRA should take about 4/6 of the time of full fine-tuning. The table lists the bytes that stay between two steps, without gradients:
+
+# %%
+from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.fine_tuning.lora import lora_parameters
+
+shapes = load_model(sizes.model)
+weights = shapes.num_parameters()
+in_blocks = sum(weight.numel() for weight in decoder_blocks(shapes).parameters())
+adapters = lora_parameters(shapes, rank=16)
+kept = {
+    "full fine-tuning": (4 + 8) * weights,
+    "LoRA": 2 * weights + (4 + 8) * adapters,
+    "QLoRA": 0.52 * in_blocks + 2 * (weights - in_blocks) + (4 + 8) * adapters,
+}
+print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {adapters:,}")
+for name, size in kept.items():
+    print(f"{name:<17}{size / 2**20:7,.0f} MiB")
+del shapes
+
+# %% [markdown]
+# ## 1. Is it better, or is it luck?
+#
+# **What happens.** Both numbers below come from some held-out sentences. Others would give other numbers. So each has an interval. For the loss we draw as many sentences out of ours, with replacement, 2,000 times, and keep the middle 95 %. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
+#
+# To compare two models, take the *same* sentences and draw the differences: what makes a sentence hard for both is then gone.
+#
+# **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
+
+# %%
+from types import SimpleNamespace
+
+from recipes_lib.core.data.evaluation import generate_answers
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
     plain_paired_bootstrap,
 )
+from recipes_lib.report.show import show
 
 show(plain_paired_bootstrap)
-losses_of = partial(held_out_losses, data=held_out, **padding)
-on_python = partial(
-    perplexity,
-    tokenizer=tokenizer,
-    text=load_text(split="validation"),
-    windows=sizes.windows,
-)
-answers_of = partial(
-    generate_answers,
-    tokenizer=tokenizer,
-    prompts=held_out[:20],
-    max_new_tokens=sizes.answer_tokens,
-)
-
-before = losses_of(fresh())
-text_before = on_python(fresh())
-answers_before = answers_of(fresh())
-print(f"held-out loss {before}")
-print(f"perplexity of Python source {text_before:.1f}")
-
-# %% [markdown]
-# [Notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) explains perplexity. It reads other pieces of text, so its numbers cannot be compared with those here. The perplexity of Python source is a check for damage: a model that learns docstrings should not forget Python. It is taken on four pieces of text and has no interval, so only a large change means something. It does not show all that can be forgotten.
-#
-# **What does it cost?** A forward pass over the held-out rows. The interval covers the choice of rows. It does not cover another seed of the training. To the guess: the interval of the loss is half a nat wide, wider than most changes below. The paired intervals will be narrower. 32 rows are just enough: with fewer than about 30 the interval is too narrow, as [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) says. They show that a model has become better. They cannot rank two recipes that are close to each other.
-#
-# ## Baseline: full fine-tuning
-#
-# The results go into a table that grows by one row per recipe, the *ladder*. In this notebook a row of the ladder is a recipe, and a row of the data is a pair. All recipes go through one loop. The next print shows one of its steps. Read three lines of it: `accumulate_gradients` computes the loss and the gradients of all rows of the step. `precision.step` first shortens the gradients if they are too long, which is called *clipping*, and then changes the weights. `schedule.step` sets the learning rate of the next step. Recipe 5 says why they stand in this order.
-
-# %%
-from recipes_lib.workflows.finetune import loop
-
-show(loop._optimizer_step)
-
-# %% [markdown]
-# All settings of a run stand in one record. `dataclasses.replace` returns a copy in which some of them are different: so each recipe below says only what it changes.
-
-# %%
-from dataclasses import replace
-
-from recipes_lib.workflows.finetune.settings import Settings
-
-run = Settings(
-    base_model=sizes.model,  # what exports and model cards name
-    data_file="",  # "" is the standard library
-    output_dir=folder,  # of what a run leaves
-    method="full",  # all weights; or "lora", "qlora"
-    learning_rate=1e-4,  # after the warm-up; then a cosine to zero
-    precision="fp32",  # of the products of matrices
-    seq_len=sizes.tokens,  # no row may be longer
-    steps=sizes.steps,  # optimizer steps
-    warmup_steps=0,  # so many steps the learning rate rises; here none
-    rows_per_step=3,  # rows of data in one optimizer step
-    micro_batch_size=3,  # how many of them are in memory at a time: all
-)
-
-# %% [markdown]
-# `climb` predicts the bytes of the third step, takes the steps, and compares the held-out losses before and after, row by row. The prediction is the same step on tensors without data, as in notebook 01.
-
-# %%
-from recipes_lib.core.measure import bytes_alive, measure
-from recipes_lib.report.ladders.memory import MemoryLadder, moment_of_peak
-
-ladder = MemoryLadder("05_fine_tuning_pretrained_models")
-predictions = {}  # by row
-changes = {}  # by row: held-out loss after minus before, with its interval
-after = {}  # by row: the held-out losses after
-again = {}  # by row: the arguments of its steps, to time them later
+wanted = [pair["completion"] for pair in questions]
 
 
-def climb(row, run, data=train, dtype=torch.float32):
-    """Train as `run` says, add a row to the ladder, and return the trained model."""
-    alive = bytes_alive()  # of other cells
-    model, predicted = loop.prepare(fresh(dtype), data, run=run, **padding)
-    predictions[row] = predicted
-    trainable = model.num_parameters(only_trainable=True)
-    print(f"{trainable:,} trainable, predicted {predicted.peak / 2**20:,.0f} MiB")
-    print(f"the peak is when {moment_of_peak(predicted.timeline)}")
-
-    steps = loop.training_steps(model, data, run=run, **padding)
-    # AdamW makes its states in the first step. The last one is measured.
-    measured = measure(lambda: next(steps), warmup=run.steps - 1, repeats=0)
-    measured = measured.without(alive)
-    steps.close()
-    after[row] = losses_of(model)
-    changes[row] = compare(before, after[row])
-    ladder.add(row, measured, predicted=predicted.peak, loss=after[row].mean)
-    again[row] = dict(run=run, data=data, dtype=dtype)
-    print(ladder.line(row))
-    print(f"change of the held-out loss {changes[row]}")
-    return model
+def wilson(right, count, z=1.96):
+    """The 95 % interval of a share."""
+    share = right / count
+    middle = share + z * z / (2 * count)
+    half_width = z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    whole = 1 + z * z / count
+    return (middle - half_width) / whole, (middle + half_width) / whole
 
 
-model = climb("full fine-tuning", run)
+def write(model, prompts):
+    with in_half():
+        return generate_answers(
+            model, tokenizer, prompts, max_new_tokens=32, batch_size=64
+        )
+
+
+def examine(model):
+    """Losses and answers on the held-out sentences."""
+    with in_half():
+        losses = held_out_losses(model, held_out, batch_size=32, **padding)
+    answers = write(model, held_out)
+    right = torch.tensor([a == b for a, b in zip(answers, wanted)]).double()
+    return SimpleNamespace(losses=losses, answers=answers, right=right)
+
+
+def in_words(found):
+    right = int(found.right.sum())
+    low, high = wilson(right, len(found.right))
+    return f"{right} of {len(found.right)} right ({low:.0%} to {high:.0%}), loss {found.losses}"
+
+
+model = base()
+before = examine(model)
+print("alone:               ", in_words(before))
+shown = "\n\n".join(f"{p['prompt']}\n{p['completion']}" for p in pairs[:3])
+answers = write(model, [f"{shown}\n\n{pair['prompt']}" for pair in questions])
+few_shot = sum(a == b for a, b in zip(answers, wanted))
+low, high = wilson(few_shot, len(wanted))
+print(f"after three examples: {few_shot} of {len(wanted)} right ({low:.0%} to {high:.0%})")
+print(f"one of them: {answers[0]}")
 del model
 
 # %% [markdown]
-# Here are the bytes of one step, operator by operator. Weights and states are there all the time. In forward, activations pile up; then come the logits and their gradients, which the picture calls *other*. The dashed line on the edge is the prediction.
-
-# %%
-from recipes_lib.core.measure.timeline import record_timeline
-from recipes_lib.report.timeline import timeline_chart
-
-
-def timeline_of(row):
-    """Live bytes over the second step of a row, without what was alive before."""
-    alive = bytes_alive()
-    options = again[row]
-    settings = options["run"]
-    model = loop.adapt(fresh(options["dtype"]), run=settings)
-    optimizer, schedule, precision = loop.optimizer_of(model, run=settings)
-    chosen = loop.rows_of_optimizer_step(2, options["data"], run=settings)
-    micros = loop.micro_batches(chosen, run=settings, device=here.device, **padding)
-    step = partial(
-        loop._optimizer_step,
-        model,
-        micros,
-        optimizer,
-        schedule,
-        precision,
-        run=settings,
-    )
-    step()
-    timeline = record_timeline(step, model=model, optimizer=optimizer)
-    return timeline.without(alive)
-
-
-timeline_chart(
-    {"full fine-tuning": timeline_of("full fine-tuning")},
-    predicted={"full fine-tuning": predictions["full fine-tuning"].timeline},
-    title="The peak comes when backward begins",
-)
-
-# %% [markdown]
-# ## Part B: other ways to train
+# That is the answer to the guess, and what fine-tuning has to beat: a prompt with examples costs no training. **Price:** a forward pass and the answers. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval here covers another seed of the training. In lm-evaluation-harness the line is `simple_evaluate(bootstrap_iters=…)`; the Trainer's `eval_loss` has no interval.
 #
-# ### 3. LoRA and QLoRA, beside full fine-tuning
+# ## 2. LoRA: train a small correction
 #
-# **What is going on?** **LoRA** freezes the model. Beside each linear layer it trains two thin matrices of rank r, the *adapter*. **QLoRA** also stores the frozen weights in four bits. [Recipes 9 and 10 of notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) build both by hand. Here both see the same rows as full fine-tuning. Their learning rate is 1e-3, that of full fine-tuning is 1e-4. Adapters usually take a larger one. None of these rates was tuned, so this is no race.
-#
-# **Guess first.** QLoRA begins with weights that were rounded to four bits. Does it begin at the same loss?
-
-# %%
-lora = replace(run, method="lora", learning_rate=1e-3, rank=16, alpha=32)
-model = climb("LoRA", lora)
-del model
-
-# %%
-qlora = replace(lora, method="qlora")
-untrained = loop.adapt(fresh(), run=qlora)  # adapters begin as no change at all
-in_four_bits = losses_of(untrained)
-text_in_four_bits = on_python(untrained)
-del untrained
-model = climb("QLoRA", qlora)
-del model
-cost = compare(before, in_four_bits)
-low, high = plain_paired_bootstrap(before.losses, in_four_bits.losses, before.targets)
-assert abs(low - cost.low) + abs(high - cost.high) < 1e-6, "by hand the same"
-print(f"what four bits cost     {cost}")
-print(f"what training changed   {compare(in_four_bits, after['QLoRA'])}")
-print(f"both together           {changes['QLoRA']}")
-print(f"Python source {text_before:.1f}, in four bits {text_in_four_bits:.1f}")
-
-# %% [markdown]
-# That answers the guess. It does not begin at the same loss: four bits cost 0.27 nats per token before any training. The third line is the sum of the first two: all in all QLoRA ends higher than LoRA. The second line alone is larger than the change of LoRA, −0.59 against −0.49. That does not make QLoRA the better training. It begins at a higher loss, and a part of what its adapters learn may repair the rounding; this run does not separate the two. As the setup says, these weights were rounded once before, so a model in 16 bits pays another price for four bits.
-#
-# **Which term moved?** LoRA has states for 4.9 million numbers and not for 134.5 million: 37 MiB instead of 1,026. QLoRA shrinks the weights as well.
-#
-# **What does it cost?** With LoRA, an update of low rank. With QLoRA also the rounding that the first line shows, and unpacking in each product. Python source shows the rounding, too: its perplexity rises before any training.
-#
-# **Why not more?** After three steps one sees whether the loss falls, and not where it ends. Recipe 7 has a longer run.
-#
-# **Which variant of LoRA?** Two are known. *rsLoRA* divides α by √r instead of r. *DoRA* also trains the length of each row of the weights. Three steps cannot judge the rank, α or these variants. PEFT publishes [a comparison](https://github.com/huggingface/peft/tree/main/method_comparison): Llama-3.2-3B trains 5,000 steps on MetaMathQA on an L40S GPU, with adapters on two layers of each attention, and then answers the test questions of GSM8K. In July 2026 the share of right answers is 51.3 % for rsLoRA with rank 64, 47.8 % for LoRA with rank 32, 47.2 % for full fine-tuning and 46.9 % for DoRA with rank 32. These are runs of one seed. The same DoRA run had 48.2 % in June 2025 and 49.4 % in January 2026. So a difference of one or two points ranks nothing. What the comparison does show is the price of DoRA: it is 17 % slower than LoRA and takes 2 GiB more memory. Tune the learning rate and α before you choose a variant. The authors of QLoRA advise adapters on all linear layers.
-#
-# **How do I use it?** `LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")` of peft. For QLoRA load the base with `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)`. Without the second argument it takes other four-bit numbers, fp4.
-#
-# ### 4. The optimizer: 8 bits, pure bf16, Muon
-#
-# **What is going on?** Full fine-tuning keeps two states per weight; adapters have hardly any. So the three ways of this section are for full fine-tuning. To be quick, the first two cells train only the last four blocks.
-#
-# #### 8-bit AdamW
-#
-# Recipe 7 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains how a state fits into one byte. Two libraries do it. bitsandbytes has kernels of its own. torchao is PyTorch code that `torch.compile` fuses.
-#
-# **Guess first.** A state of 32 bits becomes one of 8. Will the losses of three steps still agree?
-
-# %%
-from recipes_lib.core.model.sizes import state_bytes as bytes_of_states
-from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
-
-if not sizes.compile:  # only in the brief form for continuous integration
-    torch.compiler.set_stance("force_eager")
-batch = collate(train[:2], device=here.device, **padding)
-fused_adamw = partial(torch.optim.AdamW, fused=True)
-optimizers = {
-    "fp32, fused": fused_adamw,
-    "bitsandbytes": eight_bit_adamw,
-    "torchao": partial(eight_bit_adamw, library="torchao", embedding_bits=8),
-}
-if here.device == "cuda":
-    # Moves states to the host when a long batch needs the room.
-    optimizers["paged"] = partial(eight_bit_adamw, paged=True)
-
-state_bytes = {}
-for name, make in optimizers.items():
-    model = fresh().requires_grad_(False)
-    trained = decoder_blocks(model)[-4:].requires_grad_(True)
-    optimizer = make(trained.parameters(), lr=1e-4)
-    losses, seconds, _ = loop.few_steps(model, optimizer, batch)
-    parameters = sum(parameter.numel() for parameter in trained.parameters())
-    state_bytes[name] = bytes_of_states(optimizer) / parameters
-    words = " ".join(f"{loss:.4f}" for loss in losses)
-    print(
-        f"{name:<13}{state_bytes[name]:.2f} bytes of states per parameter, "
-        f"{seconds:.2f} s, losses {words}"
-    )
-del model, trained, optimizer
-torch.compiler.reset()  # what it keeps would count below
-
-# %% [markdown]
-# The states take a quarter of the bytes. The losses differ by 0.0005 at most, over three steps on one batch. The printed seconds are of a single step and did not take turns, so they rank nothing.
-#
-# **How do I use it?** `TrainingArguments(optim="adamw_8bit")` takes bitsandbytes; `optim="adamw_torch_8bit"` takes torchao.
-#
-# **What does it cost?** Slightly different updates.
-#
-# #### Pure bf16
-#
-# **What is going on?** Weights, gradients and states are all in bf16: 8 bytes per weight instead of 16. The difficulty is the update. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest number. *Stochastic rounding* goes up or down at random, and so keeps the update on average. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) uses it for states. *Master weights*, an fp32 copy in the optimizer, keep it exactly, and then nothing is saved: it is 16 bytes again.
-#
-# **Guess first.** The learning rate is 1e-5. With rounding to nearest, which share of the last block's weights has changed after three steps?
-
-# %%
-from recipes_lib.precision.mixed_precision import mixed_precision
-from recipes_lib.precision.pure_bf16 import bf16_adamw
-
-if not here.native_bf16:
-    # Products in 16 bits are emulated, slowly: few tokens have to do.
-    short = collate(train[:1], device=here.device, **padding)
-    batch = {name: tensor[:, -6:] for name, tensor in short.items()}
-
-
-def share_of_changed_weights(name, dtype, make, **options):
-    model = fresh(dtype).requires_grad_(False)
-    blocks = decoder_blocks(model)[-4:].requires_grad_(True)
-    optimizer = make(blocks.parameters(), lr=1e-5)
-    losses, seconds, changed = loop.few_steps(model, optimizer, batch, **options)
-    print(
-        f"{name:<14}{seconds:.2f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}, "
-        f"{changed:.1%} of the last block's weights changed"
-    )
-    return changed
-
-
-autocast = mixed_precision(dtype=torch.bfloat16).autocast
-changed = {
-    "fp32": share_of_changed_weights("fp32", torch.float32, fused_adamw),
-    "bf16 autocast": share_of_changed_weights(
-        "bf16 autocast", torch.float32, fused_adamw, autocast=autocast
-    ),
-}
-for rounding in ("nearest", "stochastic", "master"):
-    make = partial(bf16_adamw, rounding=rounding)
-    changed[rounding] = share_of_changed_weights(rounding, torch.bfloat16, make)
-
-# %% [markdown]
-# The first two rows have weights in fp32; *bf16 autocast* is the mixed precision of recipe 4 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). The last three rows are the three roundings. With *nearest* hardly any weight has changed, and the loss hardly falls. With *master* few weights of the model have changed either, and the loss is where it was. The fp32 copies have moved, as the weights of the first row have, but most of them still round to the same bf16 number. The model sees small updates only when enough of them have added up, and three steps do not show that. With *stochastic* more weights change at once, right on average, and the loss falls almost as far as in fp32. All this is one batch, one seed, four blocks and one learning rate.
-#
-# **How do I use it?** torchao's `_AdamW(bf16_stochastic_round=True)`. DeepSpeed's `"bf16": {"enabled": true}` and Megatron's `--bf16` keep master weights. `TrainingArguments(bf16=True)` is something else: mixed precision, with weights in fp32.
-#
-# **What does it cost?** Each rounding adds noise of up to one step between two bf16 numbers.
-#
-# #### Muon
-#
-# **What is going on?** AdamW treats each number of a gradient on its own: it divides it by its usual size. It does not know that the numbers form a matrix. A matrix can be written as a sum of *directions*, each with a size, its *singular value*: M = U S Vᵀ, with the directions in U and V, and the sizes in S. In a gradient a few of them are large and many are small. Muon makes all of them about equally large before it takes the step.
+# **What happens.** The model is frozen. Beside each linear layer two thin matrices train. Their product is added to what the layer gives.
 #
 # ```text
-# AdamW   two averages per number                        8 bytes of states
-# Muon    one average M per matrix; then M = U S V^T     4 bytes of states
-#         becomes about U V^T: all directions are about equally long
+# x --+------ W ------+--> y        W  [out, in]  frozen
+#     '-- A -- r -- B-'             A  [r, in],  B  [out, r]  train; B begins as zero
 # ```
 #
-# **Guess first.** In the matrix below the largest direction is 32 times the smallest. How far apart are they afterwards?
-#
-# **The idea.** Five rounds of three products come close to U Vᵀ, without computing U, S or V.
+# **Guess first.** 3.6 % of the numbers train. By how much does the peak fall?
 
 # %%
-from recipes_lib.training.muon import (
-    muon_adamw,
-    orthogonalized,
-    split_for_muon,
+from peft import LoraConfig, get_peft_model
+
+from recipes_lib.fine_tuning.lora import plain_lora
+
+show(plain_lora)
+every_linear = LoraConfig(
+    r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
 )
 
-show(orthogonalized)
-seed_everything(0)
-left, _, right = torch.linalg.svd(torch.randn(64, 48), full_matrices=False)
-sizes_of_directions = torch.logspace(0, -1.5, 48)  # the largest is 32 times the smallest
-matrix = left * sizes_of_directions @ right
-values = torch.linalg.svdvals(orthogonalized(matrix).float())
-print(f"singular values before: {sizes_of_directions[-1]:.2f} to 1.00")
-print(f"singular values after:  {values.min():.2f} to {values.max():.2f}")
 
-# PyTorch has an optimizer that does this to matrices.
-weight = torch.nn.Parameter(matrix.clone())
-torch_muon = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, nesterov=False)
-weight.grad = matrix.clone()
-torch_muon.step()
-update = matrix - weight.detach()
-ours = orthogonalized(matrix * 0.05).float()  # its average begins with a twentieth
-ours *= max(1, 64 / 48) ** 0.5  # and it scales steps by the shape
-assert torch.allclose(update, ours, atol=1e-6)
-print("by hand and by PyTorch: the same step")
+def with_lora():
+    return get_peft_model(base(half), every_linear)
+
+
+# A layer of peft beside ours, with a B that is not zero.
+adapted = with_lora().float()
+layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+a = layer.lora_A["default"].weight
+b = torch.nn.init.normal_(layer.lora_B["default"].weight)
+x = torch.randn(2, 5, layer.in_features, device=here.device)
+by_hand = plain_lora(x, layer.base_layer.weight, a, b, alpha=32)
+assert torch.allclose(layer(x), by_hand, atol=1e-3)
+print("a layer of peft and the plain lines: equal")
+del adapted, layer
 
 # %% [markdown]
-# To the guess: the largest direction is now less than twice the smallest. Muon trains only the linear layers in the blocks. Embedding, output layer and norms keep AdamW. `muon_adamw` splits a model in this way, and is one optimizer for both.
+# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow, and the rows below are made by them. `apply_lora` of this repository calls both; it also refuses layers that an adapter would not reach (recipe 7 shows why).
+#
+# The results go into a table, the *ladder*. `climb` predicts the bytes of a step by running it on tensors without data, then measures a real one.
 
 # %%
-from recipes_lib.core.predict import predict
+from functools import partial
+
+from recipes_lib.report.ladders.memory import MemoryLadder
+
+ladder = MemoryLadder(
+    "05_fine_tuning_pretrained_models", rows=1, length=tokens
+)  # rows of unequal length, counted as one
 
 
-def muon_step(model, optimizer):
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def climb(name, make, rate=1e-3, loss_of=own_loss):
+    def build():
+        model = make().train()
+        step = partial(take_first_batch, loss_of=loss_of)
+        return model, optimizer_of(model, rate), step
+
+    ladder.climb(name, build, dtype=half)
 
 
-def with_muon():
-    model = fresh()
-    return model, muon_adamw(model, lr=1e-4), muon_step
+def take_first_batch(model, optimizer, loss_of):
+    return take_step(model, batches[0], optimizer, loss_of)
 
 
-predicted = predict(with_muon)
-model, optimizer, _ = with_muon()
-split = split_for_muon(model)
-in_matrices = sum(matrix.numel() for matrix in split.matrices)
-print(f"{in_matrices / model.num_parameters():.0%} of the weights are Muon's")
-adamw_states = 2 * 4 * model.num_parameters() / 2**20
-states = predicted.at_peak()["states"] / 2**20
-print(f"states {adamw_states:,.0f} MiB → {states:,.0f} MiB")
-
-measured = measure(partial(muon_step, model, optimizer), warmup=1, repeats=0)
-muon_error = predicted.peak / measured.peak_bytes - 1
-peak = measured.peak_bytes / 2**20
-print(f"peak predicted {predicted.peak / 2**20:,.0f} MiB, measured {peak:,.0f} MiB")
-del model, optimizer, split
+climb("full fine-tuning", base, rate=1e-4)
+climb("LoRA", with_lora)
 
 # %% [markdown]
-# **What moved?** The states: 621 MiB instead of 1,026. Do not compare this peak with the ladder: this step has other rows.
+# ## 3. QLoRA: the frozen weights in four bits
 #
-# **Does it train better?** Published results differ. Jordan (2024) reports large gains in pretraining. Moonshot's report (Liu et al., 2025) finds no gain when it fine-tunes a model that AdamW has pretrained. `python -m benchmarks.muon` fine-tunes all weights of this model for ten steps with each of the two, on the same rows, at the same two learning rates, with three seeds. **Guess first:** which of the two ends worse with a learning rate that is three times as large?
+# **What happens.** 64 weights share a scale, and each becomes one of 16 levels. A layer unpacks its weights when it is called, and multiplies in 16 bits, as LoRA does here.
 #
-# <!-- numbers:muon-05 -->
-# | optimizer | learning rate | held-out loss of each seed | mean |
-# |---|--:|--:|--:|
-# | AdamW | 2e-04 | 3.171 3.150 3.247 | 3.189 |
-# | Muon | 2e-04 | 3.226 3.209 3.209 | 3.215 |
-# | AdamW | 6e-04 | 3.831 3.452 3.748 | 3.677 |
-# | Muon | 6e-04 | 3.179 3.147 3.202 | 3.176 |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. 10 steps of 4 rows of at most 128 tokens. Held-out loss on 48 rows; before: 3.884.*
-#
-# Each at the better of these rates, Muon's loss minus AdamW's is -0.046 to +0.009: the seeds do not agree.
-# <!-- end -->
-#
-# The table shows one more thing. At the higher rate AdamW loses a large part of its gain with every seed, and Muon does not. Each of the two is best at one end of these rates, so a third rate may be better for either.
-#
-# **How do I use it?** `torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")`, beside a `torch.optim.AdamW` for the rest.
-#
-# **What does it cost?** The products in each step. Their number does not depend on the number of tokens, so with few tokens they are a large part of a step. This notebook does not time them.
-#
-# ### 5. Accumulation, clipping and schedule
-#
-# **What is going on?** Recipe 1 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) splits a batch into *micro-batches* and adds up their gradients. It shows why the loss of each micro-batch is divided by the number of learned tokens in the *whole* batch. The question is: does a batch in parts give the same step? It comes back for clipping and for the schedule. *Clipping* shortens the gradient if its norm is above a limit, here 1. The *schedule* lowers the learning rate from step to step.
-#
-# **Guess first.** If each micro-batch is clipped on its own, is the gradient of the whole batch the same?
-#
-# **The idea.** No, because a long gradient of one part would count for less. So clip once, when all gradients have been added, and move the schedule once. Both are in the step that is printed in the section *Baseline*. Then the number of micro-batches changes nothing but rounding:
+# **Guess first.** What do four bits cost before any training, and is it made good by training?
 
 # %%
-two_rows = replace(lora, steps=2, rows_per_step=2, micro_batch_size=2)
-for way in (two_rows, replace(two_rows, micro_batch_size=1)):
-    model = loop.adapt(fresh(), run=way)
-    for step in loop.training_steps(model, train, run=way, **padding):
-        print(
-            f"in parts of {way.micro_batch_size}: loss {step.loss:.5f}, gradient norm "
-            f"{step.gradient_norm:.4f}, learning rate {step.learning_rate:.1e}"
-        )
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from recipes_lib.fine_tuning.adapter_files import save_merged
+from recipes_lib.fine_tuning.qlora import apply_qlora, plain_nf4, quantize_nf4
+
+show(plain_nf4)
+in_four_bits = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",  # the default, fp4, has other levels
+    bnb_4bit_use_double_quant=True,  # the scales are rounded, too
+    bnb_4bit_compute_dtype=half,
+)
+save_merged(base(half), folder / "base", tokenizer=tokenizer, dtype=half)
+theirs = AutoModelForCausalLM.from_pretrained(
+    folder / "base", quantization_config=in_four_bits, dtype=half
+)
+ours = quantize_nf4(base(half), compute_dtype=half)
+some = batches[0]["input_ids"][:1]
+assert torch.equal(theirs.train()(some).logits, ours.train()(some).logits)
+print("loaded by transformers, and rounded by quantize_nf4: the same logits")
+four_bits = examine(ours)
+print("in four bits, before training:", in_words(four_bits))
+print("cost of four bits:", compare(before.losses, four_bits.losses))
+del theirs, ours
+
+
+def with_qlora():
+    return apply_qlora(base(half), rank=16, alpha=32, compute_dtype=half)
+
+
+climb("QLoRA", with_qlora)
+
+# %% [markdown]
+# `apply_qlora` does one thing more than these lines. On CPUs with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel that has no gradient. Whoever examines the model before training, as we do, then trains adapters of which most get a gradient of zero, without an error. `apply_qlora` keeps the weights as they are.
+#
+# **When not:** where the 16-bit weights fit. LoRA then begins with the exact model.
+#
+# ## 4. Logits of the answers only
+#
+# **What happens.** Now that weights and states are small, the logits are large. Most of them belong to tokens without a label.
+#
+# **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
+#
+# **The idea.** Ask the model for logits at the places where some row of the batch has a label. This is the one change to the loop: another `loss_of`.
+
+# %%
+from recipes_lib.fine_tuning.completion_only_loss import (
+    completion_only_loss,
+    plain_answer_loss,
+)
+
+show(plain_answer_loss)
+
+
+def answer_loss(model, batch):
+    targets = (batch["labels"][:, 1:] != IGNORED).sum()
+    return completion_only_loss(model, batch) / targets
+
+
+model = base().eval()
+with torch.no_grad():
+    first = batches[0]
+    by_hand = plain_answer_loss(model, first) / (first["labels"][:, 1:] != IGNORED).sum()
+    assert torch.allclose(by_hand, answer_loss(model, first), rtol=1e-4)
+    assert torch.allclose(by_hand, own_loss(model, first), rtol=1e-4)
+print("by hand, by transformers and from some logits: the same loss")
+del model
+climb("everything combined", with_qlora, loss_of=answer_loss)
+
+# %% [markdown]
+# **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and goes through the rest in tiles. On a CPU it takes all of them. Without TRL: `model(…, logits_to_keep=places)`.
+#
+# *Everything combined* is QLoRA with this loss, and a step is timed beside the others, in turns:
+
+# %%
+ladder.take_turns(sizes.rounds)
+ladder
+
+# %%
+ladder.chart()
+
+# %%
+from recipes_lib.report.timeline import timeline_chart
+
+ends = ("full fine-tuning", "everything combined")
+timeline_chart(
+    {name: ladder.timelines[name] for name in ends},
+    predicted={name: ladder.predictions[name].timeline for name in ends},
+    title="States and gradients are gone; activations are left",
+)
+
+# %%
+for name, size in kept.items():
+    found = ladder.predictions[name].kept
+    print(f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found / 2**20:,.0f}")
+for name in ("LoRA", "QLoRA", "everything combined"):
+    row = ladder[name]
+    print(f"{name}: peak {row.change:+.0%}, time {row.ratio:.2f}× (4/6 = 0.67 expected)")
+to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
+print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
+
+# %% [markdown]
+# That answers the guesses about bytes and time. Where the time is above 4/6, the adapters and the unpacking cost it: small matrices keep a processor badly busy. On a large model they weigh less.
+#
+# ## 5. Which learning rate, and which layers?
+#
+# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many runs: adapters want about ten times the learning rate of full fine-tuning, they belong on all linear layers, and the rank matters little as long as it can hold the data. We try the first two here.
+#
+# **Guess first.** At which of three rates does each of them learn most in a short run?
+
+# %%
+short = batches[: sizes.short]
+
+
+def short_run(model, rate):
+    """The held-out loss after a short run."""
+    for _ in train(model, short, rate, answer_loss):
+        pass
+    with in_half():
+        return held_out_losses(model, held_out, batch_size=32, **padding)
+
+
+
+def with_attention_only():
+    config = LoraConfig(
+        r=42,  # as many numbers as rank 16 on all layers
+        lora_alpha=84,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base(half), config)
+
+
+trials = {
+    "full fine-tuning": (base, (5e-5, 2e-4, 8e-4)),
+    "LoRA": (with_lora, (5e-4, 2e-3, 8e-3)),
+    "LoRA, attention only": (with_attention_only, (2e-3,)),
+}
+sweep = {}
+best_rate = {}
+best = {}
+for name, (make, rates) in trials.items():
+    found = {rate: short_run(make(), rate) for rate in rates}
+    sweep[name] = [(rate, losses.mean) for rate, losses in found.items()]
+    best_rate[name] = min(found, key=lambda rate: found[rate].mean)
+    best[name] = found[best_rate[name]]
+    words = "  ".join(f"{rate:.0e}: {loss:.3f}" for rate, loss in sweep[name])
+    print(f"{name:<21}{words}")
+times = best_rate["LoRA"] / best_rate["full fine-tuning"]
+print(f"\nbest rate of LoRA: {times:.0f} times that of full fine-tuning")
+print("attention only, against all layers:", end=" ")
+print(compare(best["LoRA"], best["LoRA, attention only"]))
+
+# %%
+from recipes_lib.report.lines import lines
+
+lines(
+    {name: sweep[name] for name in ("full fine-tuning", "LoRA")},
+    title="Adapters want a higher learning rate than all weights",
+    xlabel="learning rate",
+    ylabel="held-out loss, nats per token",
+    xscale="log",
+    source=f"{sizes.short} steps, one run each, {sizes.held_out} held-out sentences",
+)
+
+# %% [markdown]
+# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for in runs as short as these. Where the intervals of two trials overlap zero, this run does not rank them. **When not:** a short run prefers rates that are a little too high for a long one, so take the lower of two that are equal.
+#
+# ## 6. The run: does the model learn the task?
+#
+# **What happens.** All three ways take the same rows in the same order, each at its best rate. After some steps each is examined.
+#
+# **Guess first.** Which of the three ends best, and by more than chance?
+
+# %%
+ways = {
+    "full fine-tuning": (base, best_rate["full fine-tuning"]),
+    "LoRA": (with_lora, best_rate["LoRA"]),
+    "QLoRA": (with_qlora, best_rate["LoRA"]),
+}
+curves = {}
+for name, (make, rate) in ways.items():
+    model = make()
+    curves[name] = {0: four_bits if name == "QLoRA" else before}
+    for done, _ in enumerate(train(model, batches, rate, answer_loss), 1):
+        if done in sizes.points:
+            curves[name][done] = examine(model)
+            print(f"{name}, step {done}: {in_words(curves[name][done])}")
+    if name == "LoRA":
+        lora = model
+after = {name: list(curve.values())[-1] for name, curve in curves.items()}
+qlora = model
 del model
 
+# %%
+def share_by_step(curve):
+    return [(step, 100 * found.right.mean().item()) for step, found in curve.items()]
+
+
+lines(
+    {name: share_by_step(curve) for name, curve in curves.items()},
+    title=f"{sizes.steps} steps teach the task, with all weights and with adapters",
+    xlabel="optimizer step",
+    ylabel="held-out answers that are right, %",
+    ylim=(0, 105),
+    source=f"one seed, {sizes.held_out} held-out sentences",
+)
+
 # %% [markdown]
-# The loss, the gradient norm and the learning rate of each step agree, up to rounding.
+# Three sentences that it has never seen, before and after:
+
+# %%
+for number in range(3):
+    print(questions[number]["prompt"])
+    print(f"  before: {before.answers[number][:70]!r}")
+    print(f"  after:  {after['LoRA'].answers[number]}")
+
+# %% [markdown]
+# The answer to the guess, sentence by sentence. Below zero means that the second of the two has the lower loss.
+
+# %%
+from recipes_lib.report.figure import new_figure
+from recipes_lib.report.style import INK, RECIPE
+
+looks = {
+    "full → LoRA": ("full fine-tuning", "LoRA"),
+    "LoRA → QLoRA": ("LoRA", "QLoRA"),
+    "full → QLoRA": ("full fine-tuning", "QLoRA"),
+}
+paired = {}
+ones = torch.ones(len(wanted))
+for look, (first, second) in looks.items():
+    paired[look] = compare(after[first].losses, after[second].losses)
+    low, high = plain_paired_bootstrap(after[first].right, after[second].right, ones)
+    points = (after[second].right - after[first].right).mean()
+    print(f"{look}: {paired[look]}")
+    print(f"    right answers {points:+.0%} (95 % interval {low:+.0%} to {high:+.0%})")
+
+# %%
+figure, axes = new_figure(
+    "What LoRA and QLoRA cost in held-out loss",
+    height=2.2,
+    source=f"{sizes.steps} steps, one seed; 95 % intervals over {sizes.held_out} sentences",
+)
+axes.axvline(0, color=INK, linewidth=1)
+for place, change in enumerate(paired.values()):
+    axes.plot([change.low, change.high], [place, place], color=INK)
+    axes.plot(change.difference, place, "o", color=RECIPE)
+axes.set_yticks(range(len(paired)), paired)
+axes.invert_yaxis()
+axes.set(xlabel="difference of the held-out loss, nats per token")
+figure
+
+# %% [markdown]
+# An interval says what other sentences would show, not what another seed would. On other text, full fine-tuning and LoRA were compared for 120 steps, too (`python -m benchmarks.long_finetune`): functions and their docstrings, where nothing is simply right.
+
+# %%
+from recipes_lib.report.records import recorded
+
+for method, verdict in recorded("long_finetune")["verdicts"].items():
+    print(
+        f"docstrings, {method}: {verdict['value']:+.3f} nats per token "
+        f"({verdict['low']:+.3f} to {verdict['high']:+.3f})"
+    )
+
+# %% [markdown]
+# ## 7. What LoRA leaves untrained, in silence
 #
-# **How do I use it?** `gradient_accumulation_steps` and `max_grad_norm` in the Trainer.
+# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. Here is a tiny one with random weights.
 #
-# **What does it cost?** Time, as in notebook 01.
+# **Guess first.** `target_modules="all-linear"`, the advice of recipe 5: what does it train here?
+
+# %%
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from recipes_lib.fine_tuning.lora import apply_lora
+
+rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+text = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+text |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+tower = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
+tower |= dict(out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0])
+special = dict(image_token_id=120, video_token_id=121)
+special |= dict(vision_start_token_id=122, vision_end_token_id=123)
+tiny_vision = Qwen3VLMoeConfig(
+    text_config=text | {"rope_parameters": rotary}, vision_config=tower, **special
+)
+
+
+def with_images():
+    seed_everything(0)
+    return Qwen3VLMoeForConditionalGeneration(tiny_vision).to(here.device)
+
+
+def count_trained(model):
+    """Of each part, how many numbers train beside how many that are there."""
+    parts = {"vision tower": "visual", "attention": "self_attn", "experts": "experts"}
+    found = {}
+    for part, name in parts.items():
+        own = [(n, w) for n, w in model.named_parameters() if name in n]
+        own = [(n, w) for n, w in own if part == "vision tower" or "visual" not in n]
+        found[part] = sum(w.numel() for n, w in own if w.requires_grad)
+        frozen = sum(w.numel() for n, w in own if not w.requires_grad)
+        print(f"  {part:<13}{found[part]:>7,} train, {frozen:>7,} are frozen")
+    return found
+
+
+print("peft, all-linear:")
+silent = count_trained(
+    get_peft_model(with_images(), LoraConfig(r=4, target_modules="all-linear"))
+)
+try:
+    apply_lora(with_images(), rank=4)
+except ValueError as reason:
+    print(f"\nours: {reason}")
+
+# %% [markdown]
+# No word of warning: most adapters are on the vision tower, and the experts, which hold most of the weights of such a model, have none. Say what you mean. Attention of the language model alone, or with the experts by `target_parameters`:
+
+# %%
+attention = r".*language_model.*(q_proj|k_proj|v_proj|o_proj)"
+both = LoraConfig(
+    r=4,
+    target_modules=attention,
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+)
+print("peft, with target_parameters:")
+vision = get_peft_model(with_images(), both)
+meant = count_trained(vision)
+
+ids = torch.tensor([[1, 2, 122, *[120] * 4, 123, 5, 6, 7, 8]], device=here.device)
+image = dict(
+    pixel_values=torch.randn(16, 96, device=here.device),  # 4 × 4 patches of 96 numbers
+    image_grid_thw=torch.tensor([[1, 4, 4]], device=here.device),
+    mm_token_type_ids=(ids == 120).long(),
+)
+pictured = dict(input_ids=ids, labels=ids, **image)
+losses = list(train(vision, [pictured] * 6, 1e-2))
+print(f"six steps on an image and text: loss {losses[0]:.2f} → {losses[-1]:.2f}")
+del vision
+
+# %% [markdown]
+# The loop is the same; an image is four tokens more and three more tensors, which the processor of a real model makes. bitsandbytes does not round experts of this form to four bits either. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
 #
-# ### 6. Sequence packing
+# ## 8. Packing: no padding
 #
-# **What is going on?** In a batch, short rows are padded up to the longest one. Padding is computed and then thrown away.
+# **What happens.** A short row is padded to the longest of its batch, and padding is computed. Packing puts several documents into one row. Positions restart at each, and from them attention learns the borders.
 #
 # ```text
 # padded   a a a a      packed     a a a a b b b c
@@ -675,39 +760,35 @@ del model
 #          c . . .
 # ```
 #
-# **The idea.** Put several documents into one row. Positions restart at every document, and from them attention learns the borders: a token reads what is before it *and* in its document.
-
-# %%
-from recipes_lib.report.pattern import pattern_chart
-from recipes_lib.training.sequence_packing import (
-    best_fit,
-    check_document_mask,
-    collate_packed,
-    pack_sequences,
-    predicted_speedup,
-)
-
-documents = train[:3]
-in_one_row = pack_sequences(documents, length=3 * sizes.tokens)
-packed = collate_packed(in_one_row, device=here.device, **padding)
-positions = packed["position_ids"][0].cpu()  # [S]
-document = (positions == 0).cumsum(0)  # a new one begins wherever positions restart
-causal = torch.ones(len(positions), len(positions), dtype=torch.bool).tril()
-same = document[:, None] == document
-pattern_chart(
-    {"one long text": causal, "three documents": causal & same},
-    title="In a packed row a token reads its own document only",
-)
-
-# %% [markdown]
-# In the picture each token is a line and reads from left to right, at most up to itself. In one long text it reads all tokens before it. With three documents it stops where its own document begins, and a little more than a third of the squares are left. (*Pairs* in the picture are pairs of two tokens.)
+# Reminders have nearly one length. So this recipe takes pairs of unequal length: functions of the standard library, and their docstrings.
 #
 # **Guess first.** What happens to the loss if the positions are forgotten?
 
 # %%
-model = fresh().eval()
-check_document_mask(model, packed)  # refuses a model whose attention ignores positions
-alone = held_out_losses(model, documents, **padding)
+from recipes_lib.report.pattern import pattern_chart
+from recipes_lib.training.sequence_packing import (
+    check_document_mask,
+    collate_packed,
+    document_mask,
+    fill_rows,
+    pack_sequences,
+)
+
+show(document_mask, fill_rows)
+documents = list(load_instructions(tokenizer, max_tokens=192, limit=8))
+lengths = [len(row["labels"]) for row in documents]
+first = pack_sequences(documents[:3], length=3 * 192)
+packed = collate_packed(first, device=here.device, **padding)
+mask = document_mask(packed["position_ids"])[0].cpu()
+pattern_chart(
+    {"one long text": torch.ones_like(mask).tril(), "three documents": mask},
+    title="In a packed row a token reads its own document only",
+)
+
+# %%
+model = base().eval()
+check_document_mask(model, packed)  # refuses a model that ignores the positions
+alone = held_out_losses(model, documents[:3], **padding)
 leaky = {name: packed[name] for name in ("input_ids", "labels")}
 with torch.no_grad():
     together = completion_only_loss(model, packed).item() / alone.targets.sum()
@@ -717,570 +798,292 @@ print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones, which are similar to it. That gain is false. When the model is used, there is no other document in front of the question.
-#
-# Which documents share a row? `best_fit` puts each into the fullest row that still has room. Then the cell measures three arrangements of the same eight rows, in useful tokens per second: padded as the data come, sorted by length, and packed. To be quick, this is LoRA on a model that keeps ten of its thirty blocks. Each speed is that of the fastest of three forward and backward passes. In brackets are the lowest and the highest. Where two brackets overlap, this run does not say which is faster.
+# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, packed rows are the same training to the fourth digit. So packing adds no quality; what it adds is time. How much? The same eight documents, as they come, sorted by length, and packed:
 
 # %%
-
 from recipes_lib.core.measure import in_turns
-from recipes_lib.training.gradient_accumulation import accumulate_gradients
 
-show(best_fit)
-rows = train[:8]
-lengths = [len(row["labels"]) for row in rows]
-arranged = {
-    "padded": rows,
-    "by length": sorted(rows, key=lambda row: len(row["labels"])),
-    "packed": pack_sequences(rows, length=sizes.packed_tokens),
+in_fours = {
+    "padded": documents,
+    "sorted by length": sorted(documents, key=lambda row: len(row["labels"])),
+    "packed": pack_sequences(documents, length=sum(lengths) // 4 + 64),
 }
-fewer = predicted_speedup(
-    lengths, length=sizes.packed_tokens, batch_size=4, packs_per_batch=4
-)
-print(f"predicted: {fewer:.2f}× fewer tokens than padded\n")
-
-# What counts is the ratio, and a third of the blocks show it.
-del decoder_blocks(model)[10:]
-model = loop.adapt(model.train(), run=lora)
-fours = replace(run, rows_per_step=8, micro_batch_size=4)
-work = {
-    name: loop.micro_batches(data, run=fours, device=here.device, **padding)
-    for name, data in arranged.items()
-}
+model = get_peft_model(model, every_linear).train()
+work = {}
+for name, rows in in_fours.items():
+    make_batch = collate_packed if name == "packed" else collate
+    work[name] = [
+        make_batch(rows[start : start + 4], device=here.device, **padding)
+        for start in range(0, len(rows), 4)
+    ]
 
 
-def step_of(model, batches):
-    accumulate_gradients(model, batches, loss_sum=completion_only_loss)
+def forward_and_backward(model, name):
+    for batch in work[name]:
+        with in_half():
+            loss = answer_loss(model, batch)
+        scaler.scale(loss).backward()
 
 
-turns = {name: partial(step_of, model, batches) for name, batches in work.items()}
-took = in_turns(turns, rounds=1 + sizes.rounds)
+turns = {name: partial(forward_and_backward, model, name) for name in work}
+seconds = in_turns(turns, rounds=1 + sizes.rounds)
 useful = {}
-for name, batches in work.items():
-    timed = took[name][1:]  # the first one warms up
-    speeds = sorted(sum(lengths) / seconds for seconds in timed)
-    useful[name] = speeds[-1]  # the fastest turn
-    all_tokens = sum(batch["input_ids"].numel() for batch in batches)
+for name, times in seconds.items():
+    useful[name] = sum(lengths) / min(times[1:])  # the first turn warms up
+    computed = sum(batch["input_ids"].numel() for batch in work[name])
     print(
-        f"{name:<10}{useful[name]:,.0f} useful tokens/s "
-        f"({speeds[0]:,.0f} to {speeds[-1]:,.0f}), "
-        f"{1 - sum(lengths) / all_tokens:.0%} padding"
+        f"{name:<17}{useful[name]:6,.0f} useful tokens/s, "
+        f"{1 - sum(lengths) / computed:.0%} padding, "
+        f"{useful[name] / useful['padded']:.2f}× padded"
     )
-del model, turns  # which hold it, too
+del model, turns
 
 # %% [markdown]
-# Sorted and packed rows are both faster than padded ones. The brackets of these two overlap, so this run does not say which of them is faster. Sorting has a price: rows of one length come together in a step, so the steps are no longer random samples of the data. Packing puts long and short rows together.
+# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Without them attention computes it and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains about as much, and its steps are no longer random samples.
 #
-# **Why not more?** Compare the speed of packed and padded rows with the predicted ratio of tokens: only a part of the gain arrives. A likely reason is the mask: attention still computes what the mask hides. Kernels for variable lengths skip it; they were not measured here.
+# ## 9. Save, merge, deploy
 #
-# **How do I use it?** `SFTConfig(packing=True)` in TRL. On a GPU install flash-attn: it has kernels for documents of unequal length.
+# **What happens.** An adapter belongs to one base. On another of the same shape it runs, and answers badly. So `save_adapter` keeps a fingerprint of the base, and `load_adapter` refuses any other model; peft's `save_pretrained` compares shapes. A merge adds B A to W, and then nothing of LoRA is left to slow an answer.
 #
-# **What does it cost?** Without such a kernel, a mask with one entry for each pair of tokens of a row. And some models cannot tell where a document begins, because they do not read positions; `check_document_mask` refuses them.
-#
-# ## Everything combined
-#
-# This row puts four things together: the base loaded in the fastest precision of this machine (here bf16), its linear layers then in four bits, packed rows, and the loss on the answers only. Two packed rows hold about as many documents as a padded batch of three.
-#
-# **Guess first.** What is the largest part of the peak that is left? And will the loss be lower than that of QLoRA?
+# **Guess first.** QLoRA learned beside weights in four bits. Is its adapter better on those, or on the base as it was before?
 
 # %%
-combined = replace(
-    qlora,
-    packing=True,
-    seq_len=max(sizes.tokens, 128),
-    rows_per_step=2,
-    micro_batch_size=2,
-)
-packs = pack_sequences(train, length=combined.seq_len, seed=0)
-trained = climb("everything combined", combined, packs, here.compute_dtype)
-answers = answers_of(trained)
-text_after = on_python(trained)
-
-# %% [markdown]
-# ## The ladder
-#
-# The loss of *everything combined* is not lower than that of QLoRA. It, too, begins with four-bit weights, and its three steps see other documents. Three steps do not say more.
-#
-# The seconds are measured last. In each of three rounds every recipe takes its turn. Every second round has the reverse order. So what slows the machine slows all of them.
-#
-# Two columns need an explanation. *Time* is the time per useful token, because a step of the last recipe has other documents. It is divided by that of full fine-tuning: the fastest steps of both, and in brackets the lowest and the highest ratio of a single round. (Full fine-tuning is divided by its own fastest step. The factors in the chart are the same numbers; its bars are seconds of a step.) *Loss* is the held-out loss after training. (The column of that name in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) is the loss of a batch.) The brackets of the last two rows overlap, so this run does not say which of the two is faster.
-#
-# In the table below QLoRA is faster than LoRA, although it unpacks its weights in each product. Why? Where 16 bits are native, its layers multiply in 16 bits, and those of LoRA in 32. So this row changes two things at once.
-
-# %%
-from recipes_lib.core.measure import there_and_back
-
-
-def step_in_turn(row):
-    """The second of two steps of a row: the first one makes the states."""
-    options = again[row]
-    model = loop.adapt(fresh(options["dtype"]), run=options["run"])
-    steps = loop.training_steps(model, options["data"], run=options["run"], **padding)
-    next(steps)
-    step = next(steps)
-    steps.close()
-    return step
-
-
-took = {row: [] for row in again}
-for order in there_and_back(list(again), rounds=sizes.rounds):
-    for row in order:
-        took[row].append(step_in_turn(row))
-ladder.set_times(
-    {row: [step.seconds for step in steps] for row, steps in took.items()},
-    units={row: steps[0].tokens for row, steps in took.items()},
-)
-ladder
-
-# %%
-ladder.chart()
-
-# %% [markdown]
-# The memory over one step, for the first and the last row, on one scale. In full fine-tuning most bytes are states and weights. In the second picture little of them is left, and most of the bytes are activations. That answers the first guess. (The picture shows the second step and the ladder the third one, so a peak can differ by a little.)
-
-# %%
-ends = ("full fine-tuning", "everything combined")
-timeline_chart(
-    {row: timeline_of(row) for row in ends},
-    predicted={row: predictions[row].timeline for row in ends},
-    title="Hardly any states, small weights: activations are left",
-)
-
-# %% [markdown]
-# Now look at the answers of *everything combined*. Each is cut after 20 tokens. Before training, all twenty repeat code. After three steps fewer do, and one begins to see the form of a docstring. The perplexity of Python source has risen. Did training make the model forget Python? This check does not show it. Four bits alone, without any training, raise the perplexity about as much (recipe 3).
-
-# %%
-from recipes_lib.report.figure import new_figure
-from recipes_lib.report.style import INK, RECIPE
-
-codes = [sum("def " in words for words in some) for some in (answers_before, answers)]
-print(f"answers with code: {codes[0]} → {codes[1]} of {len(answers)}")
-print(f"perplexity of Python source: {text_before:.1f} → {text_after:.1f}")
-for old, new, row in zip(answers_before, answers, held_out[:2]):
-    wanted = tokenizer.decode([token for token in row["labels"] if token != IGNORED])
-    print(f"\nbefore: {old}\nafter:  {new}\nwanted: {wanted}")
-figure, axes = new_figure(
-    "All four lower the loss; the last two pay for four bits",
-    height=2.4,
-    source=f"{sizes.steps} steps, one seed; 95 % intervals over {len(held_out)} rows",
-)
-axes.axvline(0, color=INK, linewidth=1)
-for place, change in enumerate(changes.values()):
-    axes.plot([change.low, change.high], [place, place], color=INK)
-    axes.plot(change.difference, place, "o", color=RECIPE)
-axes.set_yticks(range(len(changes)), changes)
-axes.invert_yaxis()
-axes.set(xlabel="change of the held-out loss, nats per token")
-figure
-
-# %% [markdown]
-# This picture does not rank two recipes: two intervals can overlap although one recipe is better on almost every pair. To rank them, compare their losses pair by pair: `compare(after["LoRA"], after["QLoRA"])`.
-#
-# <!-- numbers:finetune-gpu -->
-# <!-- end -->
-#
-# ## Part C: from the run to production
-#
-# ### 7. A run that is long enough to see
-#
-# **What is going on?** Three steps are a check that the loss falls. A run that is to be used takes many more. This one takes 120 steps of four rows and was recorded (`python -m benchmarks.long_finetune`): full fine-tuning and LoRA, on the same rows in the same order. Its settings are not those used above: the learning rates are 5e-5 and 5e-4, products are in bf16, and 60 rows are held out. Their loss is taken every twenty steps. **Guess first:** after more than a hundred steps, does one of the two end lower?
-
-# %%
-from recipes_lib.report.lines import lines
-from recipes_lib.report.records import recorded
-
-long_run = recorded("long_finetune")
-settings = long_run["settings"]
-names = {"full": "full fine-tuning", "lora": "LoRA"}
-lines(
-    {names[method]: points for method, points in long_run["curves"].items()},
-    title="Full fine-tuning and LoRA end within 0.02 nats",
-    xlabel="optimizer step",
-    ylabel="held-out loss, nats per token",
-    source=f"{long_run['measured_on']}; one seed, {settings['held_out']} held-out rows",
-)
-
-# %%
-for method, verdict in long_run["verdicts"].items():
-    print(
-        f"{names[method]:<17}{verdict['value']:+.3f} nats per token "
-        f"(95 % interval {verdict['low']:+.3f} to {verdict['high']:+.3f})"
-    )
-for number, wanted in enumerate(long_run["wanted"][:3]):
-    print(f"\nwanted: {wanted}")
-    print(f"before: {long_run['before']['answers'][number]}")
-    for method, texts in long_run["answers"].items():
-        print(f"{names[method]}: {texts[number]}")
-
-# %% [markdown]
-# The answers after training are whole: all of them end long before the limit of 80 tokens. Of the answers before training the third one stops at that limit. Before, the model repeats the code. After either training it writes a docstring, short and in the right form. What the docstring says is not always true: compare the first answers with what was wanted. The loss does not show that. Read some answers.
-#
-# To the guess: LoRA ends lower, by 0.02 nats. This is one seed, and the record has no interval of the difference, pair by pair. So both learn about equally much. This run does not show which one is better. The straight line between step 0 and step 20 is no measurement: the record has no point between them.
-#
-# ### 8. Save, merge, deploy
-#
-# **What is going on?** **An adapter belongs to one base.** Put on another model of the same shape, it runs and answers badly. So `save_adapter` keeps a fingerprint of the base beside it, taken before the base is rounded to four bits, and `load_adapter` refuses any other model.
-#
-# **Guess first.** QLoRA was trained on weights of four bits. Which model is better: its adapter on these weights, or on the base as it was before, here in bf16?
-
-# %%
-import copy
-
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
-    check_merged,
     load_adapter,
     save_adapter,
 )
+from recipes_lib.fine_tuning.lora import merge_lora
 from recipes_lib.fine_tuning.qlora import merge_qlora
 
-fingerprint = base_fingerprint(fresh(trained.dtype))
-size = save_adapter(trained, folder / "adapter", base=fingerprint)
-print(f"adapter: {size / 2**20:.0f} MiB")
-
-# The model as it was judged: the four-bit base is unpacked, the adapter added to it.
-save_merged(
-    merge_qlora(copy.deepcopy(trained)), folder / "merged", tokenizer=tokenizer
-)
-merge_error = check_merged(folder / "merged", trained, packed["input_ids"])
-print(f"merged, loaded again: logits differ by {merge_error:.1%} of their norm")
-
-# The same adapter on the base as it was before QLoRA rounded it: another model.
-on_full = load_adapter(fresh(here.compute_dtype), folder / "adapter")
-on_full_losses = losses_of(on_full)
-verdict = compare(after["everything combined"], on_full_losses)
-print(f"adapter on the full base, against the judged model: {verdict}")
-del on_full, trained
+fingerprint = base_fingerprint(base(half))
+size = save_adapter(qlora, folder / "adapter", base=fingerprint)
+print(f"adapter file: {size / 2**20:.0f} MiB\n")
+on_16_bits = load_adapter(base(half), folder / "adapter")
+deployed = {
+    "LoRA, merged": (merge_lora(lora), "LoRA"),
+    "QLoRA, merged": (merge_qlora(qlora), "QLoRA"),
+    "QLoRA's adapter on the 16-bit base": (on_16_bits, "QLoRA"),
+}
+merged = {}
+for name, (model, judged) in deployed.items():
+    found = examine(model)
+    merged[name] = compare(after[judged].losses, found.losses)
+    print(f"{name}: {int(found.right.sum())} of {len(wanted)} right, against {judged}:")
+    print(f"    {merged[name]}")
+del model, deployed, on_16_bits, lora, qlora
 
 # %% [markdown]
-# The full base does not pay what four bits cost: the same adapter is better on it, on these rows and with this one seed. What to deploy?
-#
 # | your case | deploy |
 # |---|---|
-# | the line above says *better* for your rows, and 16-bit weights fit | the adapter on the full base; `merge_lora` puts both into one model |
-# | it does not say *better*, and 16-bit weights fit | the merged folder: up to rounding it is the model that was judged, and it has 16-bit weights, too |
-# | only four bits fit | the four-bit base with the adapter beside it, as it was trained and judged |
+# | LoRA | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
+# | QLoRA, 16-bit weights fit | what the lines above call *better*, or the merged model if neither |
+# | QLoRA, only four bits fit | the four-bit base with the adapter beside it |
 #
-# The merged folder gives almost the logits of the judged model: the sum of weight and adapter is rounded to 16 bits. Do not let peft merge into the four-bit weights: that rounds the sum to four bits once more.
+# `merge_qlora` unpacks the base first. peft's own merge into four-bit weights rounds the sum to four bits once more.
 #
-# ### 9. Pairs of your own, by one command; killed and resumed
+# ## 10. The same in TRL, and as a command
 #
-# `python -m recipes_lib finetune` is the loop above as a command. It reads a file of pairs, checks every row, and keeps the first of every ten pairs out of the training. At its end it says how the loss of these has changed. Here the pairs are sums. They are in random order, so that every tenth pair is a fair sample: do the same with a file of your own. The process is killed in the middle of its training, and a second one goes on from the last checkpoint.
+# This is the run of recipe 6 for TRL, with its real names. Four steps of both, on the same rows:
 
 # %%
-import json
-import random
+from datasets import Dataset, disable_progress_bars
+from trl import SFTConfig, SFTTrainer
 
-pairs = folder / "pairs.jsonl"
-sums = [(first, second) for first in range(20) for second in range(20)]
-random.Random(0).shuffle(sums)  # the command holds out the first of every ten pairs
-with pairs.open("w") as file:
-    for first, second in sums:
-        pair = {
-            "prompt": f"What is {first} + {second}?",
-            "completion": f"The sum of {first} and {second} is {first + second}.",
-        }
-        print(json.dumps(pair), file=file)
-print(pairs.read_text().splitlines()[0])
-
-# %%
-from recipes_lib.workflows.finetune import command
-
-options = [
-    f"--model={base}",
-    f"--data={pairs}",
-    f"--output={folder / 'run'}",
-    f"--steps={sizes.own_steps}",
-    "--save-steps=3",
-    f"--rows-per-step={sizes.own_rows}",
-    "--seq-len=auto",
-    "--dropout=0.1",  # random numbers, which a resumed run must repeat
-]
-print("python -m recipes_lib finetune", *options, "\n")
-# The process is killed two steps after a checkpoint, as the system does out of memory.
-killed = command.run_command(*options, kill_at=4)
-resumed = command.run_command(*options, "--resume", echo=True)
-
-# %%
-from recipes_lib.training.tracking import read_back
-
-log = read_back(folder / "run" / "log", backend="tensorboard")
-print(f"killed   {killed}")
-print(f"resumed  {dict(list(resumed.items())[:4])} …")
-print(f"steps in the log: {[step for step, _ in log['loss']]}")
-print((folder / "run" / "adapter" / "README.md").read_text()[:1400])
-
-# %% [markdown]
-# Both processes trained steps 3 and 4, and their losses agree in every digit: weights, states, schedule, position in the data and random state come back. The log has each step once. The README is the card of the adapter: base, data, losses before and after, the command and the versions. One line of the output needs an explanation: 360 rows are "packed into 360 rows". Almost all pairs are nearly as long as the longest, so no two fit into one row, and packing does nothing here. The low loss at the end says that the model has learned the form of these answers. Whether it adds, only a look at its answers would show.
-#
-# ### 10. The same run in production libraries
-#
-# `transformers.Trainer` and TRL's `SFTTrainer` train on the same rows, in the same order, with the same settings: LoRA in fp32, two rows per step, three steps. Before each of their steps our loop takes the same step, so both see the same machine. The first step makes the states and does not count, so each ratio is the median of two steps. **Guess first:** will the losses be equal? And whose peak is the lowest?
-
-# %%
-from recipes_lib.workflows.finetune import libraries, production
-
-show(production.trainer_arguments)
-equal = replace(two_rows, steps=max(2, sizes.steps))
-found = libraries.side_by_side(
-    lambda: loop.adapt(fresh(), run=equal), train, run=equal, tokenizer=tokenizer
+disable_progress_bars()
+few = train_rows[: 4 * sizes.rows]  # with our tokens and labels
+settings = SFTConfig(
+    output_dir=str(folder / "trl"),
+    max_steps=4,
+    per_device_train_batch_size=sizes.rows,
+    learning_rate=1e-3,
+    lr_scheduler_type="constant",
+    loss_type="nll",  # in tiles, for labels only
+    completion_only_loss=True,
+    bf16=half is torch.bfloat16,
+    fp16=half is torch.float16,
+    gradient_checkpointing=False,  # TRL's default is True
+    train_sampling_strategy="sequential",
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+    use_cpu=here.device == "cpu",
 )
-print(libraries.table(found))
-
-# %% [markdown]
-# The losses are the same, to the digits that are printed. The peaks are not: ours is the lowest. The Trainer makes the logits of all tokens at once. Our loop makes only those at positions where one of the rows learns a token. TRL's usual loss (`loss_type="nll"` in version 1.16) never holds all logits: on a GPU it takes the tokens with a label only, and goes through them in tiles. On a CPU it takes every token. Its tiles are 32,768 words wide, which is most of this vocabulary, and in backward it makes them once more ([notebook 04](../notebooks/04_training_long_sequences.ipynb) measures that). Here TRL has the highest peak and takes the most time; on a GPU or with a larger vocabulary that can be different. Both Trainers also run callbacks and check each batch, and TRL computes entropy and accuracy. How much of the time each of these takes was not measured. In return they have evaluation while training, callbacks, and several GPUs. At a vocabulary and a length where logits are most of the memory, take TRL's loss or ours; the step of a small model says nothing about that.
-#
-# The command of recipe 9 also wrote a file for Axolotl with its settings, and launch settings for `accelerate`. Axolotl was not run here. It loads the base from the hub, so after a run on the rounded weights that the setup names, it begins at other losses. This is how the file begins:
-
-# %%
-print(*(folder / "run" / "axolotl.yml").read_text().splitlines()[:22], "...", sep="\n")
-
-# %% [markdown]
-# ### 11. Other families: templates, context, experts, images
-#
-# The recipes are tested on many families, on tiny random models; [docs/families.md](../docs/families.md) has the list. This section trains no other pretrained model. It shows three things to know before you do so, with Qwen3 as the example.
-#
-# **Its template drops the thinking of earlier answers.** Before an answer, Qwen3 can write its thinking, between `<think>` and `</think>`. The template keeps only that of the last answer. So a conversation becomes one row per answer, each after the history that the model will really see. Where the hub is reachable, the next cell takes Qwen3's own template, else one with its rule about thinking.
-
-# %%
-from recipes_lib.core.data.chat import tokenize_chat
-
-RULE_OF_QWEN3 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+trainer = SFTTrainer(
+    model=with_lora(),  # or a base, and peft_config=every_linear
+    args=settings,
+    train_dataset=Dataset.from_list(few),
+    processing_class=tokenizer,
 )
-try:
-    qwen = load_tokenizer("Qwen/Qwen3-0.6B")
-    print("the published template of Qwen3-0.6B")
-except (OSError, ValueError):
-    qwen = load_tokenizer()
-    qwen.chat_template = RULE_OF_QWEN3
-    print("without the hub: a template with Qwen3's rule about thinking")
-chat = [
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "<think>Two and two.</think>4"},
-    {"role": "user", "content": "And 3 + 3?"},
-    {"role": "assistant", "content": "<think>Three and three.</think>6"},
-]
-for row in tokenize_chat(qwen, chat):
-    print(decode_with_mask(row, qwen).replace("\n", " "))
+trainer.remove_callback(transformers.PrinterCallback)
+trainer.train()
+theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+del trainer
 
-# %% [markdown]
-# The second row has the first answer without its thinking. (Where the print begins with "without the hub", the template is the short one above, which has this rule of Qwen3 and nothing else of it.)
-#
-# **Its context, the longest text that it can read, is stretched by a factor in the configuration.** [Notebook 04](../notebooks/04_training_long_sequences.ipynb) compares the ways; two of them are *dynamic* and *YaRN*. One property matters for fine-tuning: what happens to short texts?
-
-# %%
-from recipes_lib.architecture.rope import apply_rope_scaling
-from recipes_lib.core.model import model_of_shape
-
-plain = model_of_shape("tiny-qwen3").eval()
-text = torch.arange(1, 33, device=here.device)[None]
-for kind in ("dynamic", "yarn"):
-    scaled = apply_rope_scaling(copy.deepcopy(plain), kind=kind, factor=4.0)
-    before_scaling = plain(text).logits
-    difference = (scaled(text).logits - before_scaling).norm() / before_scaling.norm()
-    print(f"{kind}: logits of a short text change by {difference:.0%} of their norm")
-
-# %% [markdown]
-# YaRN changes the model for short texts, too. How much that costs a trained model, this tiny random one does not say; switch YaRN on only if you need it. *Dynamic* scaling (dynamic NTK) changes nothing as long as a text is not longer than those of the training.
-#
-# **Experts, and images.** In Qwen3-VL-MoE a vision tower turns an image into tokens, and each block of the language model has many MLPs, the *experts*, of which a *router* chooses a few per token ([notebook 02](../notebooks/02_multi_gpu_training.ipynb) explains them). The experts of a block are stored together in two large tensors, and not as linear layers. So adapters cannot be put on them one by one. The next cell builds a tiny model of this kind with random weights; its long first part is only the configuration.
-
-# %%
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
-from recipes_lib.fine_tuning.lora import apply_lora
-
-rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-tiny = Qwen3VLMoeConfig(
-    text_config=dict(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters=rotary,
-    ),
-    vision_config=dict(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_heads=2,
-        out_hidden_size=64,
-        patch_size=4,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0],
-    ),
-    image_token_id=120,
-    video_token_id=121,
-    vision_start_token_id=122,
-    vision_end_token_id=123,
-)
-seed_everything(0)
-model = Qwen3VLMoeForConditionalGeneration(tiny)
-try:
-    apply_lora(model, rank=4)
-except ValueError as reason:
-    print(reason)
-of_experts = replace(lora, rank=4, alpha=8, target_modules="attention")
-texts = torch.randint(0, 100, (9, 12)).tolist()
-text_rows = [{"input_ids": text, "labels": text} for text in texts]
-model, predicted = loop.prepare(model, text_rows, run=of_experts, pad_token_id=0)
-parts = {"vision tower": "visual", "experts": "experts", "routers": "mlp.gate."}
-for name, part in parts.items():
-    of_part = [p for n, p in model.named_parameters() if part in n]
-    trainable = sum(p.numel() for p in of_part if p.requires_grad)
-    numbers = sum(p.numel() for p in of_part)
-    print(f"{name}: {numbers:,} parameters, of which {trainable} train")
-adapted = sum(p.numel() for p in model.parameters() if p.requires_grad)
-print(f"adapters on the attention of the language model: {adapted:,} parameters")
-print(f"predicted {predicted.peak / 2**20:.2f} MiB")
-steps = loop.training_steps(model, text_rows, run=of_experts, pad_token_id=0)
-print("steps on text: loss", *(f"{step.loss:.3f}" for step in steps))
-in_vision = any(
-    p.requires_grad for n, p in model.named_parameters() if "visual" in n
-)
-
-# %% [markdown]
-# Only the adapters on the attention of the language model train. The texts are random, so the losses say nothing but that the steps run. The vision tower, the experts and the router are frozen; they still take their bytes as weights, and the tower takes its forward pass for each image. Four bits do not reach experts that are stored in this way. To train such a model on text, load it with its own class: `load_model` takes models of text only. And say `target_modules="attention"` in the settings. The cell above does so with the loop of this notebook. Its memory is predicted like that of any other model, for the prediction asks nothing of its blocks. Rows with images also need the model's processor.
-#
-# ## Take this into your code
-#
-# Here is a short form of this notebook's loop, without a schedule, on a model of the hub. `resolve` gives the folder of the embedded model where the hub cannot be reached.
-
-# %%
-from transformers import AutoModelForCausalLM
-
-from recipes_lib.core.data import collate
-from recipes_lib.core.model.default_model import resolve
-from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
-from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
-from recipes_lib.fine_tuning.honest_evaluation import compare, held_out_losses
-from recipes_lib.fine_tuning.lora import apply_lora
-
-name = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # any causal LM of the hub
-model = AutoModelForCausalLM.from_pretrained(name, dtype=here.compute_dtype)
-model = model.to(here.device).train()
-base_of_mine = base_fingerprint(model)
-before_mine = held_out_losses(model, held_out, **padding)
-model = apply_lora(model, rank=16, alpha=32)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-for start in range(0, 8, 4):  # your rows, four at a time
-    batch = collate(train[start : start + 4], device=here.device, **padding)
-    loss = accumulate_gradients(model, [batch], loss_sum=completion_only_loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"loss {loss.item():.3f}")
-print(compare(before_mine, held_out_losses(model, held_out, **padding)))
-save_adapter(model, folder / "mine", base=base_of_mine)
+model = with_lora().train()
+optimizer = optimizer_of(model, 1e-3)
+ours = [take_step(model, batch, optimizer, answer_loss) for batch in batches[:4]]
+print("TRL ", *(f"{loss:.3f}" for loss in theirs))
+print("ours", *(f"{loss:.3f}" for loss in ours))
 del model, optimizer
 
 # %% [markdown]
-# Here is nearly the same as arguments of TRL, with three things more: a schedule, packing and mixed precision. The adapter goes into the trainer: `SFTTrainer(…, peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))`.
+# The losses agree. In return for what it takes more, the Trainer has evaluation while training, callbacks and several GPUs. Rows with `prompt` and `completion` work as well, as lists of messages: plain strings get no chat template.
 #
-# ```python
-# SFTConfig(
-#     output_dir="my-adapter",
-#     completion_only_loss=True,  # recipe 1; for rows with prompt and completion
-#     learning_rate=1e-3,
-#     lr_scheduler_type="cosine",
-#     per_device_train_batch_size=4,
-#     gradient_accumulation_steps=1,  # recipe 5
-#     max_grad_norm=1.0,  # recipe 5: clipping
-#     optim="adamw_torch_fused",  # recipe 4: or "adamw_8bit"
-#     packing=True,  # recipe 6
-#     max_length=192,
-#     bf16=True,  # mixed precision
-#     gradient_checkpointing=False,  # TRL's own default is True
-# )
-# ```
+# Without code there is a command. It reads a file of pairs, checks each, keeps every tenth out of the training, and says at its end whether the loss of those has fallen. Here the process is killed two steps after a checkpoint, as an operating system does that runs out of memory, and a second one goes on.
+
+# %%
+import json
+
+from recipes_lib.workflows.finetune import command
+
+file = folder / "pairs.jsonl"
+file.write_text("\n".join(json.dumps(pair) for pair in reminder_pairs(limit=60)))
+options = [
+    f"--model={folder / 'base'}",
+    f"--data={file}",
+    f"--output={folder / 'run'}",
+    "--steps=9",
+    "--save-steps=3",
+    "--rows-per-step=4",
+    "--dropout=0.1",  # random numbers, which a resumed run must repeat
+]
+print("python -m recipes_lib finetune", *options, "\n")
+killed = command.run_command(*options, kill_at=4)
+resumed = command.run_command(*options, "--resume")
+print(f"killed   {killed}")
+print(f"resumed  {dict(list(resumed.items())[:4])} …")
+verdict = (folder / "run" / "adapter" / "README.md").read_text()
+print(*[line for line in verdict.splitlines() if "nats" in line], sep="\n")
+
+# %% [markdown]
+# Both processes took steps 3 and 4, and their losses agree in every digit: weights, states, schedule, place in the data and random state come back. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. The command also writes the run as a file for Axolotl ([docs/finetune.md](../docs/finetune.md)).
 #
-# Without code: `python -m recipes_lib finetune --data pairs.jsonl --output my-adapter`. The [cheatsheet](../CHEATSHEET.md) has the switches of the libraries side by side, and the traps.
+# ## A trap: all weights in bf16
 #
-# ## What it costs, and when not to use it
+# `from_pretrained` of transformers 5 loads a model as its file is, most often in bf16. Whoever then trains all of its weights has no fp32 numbers anywhere. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest.
 #
-# | recipe | price | not when |
+# **Guess first.** At the usual learning rate of 1e-5: which share of the last block's weights has changed after three steps?
+
+# %%
+from recipes_lib.precision.pure_bf16 import bf16_adamw
+from recipes_lib.workflows.finetune.loop import few_steps
+
+
+def share_that_changed(dtype, make):
+    model = base(dtype).requires_grad_(False)
+    blocks = decoder_blocks(model)[-2:].requires_grad_(True)
+    optimizer = make(blocks.parameters(), lr=1e-5)
+    return few_steps(model, optimizer, batches[0])[2]
+
+
+in_fp32 = partial(torch.optim.AdamW, fused=True)
+changed = {
+    "weights in fp32": share_that_changed(torch.float32, in_fp32),
+    "weights in bf16": share_that_changed(torch.bfloat16, in_fp32),
+    "bf16, rounded at random": share_that_changed(
+        torch.bfloat16, partial(bf16_adamw, rounding="stochastic")
+    ),
+}
+for name, share in changed.items():
+    print(f"{name:<24}{share:.0%} of the weights changed")
+
+# %% [markdown]
+# So load in fp32 and use autocast, as the first row of the ladder does, or round up and down at random, which is right on average: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
+#
+# ## What is not here, and why
+#
+# | recipe | why it has no section | where it helps |
 # |---|---|---|
-# | full fine-tuning | 16 bytes per weight | forgetting hurts: in Biderman et al. LoRA learns less and forgets less (not measured here; in recipe 7 both learn about equally much) |
-# | LoRA | a low-rank update only | teaching much new knowledge |
-# | QLoRA | unpacking in each product; rounded weights | the 16-bit weights fit |
-# | 8-bit AdamW | slightly different updates | with adapters |
-# | pure bf16 | noise of rounding | fp32 weights fit: autocast |
-# | Muon | products of matrices in each step | with adapters; few tokens per step |
-# | packing | a mask, or a kernel for variable lengths | rows of one length |
-# | loss on the answers | none | long prompts, short answers, few rows (Shi et al.) |
+# | 8-bit states, paged AdamW | adapters have hardly any states | all weights: −24 % for 7B in torchao's figures, [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) |
+# | activation checkpointing, accumulation | the rows are short | long rows, large batches: notebooks 01 and [04](../notebooks/04_training_long_sequences.ipynb) |
+# | DoRA | 17 % slower and 2 GiB more than LoRA for 46.9 against 47.8 % on GSM8K | PEFT's comparison, Llama-3.2-3B, one seed each |
+# | rsLoRA | a scale of α / √r, for large ranks | the same comparison: 51.3 % with rank 64 |
+# | Muon | DeepSpeed: 34.5 → 31.4 GiB for 3B; gains in fine-tuning are disputed, here seeds do not agree (`python -m benchmarks.muon`) | pretraining |
+# | a template that drops thinking | Qwen3 keeps that of the last answer only | `load_instructions` makes one row per answer |
 #
-# **Measured here: two recipes that gain less than one expects.** *Packing*: in recipe 6 packed rows are not clearly faster on a CPU than the same eight rows sorted by length. That is one measurement. *Pure bf16* with rounding to nearest: after three steps at a learning rate of 1e-5 hardly any weight has changed.
+# ## Take this home
+
+# %%
+name = folder / "base"  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
+mine = AutoModelForCausalLM.from_pretrained(name, dtype=half).to(here.device)
+mine = get_peft_model(mine, every_linear)
+rows = list(load_instructions(tokenizer, dataset=pairs[:16]))  # or a file: "mine.jsonl"
+parts = [rows[start : start + 4] for start in range(0, len(rows), 4)]
+mine_batches = [collate(part, device=here.device, **padding) for part in parts]
+first = held_out_losses(mine, held_out[:8], **padding)
+for loss in train(mine, mine_batches, 2e-3, answer_loss):
+    print(f"loss {loss:.3f}")
+print(compare(first, held_out_losses(mine, held_out[:8], **padding)))
+mine.save_pretrained(folder / "mine")
+del mine
+
+# %% [markdown]
+# The whole of it as one file, with dtype and device of your card, packed rows, checkpoints and the score: [scripts/finetune.py](../scripts/finetune.py). Its first lines say which number it reaches. The switches of the libraries stand side by side in the [cheatsheet](../CHEATSHEET.md).
 #
-# **What goes together.** QLoRA, packed rows and the loss on the answers: they are *everything combined*. **What does not.** 8-bit states or Muon with adapters, which have hardly any states to shrink; packing with models that ignore positions.
+# **Which way?** LoRA on all linear layers, at a rate from a short sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit. All weights where the task is much new knowledge and 16 bytes per weight are there. Packing where lengths are unequal.
 #
 # ## Exercises
 #
-# 1. Predict, then measure: QLoRA on packed rows with `gradient_checkpointing=True`. What is left at the peak?
-# 2. How many held-out rows would show a difference of 0.02 between LoRA and QLoRA? Ask `rows_needed` in honest_evaluation.py.
-# 3. Train on prompts too. Does the held-out loss on answers get better or worse?
+# 1. How many held-out sentences would show a difference of 0.01 nats between LoRA and QLoRA?
+# 2. Train LoRA with rank 1 for the same steps. What does *LoRA Without Regret* say about so little data?
+# 3. Let the model learn the questions, too (`labels` = `input_ids`). Are fewer answers right?
+#
+# <details><summary>Solutions</summary>
+#
+# 1. `rows_needed(after["QLoRA"].losses - after["LoRA"].losses, difference=0.01)` of honest_evaluation.py.
+# 2. `get_peft_model(base(half), LoraConfig(r=1, lora_alpha=2, target_modules="all-linear", task_type="CAUSAL_LM"))`, then the loop of recipe 6: a small data set fits into a small rank.
+# 3. Copy each batch with `labels=batch["input_ids"]`, and train on those.
+#
+# </details>
 #
 # ## References
 #
-# - Hu et al., *LoRA*, 2021; Dettmers et al., *QLoRA*, 2023; Liu et al., *DoRA*, 2024; Kalajdzievski, *rsLoRA*, 2023
-# - Biderman et al., *LoRA Learns Less and Forgets Less*, 2024
-# - Dettmers et al., *8-bit Optimizers via Block-wise Quantization*, 2022
-# - Zamirai et al., *Revisiting BFloat16 Training*, 2020
-# - Krell et al., *Efficient Sequence Packing without Cross-contamination*, 2021
-# - Miller, *Adding Error Bars to Evals*, 2024
+# - Hu et al., *LoRA*, 2021; Dettmers et al., *QLoRA*, 2023; Schulman et al., *LoRA Without Regret*, 2025
+# - Miller, *Adding Error Bars to Evals*, 2024; Wilson, *Probable Inference*, 1927
 # - Shi et al., *Instruction Tuning With Loss Over Instructions*, 2024
-# - Jordan, *Muon*, 2024; Liu et al. (Moonshot), *Muon is Scalable for LLM Training*, 2025
+# - Krell et al., *Efficient Sequence Packing without Cross-contamination*, 2021
 # - PEFT, *method_comparison*; TRL, *Default SFT loss to chunked_nll*, pull request 5846
 #
-# The last cell checks the main claims above on this machine: orderings, signs, and how exact predictions and losses are. It never checks absolute speed.
+# The last cell checks the claims above on this machine: orderings, and what has to be equal.
 
 # %%
 from recipes_lib.core.measure.machine import fast
+from recipes_lib.fine_tuning.honest_evaluation import rows_needed
 
-qlora_time = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
-print(f"QLoRA takes {qlora_time:.2f}× the time of LoRA per step")
-both = killed.keys() & resumed.keys()
-exact = all(killed[step] == resumed[step] for step in both)
+print(f"exercise 1: {rows_needed(after['QLoRA'].losses - after['LoRA'].losses, difference=0.01)}")
+exact = all(killed[step] == resumed[step] for step in killed.keys() & resumed.keys())
+gain = compare(before.losses, after["LoRA"].losses)
 ladder.note(
     targets=targets,
-    before=before.mean,
-    steps=run.steps,
-    verdict=vars(changes["everything combined"]),
-    state_bytes=state_bytes,
-    changed=changed,
+    steps=sizes.steps,
+    held_out=sizes.held_out,
+    few_shot=few_shot,
+    right={name: int(found.right.sum()) for name, found in after.items()},
+    losses={name: found.losses.mean for name, found in after.items()},
+    before=before.losses.mean,
+    verdict=vars(gain),
+    paired={look: vars(change) for look, change in paired.items()},
+    best_rate=best_rate,
     useful=useful,
-    merge_error=merge_error,
-    production=found,
+    changed=changed,
     exact=exact,
+    silent=silent,
 )
-peaks = {row.name: row.peak_bytes for row in ladder.rows}
 assert all(abs(row.prediction_error) < 0.005 for row in ladder.rows), "predicted"
-assert abs(muon_error) < 0.005, "Muon's peak is predicted, too"
-if not fast():  # weights as small as those of FAST mode say nothing
-    assert state_bytes["fp32, fused"] > 7.9
-    assert abs(leaking / alone.mean - 1) > 1e-4, "without a mask, documents read each other"
-    assert peaks["QLoRA"] < peaks["LoRA"] < peaks["full fine-tuning"]
-    assert max(state_bytes["torchao"], state_bytes["bitsandbytes"]) < 2.2
-    assert changed["nearest"] < changed["master"] < changed["stochastic"]
-    assert found["ours"]["peak_bytes"] < found["Trainer"]["peak_bytes"]
 assert abs(together / alone.mean - 1) < 1e-4, "packing is exact"
+for a, b in zip(theirs, ours):
+    assert abs(a - b) < 0.02, "the same training in TRL"
 # A GPU adds in another order from run to run.
 assert exact or here.device == "cuda", "the resumed run is the one that was killed"
-assert {3, 4} <= killed.keys() & resumed.keys(), "steps that both have trained"
-assert [step for step, _ in log["loss"]] == list(range(sizes.own_steps)), "logged once"
-for library in ("Trainer", "SFTTrainer"):
-    for theirs, ours in zip(found[library]["losses"], found["ours"]["losses"]):
-        assert abs(theirs - ours) < 1e-3, "the same training in the library"
-assert not in_vision, "the vision tower is frozen"
-if sizes.certain:
-    assert all(change.high < 0 for change in changes.values()), "better, beyond chance"
+assert {3, 4} <= killed.keys() & resumed.keys(), "steps that both have taken"
+assert silent["experts"] == 0 < silent["vision tower"], "what all-linear trains"
+assert meant["vision tower"] == 0 < meant["experts"], "what was meant"
+if not fast():  # random weights learn nothing in so few steps
+    peaks = [row.peak_bytes for row in ladder.rows]
+    assert peaks == sorted(peaks, reverse=True), "each recipe takes less memory"
+    assert leaking < alone.mean, "the leak looks better"
+    assert changed["weights in bf16"] < changed["weights in fp32"]
+    assert all(found.right.mean() > before.right.mean() for found in after.values())
+    assert gain.high < 0, "better, beyond chance"
 print("all checks passed")

@@ -13,6 +13,7 @@ evaluation  losses, perplexity and answers on rows that were not trained on
 images  5,000 handwritten digits, to train on and to test with
 pair_columns  a row as a pair, a conversation or a text, whatever its columns are called
 pairs  instruction pairs of the library, a file, the hub or a list, as rows of tokens and labels
+reminders  a made task with a score: a sentence, and the reminder in it as JSON
 row_files  rows of a local file or folder, whatever its format, each with its place
 row_order  the rows that a step trains on, as a function of the step alone
 template  what a chat template makes of a conversation, compared with what it holds
