@@ -74,8 +74,8 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 cpu = dict(
     model="smollm2",
     rows=4,  # sentences in a step
-    steps=100,  # of the three long runs
-    points=(0, 25, 100),  # steps after which the model is examined
+    steps=120,  # of the three long runs
+    points=(0, 40, 120),  # steps after which the model is examined
     short=12,  # steps of each run that looks for a learning rate
     held_out=48,  # sentences that are never trained on
     rounds=3,  # of timing
