@@ -109,7 +109,8 @@ from recipes_lib.core.data.reminders import reminder_pairs, times_of
 from recipes_lib.core.measure.runs import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 
-folder = Path(os.path.relpath(runs_dir() / "notebook-05"))  # made anew in each run
+# Files of this notebook, made anew in each run.
+folder = Path(os.path.relpath(runs_dir() / f"notebook-05-{sizes.tier}"))
 shutil.rmtree(folder, ignore_errors=True)
 
 tokenizer = load_tokenizer(sizes.model)
@@ -1059,6 +1060,7 @@ ladder.note(
     steps=sizes.steps,
     held_out=sizes.held_out,
     few_shot=few_shot,
+    right_before=int(before.right.sum()),
     right={name: int(found.right.sum()) for name, found in after.items()},
     losses={name: found.losses.mean for name, found in after.items()},
     before=before.losses.mean,
