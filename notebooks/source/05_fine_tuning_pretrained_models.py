@@ -29,6 +29,21 @@
 # | **Hardware that has run this** | two CPU cores; no GPU yet |
 
 # %% [markdown]
+# ## The map
+#
+# | | recipe | its question | file |
+# |---|---|---|---|
+# | 1 | held-out loss and score, with intervals | is it better, or is it luck? | [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) |
+# | 2 | LoRA | which weights train? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
+# | 3 | QLoRA | in how many bits are the others? | [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
+# | 4 | logits of the answers only | what fills the rest? | [completion_only_loss.py](../recipes_lib/fine_tuning/completion_only_loss.py) |
+# | 5 | a sweep | which learning rate, which layers? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
+# | 6 | the run | does it learn the task? | [reminders.py](../recipes_lib/core/data/reminders.py) |
+# | 7 | experts and images | what does LoRA leave out? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
+# | 8 | packing | how much is padding? | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
+# | 9 | save, merge, deploy | is it still the model that was judged? | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
+# | 10 | TRL, and a command that survives a crash | how do I run it? | [command.py](../recipes_lib/workflows/finetune/command.py) |
+#
 # ## Setup
 #
 # Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking.
@@ -160,7 +175,7 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # %% [markdown]
 # **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`, and `SFTConfig(completion_only_loss=True)`. It masks; it does not check labels that you bring. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al., 2024).
 #
-# ## The loop
+# ## Baseline: the loop
 #
 # This is all of the training. Every row below goes through it, and a recipe is a change to what goes in: another model, other batches, another rate, another loss. In 16 bits PyTorch's `autocast` rounds the inputs of the matrix products. The scaler is for fp16 alone, where small gradients would become zero; it does nothing elsewhere.
 
@@ -443,7 +458,7 @@ climb("QLoRA", with_qlora)
 #
 # **When not:** where the 16-bit weights fit. LoRA then begins with the exact model.
 #
-# ## 4. Logits of the answers only
+# ## 4. Logits of the answers only, and everything combined
 #
 # **What happens.** Now that weights and states are small, the logits are large. Most of them belong to tokens without a label.
 #
@@ -992,7 +1007,9 @@ for name, share in changed.items():
 # %% [markdown]
 # So load in fp32 and use autocast, as the first row of the ladder does, or round up and down at random, which is right on average: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
 #
-# ## What is not here, and why
+# ## When to use what, and what is not here
+#
+# **Which way?** LoRA on all linear layers, at a rate from a short sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit. All weights where there is much to learn, and 16 bytes per weight are there. Packing where lengths are unequal.
 #
 # | recipe | why it has no section | where it helps |
 # |---|---|---|
@@ -1021,8 +1038,6 @@ del mine
 
 # %% [markdown]
 # The whole of it as one file, with dtype and device of your card, packed rows, checkpoints and the score: [scripts/finetune.py](../scripts/finetune.py). Its first lines say which number it reaches. The switches of the libraries stand side by side in the [cheatsheet](../CHEATSHEET.md).
-#
-# **Which way?** LoRA on all linear layers, at a rate from a short sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit. All weights where the task is much new knowledge and 16 bytes per weight are there. Packing where lengths are unequal.
 #
 # ## Exercises
 #
@@ -1055,22 +1070,27 @@ from recipes_lib.fine_tuning.honest_evaluation import rows_needed
 print(f"exercise 1: {rows_needed(after['QLoRA'].losses - after['LoRA'].losses, difference=0.01)}")
 exact = all(killed[step] == resumed[step] for step in killed.keys() & resumed.keys())
 gain = compare(before.losses, after["LoRA"].losses)
-ladder.note(
-    targets=targets,
+learned = dict(
     steps=sizes.steps,
     held_out=sizes.held_out,
     few_shot=few_shot,
     right_before=int(before.right.sum()),
     right={name: int(found.right.sum()) for name, found in after.items()},
-    losses={name: found.losses.mean for name, found in after.items()},
     before=before.losses.mean,
+    losses={name: found.losses.mean for name, found in after.items()},
+)
+ladder.note(
+    targets=targets,
+    learned=learned,
     verdict=vars(gain),
     paired={look: vars(change) for look, change in paired.items()},
     best_rate=best_rate,
     useful=useful,
-    changed=changed,
+    moved=changed,
     exact=exact,
     silent=silent,
+    merged={name: vars(change) for name, change in merged.items()},
+    trl={"difference": max(abs(a - b) for a, b in zip(theirs, ours))},
 )
 assert all(abs(row.prediction_error) < 0.005 for row in ladder.rows), "predicted"
 assert abs(together / alone.mean - 1) < 1e-4, "packing is exact"

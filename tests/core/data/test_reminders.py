@@ -1,0 +1,33 @@
+"""Reminders: answers that are right, and held-out ones that nobody can remember."""
+
+import json
+
+from recipes_lib.core.data.reminders import THINGS, reminder_pairs, spoken, times_of
+
+
+def test_the_clock_at_its_corners():
+    """The mistakes: midnight as 12:05, noon as 00:05 or 24:05, seven in the evening as 07:00."""
+    assert [spoken(0, 5), spoken(12, 5)] == ["12:05 am", "12:05 pm"]
+    assert [spoken(19, 0), spoken(11, 55)] == ["7:00 pm", "11:55 am"]
+
+
+def test_an_answer_says_what_its_question_asks():
+    for pair in reminder_pairs(limit=50):
+        answer = json.loads(pair["completion"])
+        hour, minute = map(int, answer["time"].split(":"))
+        assert spoken(hour, minute) in pair["prompt"]
+        assert answer["do"] in pair["prompt"] and answer["day"] in pair["prompt"]
+
+
+def test_held_out_times_and_things_are_never_trained_on():
+    """The mistake: a score on what the model has seen."""
+    train, held_out = times_of("train"), times_of("validation")
+    assert not set(train) & set(held_out)
+    assert len(train) + len(held_out) == 288
+    assert not set(THINGS["train"]) & set(THINGS["validation"])
+
+
+def test_pairs_are_the_same_each_time():
+    """The mistake: a run that goes on, or a model that is compared, with other rows."""
+    assert reminder_pairs(limit=5) == reminder_pairs(limit=9)[:5]
+    assert reminder_pairs(limit=5) != reminder_pairs(split="validation", limit=5)
