@@ -246,11 +246,11 @@ def base(dtype=torch.float32):
 # %% [markdown]
 # ## What a step needs: two equations
 #
-# AdamW keeps two numbers of 4 bytes per weight that trains, its *states*. A gradient takes 4 bytes more. A weight that is frozen has neither.
+# A weight that trains has 4 bytes, and AdamW keeps two more numbers of 4 bytes for it, its *states*. A weight that is frozen has no states and no gradient.
 #
-# $$\text{bytes} = b \cdot \text{frozen} + (4 + 8 + 4) \cdot \text{trained} + \text{activations} + \text{logits}$$
+# $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
-# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary, and the loss needs that table about three times.
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary, and the loss needs that table about three times. Both go in backward, while the gradients come, 4 bytes per trained weight: so the peak has one or the other.
 #
 # Each trained weight costs about six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one needs no gradient of its own, so it costs four. Padding costs as much as text.
 #
@@ -279,7 +279,7 @@ del shapes
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Both numbers below come from some held-out sentences. Others would give other numbers. So each has an interval. For the loss we draw as many sentences out of ours, with replacement, 2,000 times, and keep the middle 95 %. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
+# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers, and the share of answers that are right to the letter. Both come from some sentences, and others would give other numbers. So each has an interval. For the loss we draw as many sentences out of ours, with replacement, 2,000 times, and keep the middle 95 %. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
 #
 # To compare two models, take the *same* sentences and draw the differences: what makes a sentence hard for both is then gone.
 #
@@ -456,7 +456,7 @@ climb("QLoRA", with_qlora)
 # %% [markdown]
 # `apply_qlora` does one thing more than these lines. On CPUs with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel that has no gradient. Whoever examines the model before training, as we do, then trains adapters of which most get a gradient of zero, without an error. `apply_qlora` keeps the weights as they are.
 #
-# **When not:** where the 16-bit weights fit. LoRA then begins with the exact model.
+# Whether training makes good what four bits cost, recipe 6 answers. **When not:** where the 16-bit weights fit. LoRA then begins with the exact model.
 #
 # ## 4. Logits of the answers only, and everything combined
 #
@@ -587,11 +587,11 @@ lines(
 )
 
 # %% [markdown]
-# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for in runs as short as these. Where the intervals of two trials overlap zero, this run does not rank them. **When not:** a short run prefers rates that are a little too high for a long one, so take the lower of two that are equal.
+# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for in runs as short as these. Where the interval of a difference holds zero, this run does not rank the two. **When not:** a rate is best for a length and a batch. Look again if yours are others.
 #
 # ## 6. The run: does the model learn the task?
 #
-# **What happens.** All three ways take the same rows in the same order, each at its best rate. After some steps each is examined.
+# **What happens.** All three ways take the same rows in the same order, each at its best rate; QLoRA takes that of LoRA. After some steps each is examined.
 #
 # **Guess first.** Which of the three ends best, and by more than chance?
 
@@ -814,7 +814,7 @@ print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, packed rows are the same training to the fourth digit. So packing adds no quality; what it adds is time. How much? The same eight documents, as they come, sorted by length, and packed:
+# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, packed rows are the same training to the fourth digit. So packing adds no quality. What it saves is time. How much? The same eight documents, as they come, sorted by length, and packed:
 
 # %%
 from recipes_lib.core.measure import in_turns
@@ -944,7 +944,7 @@ print("ours", *(f"{loss:.3f}" for loss in ours))
 del model, optimizer
 
 # %% [markdown]
-# The losses agree. In return for what it takes more, the Trainer has evaluation while training, callbacks and several GPUs. Rows with `prompt` and `completion` work as well, as lists of messages: plain strings get no chat template.
+# The losses agree. The Trainer has what our loop has not: evaluation while training, callbacks, several GPUs. Rows with `prompt` and `completion` work as well, as lists of messages: plain strings get no chat template.
 #
 # Without code there is a command. It reads a file of pairs, checks each, keeps every tenth out of the training, and says at its end whether the loss of those has fallen. Here the process is killed two steps after a checkpoint, as an operating system does that runs out of memory, and a second one goes on.
 
