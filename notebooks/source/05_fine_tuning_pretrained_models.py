@@ -288,6 +288,7 @@ del shapes
 # %%
 from types import SimpleNamespace
 
+from recipes_lib.core.data.chat import tokenize_chat
 from recipes_lib.core.data.evaluation import generate_answers
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
@@ -334,8 +335,18 @@ def in_words(found):
 model = base()
 before = examine(model)
 print("alone:               ", in_words(before))
-shown = "\n\n".join(f"{p['prompt']}\n{p['completion']}" for p in pairs[:3])
-answers = write(model, [f"{shown}\n\n{pair['prompt']}" for pair in questions])
+
+# Three examples as earlier turns of the conversation. `train` False: nothing to learn.
+examples = []
+for pair in pairs[:3]:
+    examples.append({"role": "user", "content": pair["prompt"]})
+    examples.append({"role": "assistant", "content": pair["completion"], "train": False})
+conversations = []
+for pair in questions:
+    asked = {"role": "user", "content": pair["prompt"]}
+    answer = {"role": "assistant", "content": pair["completion"]}
+    conversations += tokenize_chat(tokenizer, [*examples, asked, answer])
+answers = write(model, conversations)
 few_shot = sum(a == b for a, b in zip(answers, wanted))
 low, high = wilson(few_shot, len(wanted))
 print(f"after three examples: {few_shot} of {len(wanted)} right ({low:.0%} to {high:.0%})")
@@ -791,7 +802,7 @@ from recipes_lib.training.sequence_packing import (
 )
 
 show(document_mask, fill_rows)
-documents = list(load_instructions(tokenizer, max_tokens=192, limit=8))
+documents = list(load_instructions(tokenizer, max_tokens=192, limit=16))
 lengths = [len(row["labels"]) for row in documents]
 first = pack_sequences(documents[:3], length=3 * 192)
 packed = collate_packed(first, device=here.device, **padding)
@@ -814,7 +825,7 @@ print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, packed rows are the same training to the fourth digit. So packing adds no quality. What it saves is time. How much? The same eight documents, as they come, sorted by length, and packed:
+# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, packed rows are the same training to the fourth digit. So packing adds no quality. What it saves is time. How much? Sixteen documents, four rows at a time: as they come, sorted by length, and packed:
 
 # %%
 from recipes_lib.core.measure import in_turns
@@ -822,8 +833,9 @@ from recipes_lib.core.measure import in_turns
 in_fours = {
     "padded": documents,
     "sorted by length": sorted(documents, key=lambda row: len(row["labels"])),
-    "packed": pack_sequences(documents, length=sum(lengths) // 4 + 64),
+    "packed": pack_sequences(documents, length=256),
 }
+del decoder_blocks(model)[10:]  # to be quick: what counts is the ratio
 model = get_peft_model(model, every_linear).train()
 work = {}
 for name, rows in in_fours.items():
