@@ -566,8 +566,8 @@ def with_attention_only():
 
 
 trials = {
-    "full fine-tuning": (base, (5e-5, 2e-4, 8e-4)),
-    "LoRA": (with_lora, (5e-4, 2e-3, 8e-3)),
+    "full fine-tuning": (base, (2e-5, 2e-4, 2e-3)),
+    "LoRA": (with_lora, (2e-4, 2e-3, 2e-2)),
     "LoRA, attention only": (with_attention_only, (2e-3,)),
 }
 sweep = {}
