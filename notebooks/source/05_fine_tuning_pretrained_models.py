@@ -530,15 +530,17 @@ for name, size in kept.items():
 for name in ("LoRA", "QLoRA", "everything combined"):
     row = ladder[name]
     print(f"{name}: peak {row.change:+.0%}, time {row.ratio:.2f}× (4/6 = 0.67 expected)")
+saved = 1 - ladder["everything combined"].peak_bytes / ladder["QLoRA"].peak_bytes
+print(f"logits of the answers only: {saved:.0%} of QLoRA's peak is gone")
 to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
 print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
 
 # %% [markdown]
-# That answers the guesses about bytes and time. Where the time is above 4/6, the adapters and the unpacking cost it: small matrices keep a processor badly busy. On a large model they weigh less.
+# That answers the guesses about bytes and time. In the first picture *other* is the gradient of the embedding, twice: the model uses that table at its input and at its output, and both ends give one. Where the time is above 4/6, the adapters and the unpacking cost it: small matrices keep a processor badly busy. On a large model they weigh less.
 #
 # ## 5. Which learning rate, and which layers?
 #
-# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many runs: adapters want about ten times the learning rate of full fine-tuning, they belong on all linear layers, and the rank matters little as long as it can hold the data. We try the first two here.
+# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many runs: adapters want about ten times the learning rate of full fine-tuning, they belong on all linear layers, and the rank matters little as long as it can hold the data. We try the first two here, with rates a decade apart.
 #
 # **Guess first.** At which of three rates does each of them learn most in a short run?
 
@@ -594,6 +596,7 @@ lines(
     xlabel="learning rate",
     ylabel="held-out loss, nats per token",
     xscale="log",
+    yscale="log",
     source=f"{sizes.short} steps, one run each, {sizes.held_out} held-out sentences",
 )
 
@@ -705,6 +708,8 @@ for method, verdict in recorded("long_finetune")["verdicts"].items():
 # **Guess first.** `target_modules="all-linear"`, the advice of recipe 5: what does it train here?
 
 # %%
+from collections import Counter
+
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from recipes_lib.fine_tuning.lora import apply_lora
@@ -717,6 +722,8 @@ tower = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_s
 tower |= dict(out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0])
 special = dict(image_token_id=120, video_token_id=121)
 special |= dict(vision_start_token_id=122, vision_end_token_id=123)
+# Of each part, what the names of its parameters have in common.
+PARTS = {"vision tower": "visual", "experts": "experts", "attention": "self_attn"}
 tiny_vision = Qwen3VLMoeConfig(
     text_config=text | {"rope_parameters": rotary}, vision_config=tower, **special
 )
@@ -727,17 +734,24 @@ def with_images():
     return Qwen3VLMoeForConditionalGeneration(tiny_vision).to(here.device)
 
 
+def part_of(name):
+    """The part of the model that a parameter of this name belongs to."""
+    for part, mark in PARTS.items():
+        if mark in name:
+            return part
+    return "others"
+
+
 def count_trained(model):
-    """Of each part, how many numbers train beside how many that are there."""
-    parts = {"vision tower": "visual", "attention": "self_attn", "experts": "experts"}
-    found = {}
-    for part, name in parts.items():
-        own = [(n, w) for n, w in model.named_parameters() if name in n]
-        own = [(n, w) for n, w in own if part == "vision tower" or "visual" not in n]
-        found[part] = sum(w.numel() for n, w in own if w.requires_grad)
-        frozen = sum(w.numel() for n, w in own if not w.requires_grad)
-        print(f"  {part:<13}{found[part]:>7,} train, {frozen:>7,} are frozen")
-    return found
+    """The numbers that train in each part, printed beside those that are frozen."""
+    trained = Counter()
+    frozen = Counter()
+    for name, weight in model.named_parameters():
+        counts = trained if weight.requires_grad else frozen
+        counts[part_of(name)] += weight.numel()
+    for part in PARTS:
+        print(f"  {part:<13}{trained[part]:>7,} train, {frozen[part]:>7,} are frozen")
+    return {part: trained[part] for part in PARTS}
 
 
 print("peft, all-linear:")
@@ -991,18 +1005,21 @@ print(*[line for line in verdict.splitlines() if "nats" in line], sep="\n")
 #
 # `from_pretrained` of transformers 5 loads a model as its file is, most often in bf16. Whoever then trains all of its weights has no fp32 numbers anywhere. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest.
 #
-# **Guess first.** At the usual learning rate of 1e-5: which share of the last block's weights has changed after three steps?
+# **Guess first.** At the usual learning rate of 1e-5: which share of the weights of two blocks has changed after three steps?
 
 # %%
 from recipes_lib.precision.pure_bf16 import bf16_adamw
-from recipes_lib.workflows.finetune.loop import few_steps
 
 
 def share_that_changed(dtype, make):
     model = base(dtype).requires_grad_(False)
-    blocks = decoder_blocks(model)[-2:].requires_grad_(True)
-    optimizer = make(blocks.parameters(), lr=1e-5)
-    return few_steps(model, optimizer, batches[0])[2]
+    trained = list(decoder_blocks(model)[-2:].requires_grad_(True).parameters())
+    old = [weight.detach().clone() for weight in trained]
+    optimizer = make(trained, lr=1e-5)
+    for batch in batches[:3]:
+        take_step(model, batch, optimizer, answer_loss)
+    moved = sum((a != b).sum().item() for a, b in zip(old, trained))
+    return moved / sum(weight.numel() for weight in trained)
 
 
 in_fp32 = partial(torch.optim.AdamW, fused=True)

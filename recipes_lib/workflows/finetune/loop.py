@@ -25,7 +25,6 @@ from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure import without_data
 from recipes_lib.core.measure.machine import machine, synchronize
-from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.checkpoint_state import check_same_run
 from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.core.ranks import rank, world_size
@@ -328,36 +327,3 @@ def check_run(
         raise ValueError(f"steps={run.steps}: the checkpoint in {folder} has {done} already")
     here = facts_of(run, rows, base or there["base"]) | {"steps": there["steps"]}
     check_same_run(folder / CHECKPOINT, saved={"run": there}, given={"run": here})
-
-
-# --- looking at a run -----------------------------------------------------------------------------
-
-
-def few_steps(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    *,
-    autocast: Any = contextlib.nullcontext,
-) -> tuple[list[float], float, float]:
-    """Three steps of any optimizer on one batch.
-
-    Returns the losses, the seconds of the last step (the first one makes the states), and the
-    share of the last block's weights that changed.
-    """
-    watched = list(decoder_blocks(model)[-1].parameters())
-    old = [parameter.detach().clone() for parameter in watched]
-    losses = []
-    for _ in range(3):
-        synchronize()
-        start = time.perf_counter()
-        loss = accumulate_gradients(
-            model, [batch], loss_sum=completion_only_loss, autocast=autocast
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        synchronize()
-        seconds = time.perf_counter() - start
-    changed = sum((a != b).sum().item() for a, b in zip(old, watched, strict=True))
-    return losses, seconds, changed / sum(parameter.numel() for parameter in old)

@@ -8,12 +8,9 @@ import torch
 from recipes_lib.core.data import collate
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.row_order import rows_of_step
-from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.loop import (
     CHECKPOINT,
-    few_steps,
-    micro_batches,
     training_steps,
 )
 from tests.workflows.finetune.shared import RUN, change, fresh, losses_of, make_rows
@@ -224,41 +221,3 @@ def test_the_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match=r"another run .*base"):
         next(training_steps(model, rows, run=run, pad_token_id=0, **resumed))
     assert (tmp_path / CHECKPOINT).read_bytes() == kept
-
-
-# --- looking at a run ---------------------------------------------------------------------------
-
-
-def one_batch():
-    (batch,) = micro_batches(
-        make_rows(4), run=change(micro_batch_size=4), pad_token_id=0, device="cpu"
-    )
-    return batch
-
-
-def some_sgd(model):
-    """An optimizer that holds two projections of each block."""
-    held = [p for name, p in model.named_parameters() if "q_proj" in name or "gate_proj" in name]
-    return torch.optim.SGD(held, lr=0.1)
-
-
-def test_few_steps_are_those_of_the_optimizer():
-    """The losses of a plain loop, and the share of the last block's weights that changed."""
-    batch = one_batch()
-    plain = fresh()
-    optimizer = some_sgd(plain)
-    expected = []
-    for _ in range(3):
-        loss = plain(**batch, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-
-    model = fresh()
-    found, seconds, changed = few_steps(model, some_sgd(model), batch)
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert expected[2] < expected[0]
-    assert seconds > 0
-    of_all = sum(p.numel() for p in decoder_blocks(model)[-1].parameters())
-    assert changed == pytest.approx((64 * 64 + 64 * 160) / of_all, rel=1e-2)
