@@ -238,5 +238,7 @@ def lines_that_generate(run: Settings, *, base: str, folder: str, tokenizer: Any
     if run.method != "full":
         imports = "from recipes_lib.fine_tuning.adapter_files import load_adapter\n"
         model = f'load_adapter(load_model("{base}"), "{folder}").eval()'
-    ids = IDS if tokenizer.chat_template else 'ids = tokenizer("Your text", return_tensors="pt")'
+    ids = IDS
+    if not tokenizer.chat_template:  # its pairs are a question, an empty line and the answer
+        ids = 'ids = tokenizer("Your question\\n\\n", return_tensors="pt")'
     return ASK.format(imports=imports, folder=folder, model=model, ids=ids)
