@@ -556,7 +556,7 @@ for name, row in table.items():
 # %% [markdown]
 # *No shard* is DDP. *Gradients and states* is ZeRO-2 by `fully_shard`: between forward and backward a rank holds the whole weights *and* its own part of them, which is more than DDP holds. *Hybrid* is HSDP with two copies, and *full* is FSDP. Full keeps and holds least, and sends half as much again as no shard.
 #
-# **How do I use it?** `fully_shard(block)` for each block and then for the model, or `fsdp_version: 2` in accelerate. To compile as well, call `block.compile()` on each block *before* sharding, in the order of torchtitan, or pass `compile_blocks=True` to our `apply_fully_sharded`. `torch.compile(block)` returns a wrapper instead, and the hooks that `fully_shard` adds to the block later may never be called. In accelerate such steps took 2.4 times as long as without compiling, until its [pull request 4022](https://github.com/huggingface/accelerate/pull/4022). That was on 16 GPUs; we have not measured it.
+# **How do I use it?** `fully_shard(block)` for each block and then for the model, or `fsdp_version: 2` in accelerate. To compile as well, call `block.compile()` on each block *before* sharding, in the order of torchtitan. `torch.compile(block)` returns a wrapper instead, and the hooks that `fully_shard` adds to the block later may never be called. In accelerate such steps took 2.4 times as long as without compiling, until its [pull request 4022](https://github.com/huggingface/accelerate/pull/4022). That was on 16 GPUs; we have not measured it.
 #
 # **What does it cost?** Half as many bytes again as DDP, and small models wait for many small gathers.
 #

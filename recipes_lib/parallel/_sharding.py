@@ -92,15 +92,6 @@ def shard_ends(model: Any, *, reshard_after_forward: bool, **options: Any) -> No
     fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **options)
 
 
-def fetch_ahead(blocks: Any, count: int) -> None:
-    """Fetch the next `count` blocks in forward, and the `count` blocks before in backward."""
-    ordered = list(blocks)
-    for index, block in enumerate(ordered):
-        block.set_modules_to_forward_prefetch(ordered[index + 1 : index + 1 + count])
-        before = ordered[max(0, index - count) : index]
-        block.set_modules_to_backward_prefetch(before[::-1])
-
-
 def part_bytes(parameters: Iterable[torch.Tensor], shards: int) -> int:
     """Bytes of a rank's part of them: as many rows of each as the first rank has.
 

@@ -49,6 +49,8 @@ from recipes_lib.core.ranks.collectives import all_gather, exchange, reduce_scat
 from recipes_lib.core.ranks.traffic import ring_bytes
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
+FP32_BYTES = 4
+ROUNDS = 5  # of which the fastest counts: whatever else runs can only slow them
 ROUND_SECONDS = 0.05  # in which a small tensor is sent many times
 MOST_CALLS = 200  # in a round, of a tensor that is small
 FEWEST_SIZES = 3  # a line goes through any two points exactly, and says nothing of its error
@@ -103,45 +105,35 @@ class BusPoint:
         return self.bandwidth * bus_factor(self.kind, self.ranks)
 
 
-def measure_bus_bandwidth(
-    kind: str,
-    sizes: Sequence[int],
-    *,
-    dtype: torch.dtype = torch.float32,
-    rounds: int = 5,
-) -> list[BusPoint]:
+def measure_bus_bandwidth(kind: str, sizes: Sequence[int]) -> list[BusPoint]:
     """Time one kind of collective over sizes. All ranks call it, and all get the same points.
 
     Args:
         kind: one of KINDS; "send" is a ring, in which each rank sends to the next.
-        sizes: bytes of the whole tensor, each a multiple of the ranks x the bytes of an element.
-        dtype: of the tensor. Sums in 16 bits take longer on a CPU, the rest is the same.
-        rounds: of which the fastest counts; whatever else runs can only slow them.
-
+        sizes: bytes of the whole tensor in fp32, each a multiple of the ranks x 4.
     Raises ValueError if the ranks differ, for an unknown kind, and for sizes that do not divide.
     """
-    agree(kind=kind, sizes=list(sizes), dtype=dtype, rounds=rounds)
+    agree(kind=kind, sizes=list(sizes))
     check_choice(KINDS, kind=kind)
     ranks = world_size()
-    least = ranks * dtype.itemsize
+    least = ranks * FP32_BYTES
     if any(size % least for size in sizes):
         raise ValueError(f"sizes={list(sizes)}: give multiples of {least}, ranks x bytes")
     points = []
     for size in sizes:
-        call = _collective(kind, size // dtype.itemsize, dtype)
-        seconds = _fastest_round(call, rounds)
+        seconds = _fastest_round(_collective(kind, size // FP32_BYTES))
         points.append(BusPoint(kind, size, ranks, seconds))
     return points
 
 
-def _collective(kind: str, elements: int, dtype: torch.dtype) -> Callable[[], object]:
+def _collective(kind: str, elements: int) -> Callable[[], object]:
     """A function that runs the collective once, on tensors that are there already."""
     ranks = world_size()
     me = rank()
     device = group_device()
-    whole = torch.ones(elements, dtype=dtype, device=device)
-    other = torch.ones(elements, dtype=dtype, device=device)
-    part = torch.ones(elements // ranks, dtype=dtype, device=device)
+    whole = torch.ones(elements, device=device)
+    other = torch.ones(elements, device=device)
+    part = torch.ones(elements // ranks, device=device)
 
     def send() -> None:
         to, source = (me + 1) % ranks, (me - 1) % ranks
@@ -159,14 +151,14 @@ def _collective(kind: str, elements: int, dtype: torch.dtype) -> Callable[[], ob
     return calls[kind]
 
 
-def _fastest_round(call: Callable[[], object], rounds: int) -> float:
+def _fastest_round(call: Callable[[], object]) -> float:
     """Seconds per call of the slowest rank, in the fastest round."""
     _slowest([_timed(call, 1)])  # the first call sets up the links
     once = _slowest([_timed(call, 1)])[0]
     # All ranks know the same time by now, and so make as many calls.
     calls = min(math.ceil(ROUND_SECONDS / once), MOST_CALLS)
     taken = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         distributed.barrier()
         taken.append(_timed(call, calls) / calls)
     return min(_slowest(taken))

@@ -37,12 +37,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import require
-from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
-SMALLEST_PAGED = 100_000  # elements: below this bitsandbytes does not page a tensor's states
 
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -209,23 +207,3 @@ def _torchao_adamw() -> type[torch.optim.Optimizer]:
                 return super().step(closure)
 
     return AdamW8bit
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_state_bytes(model: Any, *, embedding_bits: int = 32, paged: bool = False) -> int:
-    """Bytes of the states once they exist: 2 codes and 2 / 256 fp32 scales per element, or 8 bytes.
-
-    With `paged`, only of those that stay on the device.
-    """
-    total = 2 * 256 * 4  # the two code tables, one fp32 value per code, which all parameters share
-    for group in _groups(model, embedding_bits):
-        for parameter in group["params"]:
-            elements = parameter.numel()
-            in_eight_bits = elements >= SMALLEST and group["optim_bits"] == 8
-            if in_eight_bits:
-                total += 8 * parts_needed(elements, BLOCK)
-            if not paged or elements < SMALLEST_PAGED:
-                total += (2 if in_eight_bits else 8) * elements
-    return total

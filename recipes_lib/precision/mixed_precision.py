@@ -34,7 +34,6 @@ S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,25 +61,10 @@ def linear_by_hand(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype)
     return x16 @ weight16.T  # [T, F], in 16 bits
 
 
-def scaled_gradients(
-    loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, scale: float
-) -> list[torch.Tensor] | None:
-    """Loss scaling by hand: the gradients of `loss`, made `scale` times larger and divided again.
-
-    None stands for a scale that was too large: skip this step and halve it.
-    """
-    large = torch.autograd.grad(loss * scale, parameters)
-    if not all(gradient.isfinite().all() for gradient in large):
-        return None
-    return [gradient / scale for gradient in large]
-
-
 # --- the technique --------------------------------------------------------------------------------
 
 
-def mixed_precision(
-    *, dtype: torch.dtype | None = None, device: str | None = None
-) -> MixedPrecision:
+def mixed_precision(*, dtype: torch.dtype | None = None) -> MixedPrecision:
     """Choose the precision of a training loop: of its forward, its backward and its step.
 
         mp = mixed_precision()
@@ -91,19 +75,12 @@ def mixed_precision(
 
     Args:
         dtype: bf16, fp16 or fp32 (autocast off); default is the fastest of this machine.
-        device: "cpu" or "cuda"; default is this machine's.
-    Raises ValueError for another dtype, or for "cuda" on a machine without it.
+    Raises ValueError for another dtype.
     """
     if dtype is None:
         dtype = machine().compute_dtype
-    if device is None:
-        device = machine().device
-    device = torch.device(device).type
     check_choice(NAMES, dtype=dtype)
-    # Here GradScaler would only warn, switch itself off, and let fp16 gradients vanish.
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no CUDA device: use device='cpu'")
-    return MixedPrecision(dtype, device)
+    return MixedPrecision(dtype, torch.device(machine().device).type)
 
 
 class MixedPrecision:

@@ -270,8 +270,7 @@ def _require_first(model: Any) -> None:
 
     if is_sharded(model):
         raise ValueError(
-            "this model is sharded already: compile the blocks first, and shard them then, as "
-            "apply_fully_sharded(model, compile_blocks=True) does"
+            "this model is sharded already: compile the blocks first, and shard them then"
         )
     blocks = decoder_blocks(model)
     if any_marked(blocks, COMPILED):

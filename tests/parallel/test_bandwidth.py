@@ -21,7 +21,6 @@ from recipes_lib.parallel.bandwidth import (
 from tests.core.refusal import refusal
 
 SIZES = [2**12, 2**16, 2**20, 2**22]
-SHORT = {"rounds": 2}
 
 
 # --- the idea -------------------------------------------------------------------------------------
@@ -55,7 +54,7 @@ def test_a_ring_sums_and_sends_what_the_formula_says(ranks, request):
 
 def all_points():
     """Every kind over all sizes."""
-    points = {kind: measure_bus_bandwidth(kind, SIZES, **SHORT) for kind in KINDS}
+    points = {kind: measure_bus_bandwidth(kind, SIZES) for kind in KINDS}
     told = {kind: [point.seconds for point in each] for kind, each in points.items()}
     agree(points=told)  # every rank has the same
     return points

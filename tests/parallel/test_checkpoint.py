@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
@@ -27,8 +25,6 @@ from recipes_lib.parallel.checkpoint import (
     save_checkpoint_async,
 )
 from recipes_lib.parallel.checkpoint.export import export_safetensors
-from tests.families.configs import quiet
-from tests.families.configs import tiny_model as tiny_family
 from tests.parallel import parity
 
 RUN = {"lr": 1e-3, "rows": 8}
@@ -203,7 +199,6 @@ def refusals(folder):
 def export_from_shards(folder):
     model = Training("sharded").model
     export_safetensors(f"{folder}/one", model=model)
-    export_safetensors(f"{folder}/bf16", model=model, dtype=torch.bfloat16, file_bytes=200_000)
     with pytest.raises(ValueError, match="holds model"):
         export_safetensors(f"{folder}/one", model=model)
     tied = Training("sharded", tie_word_embeddings=True).model
@@ -384,23 +379,7 @@ def test_the_export_is_the_model_bit_for_bit(two_ranks, tmp_path):
     again = load(tmp_path / "one")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    assert len(list((tmp_path / "bf16").glob("*.safetensors"))) == 2
-    half = load(tmp_path / "bf16", dtype="auto")
-    assert torch.equal(half.lm_head.weight, model.lm_head.weight.bfloat16())
     tied = load(tmp_path / "tied")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     expected = parity.tiny_model(tie_word_embeddings=True).lm_head.weight
     assert torch.equal(tied.lm_head.weight, expected)
-
-
-def test_what_a_family_keeps_in_fp32_is_written_so(tmp_path):
-    """The mistake: a model that was cast as a whole leaves its routers in bf16 in the file."""
-    with quiet():
-        model = tiny_family("hy_v4").to(torch.bfloat16)
-        export_safetensors(tmp_path, model=model, dtype=torch.bfloat16)
-    saved = {}
-    for file in tmp_path.glob("*.safetensors"):
-        saved |= load_file(file)
-    in_fp32 = {name for name, tensor in saved.items() if tensor.dtype is torch.float32}
-    assert in_fp32
-    assert in_fp32 == kept_in_fp32(model, torch.bfloat16)

@@ -16,11 +16,13 @@ from recipes_lib.core.ranks.rank_pool import RankPool
 from recipes_lib.core.ranks.rank_step import rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.fine_tuning.lora import apply_lora
-from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel, predicted_bubble
-from recipes_lib.parallel.pipeline_parallel.arithmetic import (
-    order_of_all,
-    predicted_sent_bytes,
+from recipes_lib.parallel.pipeline_parallel import (
+    apply_pipeline_parallel,
+    order_of_rank,
+    predicted_bubble,
+    warm_up_of_rank,
 )
+from recipes_lib.parallel.pipeline_parallel.arithmetic import predicted_sent_bytes
 from recipes_lib.parallel.pipeline_parallel.stage import Stage
 from recipes_lib.workflows.on_ranks.plans import kept_in_stages
 from tests.parallel.parity import (
@@ -41,6 +43,13 @@ from tests.small_models import as_if_trained, small_model
 DEEPER = {"num_hidden_layers": 8}
 
 # --- the orders -----------------------------------------------------------------------------------
+
+
+def order_of_all(schedule, *, ranks, **numbers):
+    """The order of each rank."""
+    numbers["ranks"] = ranks
+    warm_ups = [warm_up_of_rank(schedule, rank, **numbers) for rank in range(ranks)]
+    return [order_of_rank(rank, warm_up=warm_ups[rank], **numbers) for rank in range(ranks)]
 
 
 def place(orders, seconds):
@@ -245,21 +254,18 @@ def test_adapters_train_in_stages(two_ranks):
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
 def test_stages_in_a_row_are_the_model(family):
-    """The mistakes: a family that does something between its blocks, windows of one kind only,
-    documents that see each other.
-    """
+    """The mistakes: a family that does something between its blocks, windows of one kind only."""
     options = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 5}
     if family == "Qwen3":
         kinds = ["full_attention", "sliding_attention"] * 2
         options |= {"use_sliding_window": True, "layer_types": kinds}
     model = as_if_trained(small_model(family, **options))
     ids = torch.randint(128, (2, 12))
-    positions = torch.arange(12).expand(2, 12) % 7
     hidden = ids
     with torch.no_grad():
         for number in range(4):
-            hidden = Stage(model, number, 4)(hidden, positions)
-        expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            hidden = Stage(model, number, 4)(hidden)
+        expected = model(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(hidden, expected)
 
 

@@ -74,14 +74,14 @@ def test_four_ranks_in_one_process():
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(steps, *, optimizer=sgd, checkpointed=False, changes=None, data=1, **options):
+def train(steps, *, optimizer=sgd, checkpointed=False, changes=None, data=1):
     """On ranks: a Run, the bytes of this rank, and what it sent in the last backward and forward.
 
     Only the first rank of a group has the weights of the reference.
     """
     mesh = mesh_of(data=data, tensor=dist.get_world_size() // data)
     whole = tiny_model(seed=mesh["tensor"].get_local_rank(), **changes or {})
-    model = apply_tensor_parallel(whole, mesh=mesh["tensor"], **options)
+    model = apply_tensor_parallel(whole, mesh=mesh["tensor"])
     if data > 1:
         apply_fully_sharded(model, mesh=mesh["data"])
     if checkpointed:
@@ -105,10 +105,9 @@ def train(steps, *, optimizer=sgd, checkpointed=False, changes=None, data=1, **o
 
 
 def train_both_ways(steps):
-    """With all options and without any, in one call of the pool."""
+    """With two optimizers, in one call of the pool."""
     return {
-        "cut": train(steps),
-        "not cut": train(steps, sequence_parallel=False, loss_parallel=False),
+        "sgd": train(steps),
         "adamw": train(steps, optimizer=adamw, checkpointed=True)[:1],
     }
 
@@ -116,27 +115,17 @@ def train_both_ways(steps):
 def test_training_is_that_of_one_process(two_ranks):
     """The mistakes: a gradient of one part, whole tensors that stay, an exchange too many."""
     got = two_ranks.run(train_both_ways, steps=4)
-    assert largest_difference(got["cut"][0], train_alone(steps=4)) < TOLERANCE
-    assert largest_difference(got["not cut"][0], train_alone(steps=4)) < TOLERANCE
+    run, held, sent = got["sgd"]
+    assert largest_difference(run, train_alone(steps=4)) < TOLERANCE
     alone = train_alone(steps=4, optimizer=adamw)
     assert largest_difference(got["adamw"][0], alone) < TOLERANCE
 
     model = tiny_model()
     kept = kept_of_a_cut(model, ranks=2)
-    for name, cut in [("cut", True), ("not cut", False)]:
-        _, held, sent = got[name]
-        assert held.gradients == kept.gradients
-        assert held.parameters + held.buffers == kept.weights
-        assert held.states == kept.states // 2  # one momentum, and AdamW has two states
-        predicted = predicted_sent_bytes(
-            model,
-            rows=ROWS,
-            tokens=TOKENS,
-            ranks=2,
-            sequence_parallel=cut,
-            loss_parallel=cut,
-        )
-        assert sent == predicted, name
+    assert held.gradients == kept.gradients
+    assert held.parameters + held.buffers == kept.weights
+    assert held.states == kept.states // 2  # one momentum, and AdamW has two states
+    assert sent == predicted_sent_bytes(model, rows=ROWS, tokens=TOKENS, ranks=2)
 
 
 def train_on_four(steps):
@@ -145,7 +134,6 @@ def train_on_four(steps):
     return {
         "four": train(steps, changes=heads)[0],
         "odd": train(steps, changes=heads | ODD, checkpointed=True)[0],
-        "odd, logits whole": train(steps, changes=heads | ODD, loss_parallel=False)[0],
         "two by two": train(steps, data=2),
     }
 
@@ -158,7 +146,6 @@ def test_four_ranks_and_two_by_two(four_ranks):
     assert largest_difference(got["four"], alone) < TOLERANCE
     alone = train_alone(steps=3, num_key_value_heads=4, **ODD)
     assert largest_difference(got["odd"], alone) < TOLERANCE
-    assert largest_difference(got["odd, logits whole"], alone) < TOLERANCE
     run, held, _ = got["two by two"]
     assert largest_difference(run, train_alone(steps=3)) < TOLERANCE
     everything = sum(parameter.nbytes for parameter in tiny_model().parameters())
@@ -184,19 +171,18 @@ def compare_families():
         batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "use_cache": False}
         expected = whole(**batch).loss
         expected.backward()
-        for cut in (True, False):
-            model = copy.deepcopy(whole)
-            model.zero_grad()
-            apply_tensor_parallel(model, sequence_parallel=cut, loss_parallel=cut)
-            loss = model(**batch).loss
-            loss.backward()
-            distances = [abs(loss.item() - expected.item())]
-            parameters = dict(model.named_parameters())
-            assert parameters.keys() == dict(whole.named_parameters()).keys(), "ties are lost"
-            for name, reference in whole.named_parameters():
-                gradient = parameters[name].grad.full_tensor()
-                distances.append(float((gradient - reference.grad).norm() / reference.grad.norm()))
-            found[family, cut] = max(distances)
+        model = copy.deepcopy(whole)
+        model.zero_grad()
+        apply_tensor_parallel(model)
+        loss = model(**batch).loss
+        loss.backward()
+        distances = [abs(loss.item() - expected.item())]
+        parameters = dict(model.named_parameters())
+        assert parameters.keys() == dict(whole.named_parameters()).keys(), "ties are lost"
+        for name, reference in whole.named_parameters():
+            gradient = parameters[name].grad.full_tensor()
+            distances.append(float((gradient - reference.grad).norm() / reference.grad.norm()))
+        found[family] = max(distances)
     return found
 
 
@@ -295,8 +281,7 @@ def misuse():
     wrapped.lm_head = nn.Sequential(wrapped.lm_head)
     wrapped.get_output_embeddings = lambda: wrapped.lm_head
     found["wrapped"] = refusal(apply_tensor_parallel, wrapped)
-    other = {"loss_parallel": rank() == 0}
-    found["ranks differ"] = refusal(apply_tensor_parallel, tiny_model(), **other)
+    found["ranks differ"] = refusal(apply_tensor_parallel, tiny_model(vocab_size=64 + rank()))
     model = apply_tensor_parallel(tiny_model())
     found["twice"] = refusal(apply_tensor_parallel, model)
     found["rows"] = refusal(model, input_ids=torch.full((1, 4 + rank()), 1))
@@ -312,7 +297,7 @@ def test_mistakes_are_told_on_every_rank(two_ranks):
         "unchanged": "True",
         "layers": "has no self_attn.q_proj",
         "wrapped": "only plain layers can be cut",
-        "ranks differ": "loss_parallel: rank 0 gives True, rank 1 gives False",
+        "ranks differ": "give the same on all ranks",
         "twice": "not cut or sharded already",
         "rows": "different rows",
     }

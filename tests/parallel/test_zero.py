@@ -11,7 +11,6 @@ from recipes_lib.parallel.zero import (
     apply_zero,
     predicted_rank_bytes,
     predicted_sent_bytes,
-    zero_step,
 )
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
@@ -38,7 +37,7 @@ def train(stage, steps=4, count=1, reduce_each=False, seed_of_rank=False, max_no
     losses = []
     for step in range(steps):
         batches = own_batches(step, count)
-        loss = zero_step(model, optimizer, batches, max_norm=max_norm, reduce_each=reduce_each)
+        loss = rank_step(model, optimizer, batches, max_norm=max_norm, reduce_each=reduce_each)
         losses.append(loss)
     return Run(losses, whole_parameters(model))
 
@@ -68,7 +67,7 @@ def test_ranks_of_unequal_tokens_equal_one_process(two_ranks, stage, options):
 def held(stage):
     """Bytes on all ranks between the last backward and the step."""
     model, optimizer = apply_zero(tiny_model(vocab_size=255), torch.optim.AdamW, stage=stage)
-    zero_step(model, optimizer, own_batches(0))
+    rank_step(model, optimizer, own_batches(0))
     between = []
 
     def before_step(*_):
@@ -76,7 +75,7 @@ def held(stage):
         between.append((of_rank.parameters, of_rank.gradients, of_rank.states))
 
     with_hook = optimizer.register_step_pre_hook(before_step)
-    zero_step(model, optimizer, own_batches(1))
+    rank_step(model, optimizer, own_batches(1))
     with_hook.remove()
     of_ranks = [None] * world_size()
     distributed.all_gather_object(of_ranks, between[0])
@@ -111,7 +110,7 @@ def refusals():
         "stage 4": refusal(apply_zero, tiny_model(), **adamw_in | {"stage": 4}),
         "steps in backward": refusal(apply_zero, stepping, **adamw_in),
         "twice": refusal(apply_zero, model, **adamw_in),
-        "plain": refusal(zero_step, tiny_model(), optimizer, own_batches(0)),
+        "plain": refusal(rank_step, tiny_model(), optimizer, own_batches(0)),
         "unequal": refusal(rank_step, model, optimizer, own_batches(0) * (1 + rank())),
     }
 
@@ -134,9 +133,9 @@ def test_refused_on_every_rank_and_without_a_hang(two_ranks):
 def sent(stage, count):
     """Bytes that this rank sends in a step of `count` micro-batches, by kind, and the calls."""
     model, optimizer = apply_zero(tiny_model(), torch.optim.AdamW, stage=stage, **ADAMW)
-    zero_step(model, optimizer, own_batches(0, count))
+    rank_step(model, optimizer, own_batches(0, count))
     with count_traffic() as traffic:
-        zero_step(model, optimizer, own_batches(1, count))
+        rank_step(model, optimizer, own_batches(1, count))
     return traffic.sent, traffic.calls
 
 

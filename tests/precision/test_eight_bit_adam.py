@@ -7,14 +7,12 @@ import torch
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import state_bytes
 from recipes_lib.precision.eight_bit_adam import (
     BLOCK,
     code_table,
     eight_bit_adamw,
     encode,
     plain_eight_bit_step,
-    predicted_state_bytes,
 )
 from tests.conftest import make_batch
 
@@ -89,9 +87,6 @@ def test_torchao_does_the_same(llama, batch):
     with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the test
         optimizer = eight_bit_adamw(llama, lr=LR, library="torchao", embedding_bits=8)
         assert_memorises_like_adamw(llama, optimizer, batch)
-    # Here every tensor has a code table of its own.
-    expected = predicted_state_bytes(llama, embedding_bits=8)
-    assert state_bytes(optimizer) == pytest.approx(expected, rel=0.2)
     averages = [state["exp_avg"] for state in optimizer.state.values()]
     codes = [average.codes for average in averages if hasattr(average, "codes")]
     assert codes and all(code.dtype is torch.uint8 for code in codes)
@@ -109,12 +104,10 @@ def test_torchao_where_nothing_can_be_compiled(llama, batch, monkeypatch):
 
 
 @pytest.mark.parametrize(("shape", "embedding_bits"), [("tiny-llama", 8), ("tiny-gpt2", 32)])
-def test_state_bytes_and_where_they_are(shape, embedding_bits, batch):
+def test_which_states_take_8_bits(shape, embedding_bits, batch):
     model = model_of_shape(shape, device="cpu")
     optimizer = eight_bit_adamw(model, lr=1e-3, embedding_bits=embedding_bits)
     train(model, optimizer, batch, 1)
-    expected = predicted_state_bytes(model, embedding_bits=embedding_bits)
-    assert state_bytes(optimizer) == pytest.approx(expected, rel=0.02)
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     for p in model.parameters():
         exact = p.numel() < 4096 or (embedding_bits == 32 and any(p is table for table in tables))
@@ -158,15 +151,3 @@ def test_memorises_a_batch_on_gpu(paged):
     losses = train(model, optimizer, batch, 20)
     assert expected[-1] < 0.6 * expected[0]
     assert losses[-1] == pytest.approx(expected[-1], rel=0.05, abs=0.05)
-    assert state_bytes(optimizer) == pytest.approx(predicted_state_bytes(model), rel=0.02)
-
-
-@pytest.mark.gpu
-def test_what_paged_states_leave_on_the_gpu():
-    model = model_of_shape("smollm2-135m", layers=4, device="cuda")
-    batch = {name: tensor.cuda() for name, tensor in make_batch(vocab=49152).items()}
-    optimizer = eight_bit_adamw(model, lr=1e-3, paged=True)
-    before = torch.cuda.memory_allocated()
-    train(model, optimizer, batch, 1)
-    grown = torch.cuda.memory_allocated() - before
-    assert grown == pytest.approx(predicted_state_bytes(model, paged=True), rel=0.05)

@@ -2,7 +2,6 @@
 
 import copy
 import io
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,25 +158,6 @@ def test_two_halves_are_those_of_the_idea(rows):
     assert not together[0].any()
     assert torch.equal(together[-rows:], quantized(x))  # to the last bit
     assert distance(together[1 : 1 + rows], 1e-7 * quantized(x)) < 1e-4
-
-
-@needs_fbgemm
-def test_rows_that_are_kept_belong_to_one_call_at_a_time():
-    """Two threads that wrote into the same rows would get each other's numbers.
-
-    Rows made in inference mode could not be written to outside of it.
-    """
-    layer = int8_linear(linear(640, 64), kind="weight_only")
-    inputs = [torch.randn(1, 640) for _ in range(8)]
-    with torch.inference_mode():
-        expected = [layer(x).clone() for x in inputs]
-
-    def many_times(index):
-        outputs = [layer(inputs[index]) for _ in range(100)]
-        return all(torch.equal(output, expected[index]) for output in outputs)
-
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        assert all(pool.map(many_times, range(8)))
 
 
 # --- the silent traps of the operators ------------------------------------------------------------

@@ -50,13 +50,3 @@ def span(actions: Iterable[Action]) -> float:
     begin = min(action.begin for action in actions)
     end = max(action.end for action in actions)
     return end - begin
-
-
-def most_in_flight(order: Iterable[Action]) -> int:
-    """How many forwards of one rank wait for their backward at most: what its memory holds."""
-    waiting = 0
-    most = 0
-    for action in order:
-        waiting += 1 if action.direction == FORWARD else -1
-        most = max(most, waiting)
-    return most

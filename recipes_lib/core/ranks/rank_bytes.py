@@ -55,23 +55,19 @@ class RankBytes:
         return self.parameters + self.gradients + self.states + self.gathered + self.buffers
 
 
-def rank_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, device: str | None = None
-) -> RankBytes:
+def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> RankBytes:
     """The bytes that this rank holds now. No collective: each rank may call it alone.
 
     Args:
         model: plain, or wrapped by DistributedDataParallel, or sharded.
         optimizer: with its states, which exist after the first step; without it they count 0.
-        device: "cpu" or "cuda", to count only what is there; by default everywhere. With offload,
-            a rank holds some of its tensors on the host.
     """
     shards = list(_shards(model))
     parameters = list(_resting_parameters(model, shards))
-    count = _Count(device)
+    count = _Count()
     return RankBytes(
         parameters=count.new([*parameters, *_quantization(model, parameters)]),
-        gradients=count.new(parameter.grad for parameter in parameters) + _buckets(model, device),
+        gradients=count.new(parameter.grad for parameter in parameters) + _buckets(model),
         states=count.new(() if optimizer is None else state_tensors(optimizer)),
         gathered=count.new(_gathered(shards)),
         buffers=count.new(model.buffers()),
@@ -81,8 +77,7 @@ def rank_bytes(
 class _Count:
     """Bytes of tensors that have not been counted before, by the place of their memory."""
 
-    def __init__(self, device: str | None) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._seen: set[tuple[int, int]] = set()
 
     def new(self, values: Iterable[Any]) -> int:
@@ -96,8 +91,7 @@ class _Count:
     def _size(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
         place = (storage._cdata, tensor.storage_offset())
-        elsewhere = self.device is not None and tensor.device.type != self.device
-        if place in self._seen or elsewhere:
+        if place in self._seen:
             return 0
         self._seen.add(place)
         # A storage may have been freed under a tensor that still has its shape.
@@ -113,7 +107,7 @@ def _quantization(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[
 # --- DistributedDataParallel ----------------------------------------------------------------------
 
 
-def _buckets(model: nn.Module, device: str | None) -> int:
+def _buckets(model: nn.Module) -> int:
     """Bytes of the buckets that are no `.grad`."""
     total = 0
     for module in model.modules():
@@ -121,8 +115,7 @@ def _buckets(model: nn.Module, device: str | None) -> int:
             continue
         ignored = module.parameters_to_ignore
         for name, parameter in module.module.named_parameters():
-            elsewhere = device is not None and parameter.device.type != device
-            if not parameter.requires_grad or name in ignored or elsewhere:
+            if not parameter.requires_grad or name in ignored:
                 continue
             # As a view of its bucket, a gradient that exists has been counted already.
             if parameter.grad is None or not module.gradient_as_bucket_view:

@@ -11,12 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.parallel.checkpoint import files_of_all_ranks
@@ -24,26 +22,17 @@ from recipes_lib.parallel.checkpoint import files_of_all_ranks
 PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is joined
 
 
-def export_safetensors(
-    folder: Path | str,
-    *,
-    model: Any,
-    dtype: torch.dtype | None = None,
-    file_bytes: int = 5 * 10**9,
-) -> None:
+def export_safetensors(folder: Path | str, *, model: Any) -> None:
     """Write all weights of `model`, and its configuration, as a folder for `from_pretrained`.
 
-    All ranks call it. The tokenizer is not part of a model: save it into the same folder.
+    All ranks call it. `model` is sharded, inside of DDP, or plain. The file has the dtypes of its
+    weights. The tokenizer is not part of a model: save it into the same folder.
 
-    Args:
-        model: a Hugging Face model, sharded, inside of DDP, or plain.
-        dtype: of the files, but for what the model's class keeps in fp32; None for the weights'.
-        file_bytes: of the weights of a file at most, if no single one has more.
     Raises ValueError on every rank if the folder holds a model already.
     """
     folder = Path(folder)
     if distributed.is_initialized():
-        agree(folder=str(folder), dtype=dtype, there=_models_in(folder))
+        agree(folder=str(folder), there=_models_in(folder))
     inside = getattr(model, "module", model)  # of DDP
     require_new_folder(folder)
 
@@ -52,11 +41,9 @@ def export_safetensors(
     tied = names.keys() - dict(inside.named_parameters()).keys()
     weights = get_model_state_dict(model)
     weights = {name: tensor for name, tensor in weights.items() if name not in tied}
-    if dtype is not None:
-        weights = _in_dtype(weights, inside, dtype)
     writer = dcp.HuggingFaceStorageWriter(
         str(folder),
-        fqn_to_index_mapping=_file_numbers(weights, file_bytes),
+        fqn_to_index_mapping=dict.fromkeys(weights, 1),
         # Both are needed. Without the first, the folder holds the part of one rank, and no error
         # tells. Without the second, each rank's file holds parts of tensors.
         save_distributed=True,
@@ -78,37 +65,6 @@ def require_new_folder(folder: Path) -> None:
     found = _models_in(folder)
     if found:
         raise ValueError(f"{folder} holds {found[0]} already: give another folder")
-
-
-def _in_dtype(
-    weights: dict[str, torch.Tensor], model: Any, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """In fp32 what the class keeps so; whole numbers, as in buffers of positions, stay."""
-    in_fp32 = kept_in_fp32(model, dtype)
-    cast = {}
-    for name, tensor in weights.items():
-        if name in in_fp32:
-            cast[name] = tensor.to(torch.float32)
-        elif tensor.is_floating_point():
-            cast[name] = tensor.to(dtype)
-        else:
-            cast[name] = tensor
-    return cast
-
-
-def _file_numbers(weights: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
-    """The number of the file of each weight, from 1 on, one after the other."""
-    numbers = {}
-    number = 1
-    filled = 0
-    for name, tensor in weights.items():
-        size = tensor.numel() * tensor.element_size()  # of the whole tensor, on all ranks alike
-        if filled > 0 and filled + size > file_bytes:
-            number += 1
-            filled = 0
-        numbers[name] = number
-        filled += size
-    return numbers
 
 
 def _models_in(folder: Path) -> list[str]:

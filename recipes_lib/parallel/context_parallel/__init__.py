@@ -23,8 +23,8 @@ Costs      Ring: keys and values go round once in forward; in backward they go r
            their gradients. Ulysses: four all-to-alls each way, and the ranks must divide the heads.
 Use when   A single sequence does not fit, even with checkpointing and a chunked loss. FSDP does not
            help there, because it shards no activations.
-Not when   Sequences are short or many: then data parallelism sends less. Rows of several documents:
-           a ring refuses them, Ulysses keeps them apart. Padding on the left.
+Not when   Sequences are short or many: then data parallelism sends less. Rows of several documents,
+           which would see each other. Padding on the left. A ring of GPUs wants Ampere and 16 bits.
 In production   `torch.distributed.tensor.experimental.context_parallel` (CUDA only); accelerate
            `ParallelismConfig(cp_size=…)`; Megatron-LM `--context-parallel-size`; DeepSpeed Ulysses.
 Source     Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.01889); Brandon et
@@ -58,11 +58,11 @@ from recipes_lib.core.model.causal_lm import (
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel.context_parallel.kernels import AMPERE
 from recipes_lib.parallel.context_parallel.ring import ring_attention, tokens_of
 from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
 
 KINDS = ("ring", "ulysses")
+AMPERE = (8, 0)  # the first capability of a GPU with flash attention
 KNOWN = ("eager", "sdpa", "flash_attention_2", "fused")  # kinds of attention that are the same
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -146,7 +146,7 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
         kind: "ring", or "ulysses".
     Raises ValueError on every rank for a model that is no causal LM, is changed already, has a
     window, a cap or dropout in its attention, or heads that the ranks do not divide (Ulysses), for
-    GPUs with a dtype that the ring has no kernel for, and if the ranks disagree.
+    GPUs and dtypes without flash attention (ring), and if the ranks disagree.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -175,7 +175,6 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    documents: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: -> [B, S/N, H, E]."""
@@ -188,11 +187,8 @@ def _attention(
         # Positions turn queries and keys in fp32. PyTorch's attention casts them, and so do we.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if context.kind == "ring":
-        out = ring_attention(query, key, value, **options)
-    else:
-        out = ulysses_attention(query, key, value, **options, documents=documents)
-    return out.transpose(1, 2), None
+    attention = ring_attention if context.kind == "ring" else ulysses_attention
+    return attention(query, key, value, **options).transpose(1, 2), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -201,12 +197,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def shard_sequence(
-    model: Any,
-    input_ids: Tensor,
-    labels: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    tokens: int | None = None,
+    model: Any, input_ids: Tensor, labels: Tensor, *, tokens: int | None = None
 ) -> dict[str, Any]:
     """This rank's part of whole rows [B, S], as arguments of the model's forward.
 
@@ -215,13 +206,12 @@ def shard_sequence(
     ranks is the loss.
 
     Args:
-        input_ids: [B, S], the same on every rank.
+        input_ids: [B, S], the same on every rank, one document in a row.
         labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
-        position_ids: [B, S] that restart where a document begins; only for Ulysses.
         tokens: what the sum is divided by, by default the labels of these rows that count; with
             several groups of ranks that have rows of their own, the number of all of them.
     Raises ValueError on every rank for lengths that the ranks do not divide (twice, for the zig-zag
-    of a ring), for documents in a ring, for ranks with other shapes, and if no label counts.
+    of a ring), for ranks with other shapes, and if no label counts.
     """
     context = context_of(model)
     agree(input_ids=[*input_ids.shape], labels=[*labels.shape])
@@ -235,27 +225,14 @@ def shard_sequence(
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     tokens = int((targets != IGNORED).sum()) if tokens is None else tokens
     check_whole(tokens=tokens)
-    counting = torch.arange(seq, device=input_ids.device).expand_as(input_ids)
-    more: dict[str, Any] = {}
-    if position_ids is None:
-        position_ids = counting
-    elif not torch.equal(position_ids, counting):
-        if context.kind == "ring":
-            raise ValueError(
-                "positions restart within a row, and a ring does not keep documents apart: take "
-                "kind='ulysses', or rows of one document"
-            )
-        begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
-        more["documents"] = begins.cumsum(dim=1)  # the number of its document for each token
     mine = context.tokens_of_rank(seq).to(input_ids.device)
     return {
         "input_ids": input_ids[:, mine],
         "labels": targets[:, mine],
         "shift_labels": targets[:, mine],  # transformers would shift `labels` once more
-        "position_ids": position_ids[:, mine],
+        "position_ids": mine.expand(len(input_ids), -1),
         "num_items_in_batch": tokens,  # what it divides the sum by
         "use_cache": False,
-        **more,
     }
 
 
@@ -305,8 +282,6 @@ def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         )
     if "labels" in given and "shift_labels" not in given:
         raise ValueError(f"labels that are shifted behind the cut lose a token: {way_out}")
-    if "documents" in given:
-        return  # positions restart, and shard_sequence has checked them
     positions = kwargs["position_ids"]
     seq = kwargs["input_ids"].shape[1] * context.mesh.size()
     mine = context.tokens_of_rank(seq).to(positions.device)
@@ -340,21 +315,22 @@ def _require_plain_attention(causal: Any) -> None:
 
 
 def _require_heads(causal: Any, kind: str, ranks: int) -> None:
-    """Ulysses divides heads. On a GPU the operators that return the log-sum-exp take heads of 8 n,
-    and no bf16 before Ampere.
-    """
+    """Ulysses divides heads. On a GPU flash attention takes 16 bits, and heads of 8 n."""
     heads = causal.config.num_attention_heads
     if kind == "ulysses" and heads % ranks:
         raise ValueError(f"{heads} heads do not divide into {ranks} ranks: take kind='ring'")
     if kind == "ulysses" or causal.device.type != "cuda":
         return
     width = projection_widths(causal.config)[0] // heads
-    if width % 8 or width > 256:
-        raise ValueError(f"heads of {width}: a ring of GPUs takes 8 n up to 256; take 'ulysses'")
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else causal.dtype
-    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(causal.device) < AMPERE:
-        raise ValueError("this GPU has no attention in bf16: take torch.float32 or torch.float16")
+    # In a dry run the GPU need not be there.
+    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
+    if width % 8 or width > 256 or dtype.itemsize > 2 or old:
+        raise ValueError(
+            f"heads of {width} in {dtype}: a ring of GPUs takes 8 n up to 256 in 16 bits, from "
+            f"Ampere on; take kind='ulysses'"
+        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -21,14 +21,11 @@ from torch.nn import functional as F
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
 
 
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float, documents: Tensor | None = None
-) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float) -> Tensor:
     """Causal attention of this rank's tokens to those of all ranks of `group`.
 
     q [B, H, S/N, E], k and v [B, KV, S/N, E] -> [B, H, S/N, E]. The ranks have the sequence in one
-    piece each, in their order. `documents` [B, S] numbers the documents of whole rows; no token
-    sees another document.
+    piece each, in their order.
     """
     ranks = distributed.get_world_size(group)
     sent = math.lcm(k.shape[1], ranks)  # with fewer heads of keys than ranks some share one
@@ -38,12 +35,7 @@ def ulysses_attention(
     if without_grouped_heads(q.device, q.dtype):
         groups = q.shape[1] // k.shape[1]
         k, v = _repeated(k, groups), _repeated(v, groups)
-    mask = None
-    if documents is not None:  # True where a query (row) may see a key (column): [B, 1, S, S]
-        mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return _tokens_to_ranks(out, ranks, group)
 
 

@@ -47,7 +47,6 @@ from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh
 from recipes_lib.parallel._sharding import (
-    fetch_ahead,
     part_bytes,
     require_new_on_ranks,
     require_same_weights,
@@ -103,8 +102,6 @@ def apply_fully_sharded(
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
     offload: bool = False,
-    compile_blocks: bool = False,
-    prefetch: int = 1,
 ) -> Any:
     """Shard the parameters of `model` over the ranks, in place. Returns `model`.
 
@@ -121,33 +118,24 @@ def apply_fully_sharded(
         reshard_after_forward: False keeps all blocks whole until backward, as ZeRO-2 does, and
             sends a third less.
         offload: keep parts, gradients and states in host memory, where the optimizer then works.
-        compile_blocks: compile each block before it is sharded, as torchtitan does: afterwards the
-            hooks that gather weights would break its graph.
-        prefetch: how many blocks are fetched ahead. With 1, PyTorch chooses when.
 
     Raises ValueError on every rank if the ranks disagree about arguments, shapes or weights; for a
     model that is no causal LM, is on ranks already, has weights in 4 bits, or an optimizer that
     steps in backward; and for fp16.
     """
     switches = (reshard_after_forward, offload, parameter_dtype, reduce_dtype)
-    _require_alike(model, mesh=mesh, prefetch=prefetch, options=switches)
+    _require_alike(model, mesh=mesh, options=switches)
     if mesh is None:
         mesh = default_mesh()
     options = sharding_options(mesh, parameter_dtype, reduce_dtype, offload)
 
     # Each call makes a group, which is gathered and taken apart as one. The blocks come first: the
     # call for the model takes what no group has yet.
-    blocks = decoder_blocks(model)
-    for block in blocks:
-        if compile_blocks:
-            block.compile()
+    for block in decoder_blocks(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     # Embedding and output layer, unless they are tied: then they are among what is left.
     shard_ends(model, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
-
-    if prefetch > 1:
-        fetch_ahead(blocks, prefetch)
     return model
 
 

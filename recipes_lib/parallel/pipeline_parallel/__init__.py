@@ -17,8 +17,8 @@ Costs      The bubble, the idle part of the time: (P-1) / (V M + P-1) for P rank
            P at most.
 Use when   The model needs several hosts, or GPUs without a fast link, and M is several times P.
 Not when   Sharding (FSDP) fits and its traffic hides behind compute; few micro-batches; P does not
-           divide the blocks. Padding on the left: stages see no mask, and rows are padded on the
-           right with labels of -100.
+           divide the blocks. Padding on the left, and several documents in a row: stages see no
+           mask, and rows are padded on the right with labels of -100.
 In production   `Schedule1F1B(PipelineStage(…), n_microbatches=8, loss_fn=…).step(ids)` of
            `torch.distributed.pipelining`, which runs here; torchtitan
            `parallelism.pipeline_parallel_degree`; Megatron-LM `--pipeline-model-parallel-size`.
@@ -28,7 +28,7 @@ Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream
 
 Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
-arithmetic  the orders of all ranks, the part of a model that one keeps, and what it sends
+arithmetic  the part of a model that one rank keeps, and what it sends
 clock  when each action of a pipeline began and ended
 stage  some blocks of a model as a module of their own
 """
@@ -223,7 +223,6 @@ class Pipeline:
         input_ids: Tensor,
         labels: Tensor,
         *,
-        position_ids: Tensor | None = None,
         tokens: int | None = None,
         record: bool = False,
     ) -> float:
@@ -235,7 +234,6 @@ class Pipeline:
         Args:
             input_ids: [B, S], the same on every rank.
             labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
-            position_ids: [B, S]; where they restart, a new document begins. By default 0, 1, 2, …
             tokens: what the sum is divided by, by default the labels of this batch that count; with
                 several pipelines side by side, the number of all of them.
             record: keep begin and end of each action for `recorded`.
@@ -260,10 +258,8 @@ class Pipeline:
         ids = [input_ids] if self.rank == 0 else []
         rest: dict[str, Any] = {}
         losses: list[Tensor] = []
-        if position_ids is not None:
-            rest["position_ids"] = position_ids
         if self.rank == self.ranks - 1:
-            rest |= {"target": targets, "losses": losses}
+            rest = {"target": targets, "losses": losses}
         earlier = self._take_tied_gradient()
         # `return_outputs` would keep and join the logits of all micro-batches.
         self._schedule.step(*ids, return_outputs=False, **rest)

@@ -1,4 +1,4 @@
-"""The orders of all ranks of a pipeline, the part of a model that one keeps, and what it sends."""
+"""The part of a model that one rank of a pipeline keeps, and what it sends."""
 
 from __future__ import annotations
 
@@ -8,20 +8,6 @@ from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.ranks.pipeline_grid import Action
-from recipes_lib.parallel.pipeline_parallel import order_of_rank, warm_up_of_rank
-
-
-def order_of_all(
-    schedule: str, *, ranks: int, micro_batches: int, stages_per_rank: int = 1
-) -> list[list[Action]]:
-    """The order of each rank. PyTorch's schedules run the same orders, as a test shows."""
-    numbers = {"ranks": ranks, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
-    orders = []
-    for rank in range(ranks):
-        warm_up = warm_up_of_rank(schedule, rank, **numbers)
-        orders.append(order_of_rank(rank, warm_up=warm_up, **numbers))
-    return orders
 
 
 def predicted_sent_bytes(

@@ -37,13 +37,12 @@ class Stage(nn.Module):
         self.head = causal.lm_head if is_last else None
         self._whole_names = self._names_in(model)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Ids [R, S] in the first stage, hidden [R, S, D] in the others -> hidden, or logits."""
         from transformers.masking_utils import create_masks_for_generate
 
-        if position_ids is None:
-            # One row for all: the rotation is kept for backward.
-            position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        # One row for all: the rotation is kept for backward.
+        position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         rotation = self.rotary(hidden, position_ids)

@@ -36,9 +36,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
@@ -46,7 +45,6 @@ from recipes_lib.core.ranks.collectives import all_gather
 from recipes_lib.core.ranks.meshes import default_mesh
 from recipes_lib.parallel._sharding import (
     DTYPES,
-    fetch_ahead,
     require_new_on_ranks,
     require_same_weights,
     shard_ends,
@@ -89,11 +87,7 @@ def apply_quantized_shards(
     *,
     mesh: DeviceMesh | None = None,
     adapter_dtype: torch.dtype | None = None,
-    parameter_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    reshard_after_forward: bool = True,
     offload: bool = False,
-    prefetch: int = 1,
     cut_vocabulary: bool = True,
 ) -> Any:
     """Shard a model that `apply_qlora` returned, in place, its 4-bit weights too. Returns `model`.
@@ -101,13 +95,11 @@ def apply_quantized_shards(
     Every rank calls it, with the same base and the same adapters, before the optimizer is made.
     Seed the ranks alike before adapters are drawn. A step is `core.ranks.rank_step.rank_step`.
 
-    Options that are not here are those of `apply_fully_sharded`.
-
     Args:
+        mesh: as in `apply_fully_sharded`.
         adapter_dtype: store adapters in bf16, as well as their gradients and states. None leaves
             them as they are: peft makes them fp32.
-        parameter_dtype: in which adapters, norms, embedding and output layer are gathered and
-            compute. The codes of the base are whole numbers and stay as they are.
+        offload: keep all parts in host memory.
         cut_vocabulary: gather a frozen embedding and output layer a few rows at a time, and never
             as a whole, which would take twice their size.
 
@@ -117,16 +109,14 @@ def apply_quantized_shards(
     """
     require_group()
     # First of all, so that no rank waits for one that has raised.
-    numbers = {"prefetch": prefetch, "offload": offload, "cut_vocabulary": cut_vocabulary}
-    dtypes = (adapter_dtype, parameter_dtype, reduce_dtype)
-    agree(model=model, mesh=mesh, dtypes=dtypes, reshard=reshard_after_forward, **numbers)
-    check_whole(prefetch=prefetch)
+    switches = (adapter_dtype, offload, cut_vocabulary)
+    agree(model=model, mesh=mesh, options=switches)
     check_choice(DTYPES, adapter_dtype=adapter_dtype)
     require_new_on_ranks(model)
     require_same_weights(model)
     if mesh is None:
         mesh = default_mesh()
-    options = sharding_options(mesh, parameter_dtype, reduce_dtype, offload)
+    options = sharding_options(mesh, None, None, offload)
     pack_layers(model)
     if adapter_dtype is not None:
         for parameter in model.parameters():
@@ -134,18 +124,14 @@ def apply_quantized_shards(
                 parameter.data = parameter.data.to(adapter_dtype)
 
     # Each call makes a group, which is gathered and taken apart as one: those inside first.
-    blocks = decoder_blocks(model)
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    for block in decoder_blocks(model):
+        fully_shard(block, **options)
     left_out: set[nn.Parameter] = set()
     if cut_vocabulary and ends_can_be_cut(model):
-        left_out = cut_ends(model, mesh, parameter_dtype, offload)
+        left_out = cut_ends(model, mesh, offload)
     else:
-        shard_ends(model, reshard_after_forward=reshard_after_forward, **options)
+        shard_ends(model, reshard_after_forward=True, **options)
     fully_shard(model, ignored_params=left_out, **options)
-
-    if prefetch > 1:
-        fetch_ahead(blocks, prefetch)
     return model
 
 
@@ -169,18 +155,3 @@ def pack_layers(model: Any) -> Any:
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     return model
-
-
-def whole_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """The parameters that train, by name, whole and on the CPU; every rank has to call it.
-
-    `peft.set_peft_model_state_dict` and safetensors take them: no rank needs the base.
-    """
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            value = parameter.detach()
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            found[name] = value.cpu()
-    return found

@@ -30,21 +30,16 @@ CHUNK_BYTES = 64 * 2**20  # of the rows that are whole at a time
 class CutRows(nn.Module):
     """Rows of a frozen weight [V, D]: this rank's `weight` [P, D], the last of them padding."""
 
-    def __init__(
-        self, whole: torch.Tensor, mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool
-    ) -> None:
+    def __init__(self, whole: torch.Tensor, mesh: DeviceMesh, offload: bool) -> None:
         """Cut this rank's rows from `whole` [V, D], and put them on the mesh's device.
 
-        Args:
-            dtype: in which rows are gathered; None leaves that of `whole`.
-            offload: leave the rows in host memory.
+        With `offload` they stay in host memory.
         """
         super().__init__()
         self.group = mesh.get_group(mesh.ndim - 1)  # parts are along the last dimension
         self.parts = mesh.size(mesh.ndim - 1)
         self.vocabulary, width = whole.shape
         self.rows = parts_needed(self.vocabulary, self.parts)
-        self.dtype = whole.dtype if dtype is None else dtype
         own = mesh.get_local_rank(mesh.ndim - 1)
         mine = whole.detach()[own * self.rows : (own + 1) * self.rows]
         part = whole.new_zeros(self.rows, width)
@@ -58,10 +53,10 @@ class CutRows(nn.Module):
     def chunks(self, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
         """(start, rows [N, R, D]) for each R rows of a part: row i there is start + i of a part."""
         width = self.weight.shape[1]
-        of_all = self.parts * width * self.dtype.itemsize
+        of_all = self.parts * width * self.weight.itemsize
         size = max(1, CHUNK_BYTES // of_all)
         for start in range(0, self.rows, size):
-            own = self.weight[start : start + size].to(device, self.dtype).contiguous()
+            own = self.weight[start : start + size].to(device).contiguous()
             together = own.new_empty(self.parts * len(own), width)
             all_gather(together, own, group=self.group)
             yield start, together.view(self.parts, len(own), width)
@@ -135,18 +130,15 @@ def ends_can_be_cut(model: Any) -> bool:
     return not embedding.weight.requires_grad and not head.weight.requires_grad
 
 
-def cut_ends(
-    model: Any, mesh: DeviceMesh, dtype: torch.dtype | None, offload: bool
-) -> set[nn.Parameter]:
+def cut_ends(model: Any, mesh: DeviceMesh, offload: bool) -> set[nn.Parameter]:
     """Put `CutEmbedding` and `CutOutput` into `model`; returns their parameters.
 
-    Weights that the two share stay one. The model must have passed `ends_can_be_cut`. For `dtype`
-    and `offload` see `CutRows`.
+    Weights that the two share stay one. The model must have passed `ends_can_be_cut`.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    table = CutEmbedding(embedding.weight, mesh, dtype, offload)
-    output = CutOutput(head.weight, mesh, dtype, offload)
+    table = CutEmbedding(embedding.weight, mesh, offload)
+    output = CutOutput(head.weight, mesh, offload)
     if embedding.weight is head.weight:
         output.weight = table.weight
     model.set_input_embeddings(table)

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -85,26 +85,17 @@ def cut_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, ranks: int) ->
 # --- the technique --------------------------------------------------------------------------------
 
 
-def apply_tensor_parallel(
-    model: Any,
-    *,
-    mesh: DeviceMesh | None = None,
-    sequence_parallel: bool = True,
-    loss_parallel: bool = True,
-) -> Any:
+def apply_tensor_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Cut all layers of a Llama-like `model` over the ranks of `mesh`, in place; returns `model`.
 
     All ranks call this, and the weights of the first rank count. Then all give the model the same
     rows, and `model(input_ids=…, labels=…).loss.backward()` is that of the whole model on each of
     them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts, and
-    `core.ranks.gradient_norm.clip_gradients` clips them by the norm of the whole.
+    `core.ranks.gradient_norm.clip_gradients` clips them by the norm of the whole. So are logits, a
+    part of the vocabulary on each rank, but for those of `generate`.
 
     Args:
         mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default all ranks.
-        sequence_parallel: norms and residuals see a part of the tokens. Without it each rank sees
-            all, and an all-reduce takes the place of reduce-scatter and all-gather.
-        loss_parallel: the logits are DTensors, a part of the vocabulary on each rank, but for those
-            of `generate`. Without it each rank gets all logits.
     Raises ValueError for a model without the plain layers of Llama, or that is cut already, and
     where the ranks do not divide heads, heads of keys or feed-forward width. A vocabulary that they
     do not divide leaves the last rank fewer tokens. The first forward raises one if the ranks got
@@ -112,13 +103,11 @@ def apply_tensor_parallel(
     """
     mesh = one_axis(mesh, such_as="tensor")
     if mesh.size() == world_size():
-        agree(model=model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+        agree(model=model)
     require_causal_lm(model)
     require_layers(model)
     require_divisible(model, ranks=mesh.size())
-    plan = tensor_parallel_plan(
-        model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel
-    )
+    plan = tensor_parallel_plan(model)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -126,31 +115,26 @@ def apply_tensor_parallel(
     if tied:
         # PyTorch has cut one parameter twice, and each copy would learn its own half.
         head.weight = embedding.weight
-    if loss_parallel:
-        model.loss_function = cut_causal_lm_loss
-        model.register_forward_hook(_join_for_generation, with_kwargs=True)
+    model.loss_function = cut_causal_lm_loss
+    model.register_forward_hook(_join_for_generation, with_kwargs=True)
     _check_rows_once(model, mesh)
     return model
 
 
-def tensor_parallel_plan(
-    model: Any, *, sequence_parallel: bool = True, loss_parallel: bool = True
-) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
     """How each layer is cut: the name of a module -> its style. `print` it to read it.
 
-    Between the layers there is the residual stream, [B, S, D]. With sequence parallelism it is a
-    DTensor whose shape is that of all tokens, and so masks and positions are those of all tokens.
+    Between the layers there is the residual stream, [B, S, D], of which each rank has some tokens.
+    It is a DTensor whose shape is that of all tokens, and so masks and positions are those of all.
     """
-    stream: Placement = Shard(1) if sequence_parallel else Replicate()  # by tokens, or whole
-    local = not sequence_parallel
+    stream = Shard(1)  # by tokens
     names = {module: name for name, module in model.named_modules()}
     by_output = ColwiseParallel()
-    by_input = RowwiseParallel(output_layouts=stream, use_local_output=local)
-    norm = WholeWeights(inputs=stream, local_outputs=local)
+    by_input = RowwiseParallel(output_layouts=stream, use_local_output=False)
+    norm = WholeWeights(inputs=stream, local_outputs=False)
     norm_of_heads = WholeWeights(inputs=Shard(2), local_outputs=True)  # [B, S, heads / N, E]
 
-    table = CutTable(outputs=stream, local_outputs=local)
-    plan: dict[str, ParallelStyle] = {names[model.get_input_embeddings()]: table}
+    plan: dict[str, ParallelStyle] = {names[model.get_input_embeddings()]: CutTable(outputs=stream)}
     for block in decoder_blocks(model):
         for each in norms_of(block):
             plan[names[each]] = norm
@@ -170,10 +154,9 @@ def tensor_parallel_plan(
             plan[names[each]] = norm_of_heads
     plan[names[norms_of(trunk(model))[-1]]] = norm
 
-    logits: Placement = Shard(-1) if loss_parallel else Replicate()  # by the vocabulary, or whole
-    plan[names[model.get_output_embeddings()]] = ColwiseParallel(
-        input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel
-    )
+    by_vocabulary = {"output_layouts": Shard(-1), "use_local_output": False}
+    output = names[model.get_output_embeddings()]
+    plan[output] = ColwiseParallel(input_layouts=stream, **by_vocabulary)
     return plan
 
 

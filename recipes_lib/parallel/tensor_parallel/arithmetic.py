@@ -16,43 +16,23 @@ from recipes_lib.core.model.sizes import tensor_bytes
 READERS = 2  # per block: attention and the feed-forward layers each read [T, D] as a whole
 
 
-def predicted_sent_bytes(
-    model: Any,
-    *,
-    rows: int,
-    tokens: int,
-    ranks: int,
-    sequence_parallel: bool = True,
-    loss_parallel: bool = True,
-) -> int:
+def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int) -> int:
     """Bytes that one rank sends in the forward and backward of one micro-batch.
 
-    The stream [T, D] is exchanged at 2 L + 1 places, twice in forward and twice in backward with
-    sequence parallelism (a reduce-scatter and an all-gather, each (N-1)/N of it), and once each
-    without (an all-reduce, 2 (N-1)/N). So both send the same. The gradients of norms follow, and
-    three numbers per token for the loss, or all logits without loss parallelism.
+    The stream [T, D] is exchanged at 2 L + 1 places, twice in forward and twice in backward: a
+    reduce-scatter and an all-gather, each (N-1)/N of it. The gradients of norms follow, and three
+    numbers per token for the loss.
 
     `model` is the whole one, before it is cut.
     """
     tokens = rows * tokens
-    blocks = decoder_blocks(model)
-    places = READERS * len(blocks) + 1  # the first is behind the embedding
-    bytes_in_rings = 4 * places * tokens * _stream_bytes(model)
-    of_heads = [norm for block in blocks for norm in norms_of(block.self_attn)]
+    places = READERS * len(decoder_blocks(model)) + 1  # the first is behind the embedding
+    of_token = model.config.hidden_size * model.dtype.itemsize  # in the residual stream
+    bytes_in_rings = 4 * places * tokens * of_token
     for norm in _whole_norms(model):
-        # A norm of the stream has a part of the gradient only where the tokens are cut.
-        if sequence_parallel or norm in of_heads:
-            bytes_in_rings += sum(2 * tensor_bytes(weight) for weight in norm.parameters())
-    if loss_parallel:
-        bytes_in_rings += 2 * 3 * 4 * tokens
-    else:
-        bytes_in_rings += tokens * model.config.vocab_size * model.dtype.itemsize
+        bytes_in_rings += sum(2 * tensor_bytes(weight) for weight in norm.parameters())
+    bytes_in_rings += 2 * 3 * 4 * tokens
     return bytes_in_rings * (ranks - 1) // ranks
-
-
-def _stream_bytes(model: Any) -> int:
-    """Bytes per token of the residual stream: D x size."""
-    return model.config.hidden_size * model.dtype.itemsize
 
 
 def _whole_norms(model: Any) -> list[nn.Module]:

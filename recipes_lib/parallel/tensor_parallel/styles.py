@@ -30,18 +30,17 @@ from recipes_lib.core.model.sizes import parts_needed
 class CutTable(ParallelStyle):
     """An embedding of which each rank has some rows: V/N, rounded up; the last rank has fewer."""
 
-    def __init__(self, *, outputs: Placement, local_outputs: bool) -> None:
+    def __init__(self, *, outputs: Placement) -> None:
         super().__init__()
         self.outputs = outputs
-        self.local_outputs = local_outputs
 
     def __repr__(self) -> str:
-        return f"CutTable(outputs={self.outputs}, local_outputs={self.local_outputs})"
+        return f"CutTable(outputs={self.outputs})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         part = distribute_tensor(module.weight.detach(), device_mesh, [Shard(0)])
         module.weight = nn.Parameter(part, requires_grad=module.weight.requires_grad)
-        mix_in(module, _OfSomeTokens, outputs=self.outputs, local_outputs=self.local_outputs)
+        mix_in(module, _OfSomeTokens, outputs=self.outputs)
         return module
 
 
@@ -63,10 +62,7 @@ class _OfSomeTokens:
         if hasattr(self, "embed_scale"):  # Gemma
             vectors = vectors * torch.as_tensor(self.embed_scale).to(vectors)
         vectors = DTensor.from_local(vectors, mesh, [Partial()], run_check=False)
-        vectors = vectors.redistribute(placements=[self.outputs])
-        if self.local_outputs:
-            return vectors.to_local()
-        return vectors
+        return vectors.redistribute(placements=[self.outputs])
 
 
 def first_of_rank(count: int, mesh: DeviceMesh) -> int:

@@ -50,7 +50,6 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.sizes import parts_needed, tensor_bytes, trainable_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.core.ranks.rank_step import Batch, rank_step
 from recipes_lib.parallel._sharding import part_bytes, require_new_on_ranks, shard_ends
 
 STAGES = (1, 2, 3)
@@ -86,7 +85,7 @@ def apply_zero(
     mesh: Any = None,
     **optimizer_options: Any,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """Split the training of `model` over the ranks of `mesh`.
+    """Split the training of `model` over the ranks of `mesh`. A step is `rank_step`.
 
     Returns what to train with, and its optimizer: in stage 1 a wrapper, in stages 2 and 3 the model
     itself. All ranks start with the weights of rank 0.
@@ -123,22 +122,6 @@ def apply_zero(
     # After sharding: these are the parts, and the states will be as large as they are.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, optimizer_class(trained, **optimizer_options)
-
-
-def zero_step(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Batch],
-    *,
-    max_norm: float | None = None,
-    reduce_each: bool = False,
-) -> float:
-    """`rank_step` of what `apply_zero` returned.
-
-    With several micro-batches, stages 2 and 3 hold gradients of the whole model until the last one,
-    unless `reduce_each` averages and splits them after each.
-    """
-    return rank_step(model, optimizer, batches, max_norm=max_norm, reduce_each=reduce_each)
 
 
 def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:

@@ -60,6 +60,8 @@ from recipes_lib.precision.awq.sites import (
     read_inputs,
 )
 
+ALPHAS = [number / 10 for number in range(11)]  # from 0, no scaling, to 1
+
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
@@ -68,7 +70,7 @@ def plain_awq_scales(weight: Tensor, inputs: Tensor, *, group: int = 32) -> Tens
     importance = inputs.abs().mean(dim=0)  # [in]
     exact = inputs @ weight.T  # [tokens, out]
     errors = {}
-    for alpha in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+    for alpha in ALPHAS:
         scales = importance**alpha
         rounded = in_four_bits(weight * scales, group=group)
         error = ((inputs / scales) @ rounded.T - exact).square().sum()
@@ -101,33 +103,17 @@ def apply_awq(
     *,
     group: int = 32,
     symmetric: bool = False,
-    names: Iterable[str] | None = None,
-    alphas: int = 11,
-    tokens: int = 256,
 ) -> Any:
     """Scale the weights of `model` in place for `apply_int4` with the same group and grid.
 
     Args:
         batches: calibration text: tensors [B, S] as the model takes them. Labels are not used,
             padding under an `attention_mask` does not count.
-        names: of the layers that will be in 4 bits. Default is all but the output layer, and those
-            whose weight the model's code reads by itself, as in Mamba.
-        alphas: how many are tried, evenly from 0 to 1.
-        tokens: how many of the text are kept to compute errors with. All count for mean |x|.
     Raises ValueError, before anything changes, for a model that is not in fp32 or is quantized
     already, one in which no scales can be folded exactly, widths that `group` does not divide, and
     no text.
     """
-    choices = search_scales(
-        model,
-        batches,
-        group=group,
-        symmetric=symmetric,
-        names=names,
-        alphas=alphas,
-        tokens=tokens,
-    )
-    for choice in choices:
+    for choice in search_scales(model, batches, group=group, symmetric=symmetric):
         fold_scales(model, choice.site, choice.scales)
     return model
 
@@ -138,9 +124,6 @@ def search_scales(
     *,
     group: int = 32,
     symmetric: bool = False,
-    names: Iterable[str] | None = None,
-    alphas: int = 11,
-    tokens: int = 256,
 ) -> list[Choice]:
     """What `apply_awq` would fold, one choice for each input that layers share; changes nothing.
 
@@ -148,7 +131,7 @@ def search_scales(
     """
     require_causal_lm(model)
     way_out = "give the model in full precision; after apply_awq comes apply_int4"
-    names = layers_to_quantize(model, names, way_out=way_out)
+    names = layers_to_quantize(model, None, way_out=way_out)
     check_groups(linear_layers(model), names, group)
     if model.dtype is not torch.float32:
         raise ValueError(
@@ -158,25 +141,24 @@ def search_scales(
     sites = find_sites(model, names)
     check_exact(model, sites)
 
-    tried = [number / (alphas - 1) for number in range(alphas)]
     grid = {"group": group, "symmetric": symmetric}
-    inputs = read_inputs(model, sites, list(batches), tokens=tokens)
-    return [_best(model, site, tried, seen, grid) for site, seen in zip(sites, inputs)]
+    inputs = read_inputs(model, sites, list(batches))
+    return [_best(model, site, seen, grid) for site, seen in zip(sites, inputs)]
 
 
 @torch.no_grad()
-def _best(model: Any, site: Site, alphas: list[float], seen: Seen, grid: dict[str, Any]) -> Choice:
+def _best(model: Any, site: Site, seen: Seen, grid: dict[str, Any]) -> Choice:
     """Try every alpha on the layers of one site: the mean squared error of what they put out."""
     importance = site.shared(seen.mean)  # [C]
-    errors = dict.fromkeys(alphas, 0.0)
-    for alpha in alphas:
+    errors = dict.fromkeys(ALPHAS, 0.0)
+    for alpha in ALPHAS:
         scales = site.spread(scales_of(importance, alpha))  # [I]
         for name in site.linears:
             weight = model.get_submodule(name).weight  # [O, I]
             rounded = in_four_bits(weight * scales, **grid) / scales
             errors[alpha] += (seen.rows @ (rounded - weight).T).square().mean().item()
     alpha = min(errors, key=errors.get)
-    return Choice(site, alpha, scales_of(importance, alpha), errors[alpha], errors[alphas[0]])
+    return Choice(site, alpha, scales_of(importance, alpha), errors[alpha], errors[0.0])
 
 
 def scales_of(importance: Tensor, alpha: float) -> Tensor:

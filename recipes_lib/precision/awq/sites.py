@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from recipes_lib.core.data.evaluation import evaluating
 
+KEPT = 256  # tokens of the text, to compute errors with
+
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -229,18 +231,16 @@ def check_exact(model: Any, sites: list[Site]) -> None:
 # --- running it -----------------------------------------------------------------------------------
 
 
-def read_inputs(
-    model: Any, sites: list[Site], batches: list[dict[str, Tensor]], *, tokens: int
-) -> list[Seen]:
+def read_inputs(model: Any, sites: list[Site], batches: list[dict[str, Tensor]]) -> list[Seen]:
     """What the linear layers of each site read in `batches`, padding left out.
 
-    `tokens` rows are kept, of every batch the same number, evenly spaced.
+    KEPT rows stay, of every batch the same number, evenly spaced. All count for mean |x|.
     """
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
     count = 0
     real = torch.empty(0, dtype=torch.bool)  # of the batch that runs: no padding, [B * S]
-    share = max(1, tokens // max(1, len(batches)))
+    share = max(1, KEPT // max(1, len(batches)))
 
     def read(name: str, value: Tensor) -> None:
         every = value.flatten(0, -2)  # [B * S, I]

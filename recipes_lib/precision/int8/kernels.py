@@ -150,11 +150,8 @@ class TwoHalvesWeights(PackedWeights):
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         super().__init__(weight, scale)
-        # As a tensor: `63 / x` of a number and a tensor is 63 times 1 / x, which is rounded twice.
-        self._high = torch.tensor(float(HIGH))
         # Then a step is exactly 1, and whole numbers are not rounded again.
         self._ends = _row_with_both_ends(weight.shape[1], REST + 1.5)
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # rows that no call uses just now
 
     def product(self, x: Tensor) -> Tensor:
         """x [..., K], each row as two rows of 8 bits, in one call: [..., N].
@@ -162,49 +159,16 @@ class TwoHalvesWeights(PackedWeights):
         `high` are whole numbers up to 63. The other row is `high` plus 126 times what is left,
         which keeps it below 127. So steps = high + (other - high) / 126.
         """
-        if x.numel() == x.shape[-1]:
-            return self._product_of_one_row(x)
-        rows = _fp32_rows(x)
+        rows = x.reshape(-1, x.shape[-1]).float()  # [M, K]
         largest = torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True)  # [M, 1]
         largest.clamp_min_(TINY)
-        steps = rows * (self._high / largest)  # [M, K], from -63 to 63
+        steps = rows * (HIGH / largest)  # [M, K], from -63 to 63
         high = steps.round()
         other = torch.lerp(high, steps, REST)  # high + 126 (steps - high)
         y = self._rounded_product(torch.cat([self._ends, high, other]))  # [1 + 2M, N]
         _, y_high, y_other = y.split([1, len(rows), len(rows)])
         y = torch.lerp(y_high, y_other, 1 / REST).mul_(largest)  # [M, N]
         return _in_dtype_of(x, y.view(*x.shape[:-1], -1))
-
-    def _product_of_one_row(self, x: Tensor) -> Tensor:
-        """The same for one token, for which each operator counts: equal to the last bit.
-
-        `largest` is a number of Python, so nothing is broadcast. The three rows are kept from call
-        to call, so nothing is put together.
-        """
-        row = _fp32_rows(x)  # [1, K]
-        largest = max(torch.linalg.vector_norm(row, math.inf).item(), TINY)
-        steps = row * (HIGH / largest)
-        kept = self._take_rows()
-        three, high, other = kept
-        torch.round(steps, out=high)
-        torch.lerp(high, steps, REST, out=other)
-        y = self._rounded_product(three)  # [3, N]
-        self._kept.append(kept)
-        y = torch.lerp(y.narrow(0, 1, 1), y.narrow(0, 2, 1), 1 / REST).mul_(largest)  # [1, N]
-        return _in_dtype_of(x, y.view(*x.shape[:-1], -1))
-
-    def _take_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows [3, K] for this call alone, also if another thread computes, and two views of them.
-
-        The first row is `ends`; the views are the rows for `high` and `other`, [1, K] each.
-        """
-        try:
-            return self._kept.pop()
-        except IndexError:
-            # Rows that inference mode has made could not be written to outside of it.
-            with torch.inference_mode(False):
-                three = self._ends.repeat(3, 1)
-                return three, three.narrow(0, 1, 1), three.narrow(0, 2, 1)
 
 
 PACKED = {
@@ -232,14 +196,6 @@ def _row_with_both_ends(width: int, end: float) -> Tensor:
     ends[0, 0] = end
     ends[0, -1] = -end
     return ends
-
-
-def _fp32_rows(x: Tensor) -> Tensor:
-    """x [..., K] as fp32 rows [M, K]."""
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.dtype is not torch.float32:
-        rows = rows.float()
-    return rows
 
 
 def _in_dtype_of(x: Tensor, y: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from recipes_lib.parallel.data_parallel import apply_data_parallel, data_paralle
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
 from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel
-from recipes_lib.parallel.zero import apply_zero, zero_step
+from recipes_lib.parallel.zero import apply_zero
 
 # Adam divides each gradient by its own size. Where one is near zero, the order of a sum decides the
 # direction of its step. With a larger epsilon it rests, and strategies compare digit by digit.
@@ -107,7 +107,7 @@ def zero(model: Any, options: Options, *, stage: int) -> Training:
     )
 
     def step(batch: Batch) -> float:
-        return zero_step(trained, optimizer, [own_rows(batch)], max_norm=options.max_norm)
+        return rank_step(trained, optimizer, [own_rows(batch)], max_norm=options.max_norm)
 
     return Training(trained, optimizer, step)
 

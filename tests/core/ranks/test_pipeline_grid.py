@@ -7,7 +7,6 @@ from recipes_lib.core.ranks.pipeline_grid import (
     FORWARD,
     Action,
     bubble_of,
-    most_in_flight,
 )
 
 
@@ -22,4 +21,3 @@ def test_a_bubble_and_what_is_in_flight():
     second = [Action(1, 1, FORWARD, 0, 1, 2), Action(1, 1, BACKWARD, 0, 2, 4)]
     second += [Action(1, 1, FORWARD, 1, 4, 5), Action(1, 1, BACKWARD, 1, 5, 7)]
     assert bubble_of(first + second) == pytest.approx(1 - 12 / 18)
-    assert (most_in_flight(first), most_in_flight(second)) == (2, 1)
