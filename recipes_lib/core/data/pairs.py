@@ -19,7 +19,7 @@ from recipes_lib.core.data.pair_columns import Pair, pair_of, with_known_names
 from recipes_lib.core.data.row_files import read_rows, without_nulls
 from recipes_lib.core.data.turns import is_learnt
 
-DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".txt")
+DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")
 
 
 def load_instructions(
@@ -39,8 +39,8 @@ def load_instructions(
         limit: how many rows at most. The order is shuffled once, the same on every machine with
             this Python.
         dataset: None for the standard library. Else rows with `prompt` and `completion`, with
-            `messages` (turns with `role` and `content`), or with `text`: an iterable, a local file
-            or folder, or a hub id (needs the hub).
+            `messages` (turns with `role` and `content`), or with `text`: an iterable, a local file,
+            or a hub id (needs the hub).
     Raises ValueError for an unknown split, sizes below 1, and no pair left. It raises one for
     another split than "train" of a file or an iterable, too: they have none, and the same rows
     would be trained on and held out.

@@ -1,4 +1,4 @@
-"""Rows of a local file or folder, each with the place where it stands.
+"""Rows of a local file, each with the place where it stands.
 
     for place, row in read_rows("pairs.jsonl"):
         ...                      # "pairs.jsonl, line 7", {"prompt": …, "completion": …}
@@ -6,7 +6,7 @@
     JSON Lines, a JSON list   by Python's `json`; `datasets` would make dates of some of the texts
     CSV, TSV                  as texts: "007" stays "007"
     TXT                       one text, to train on as it stands
-    Parquet, Arrow, folders   by `datasets`: a folder of files, or what `save_to_disk` wrote
+    Parquet                   by `datasets`
 
 The first three may be packed by gzip. A text is UTF-8. Lines count from 1, as editors count them.
 """
@@ -25,19 +25,17 @@ from typing import Any
 PlacedRow = tuple[str, Any]  # the place in words, and what stands there
 
 
-def read_rows(path: str | Path, *, split: str = "train") -> Iterator[PlacedRow]:
+def read_rows(path: str | Path) -> Iterator[PlacedRow]:
     """The rows of `path`, one after the other: the place in words, and the row as it stands there.
 
-    Args:
-        split: which split to take where a folder has several.
-    Raises ValueError for a path that is not there, a file without rows, and one that its reader
+    Raises ValueError for a path where no file is, a file without rows, and one that its reader
     does not read: with the name of the file, and with the reader's own words.
     """
     path = Path(path).expanduser()
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"there is no file {path}: check the path")
     try:
-        rows = list(_reader_of(path, split)(path))
+        rows = list(_reader_of(path)(path))
     except Exception as error:  # of many types: an encoding, a missing quote, damaged bytes
         raise ValueError(f"{path} cannot be read: {_reason(error)}") from error
     if not rows:
@@ -48,9 +46,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> Iterator[PlacedRow]:
         yield f"{path}, {place}", row
 
 
-def _reader_of(path: Path, split: str) -> Callable[[Path], Iterator[PlacedRow]]:
-    if path.is_dir():
-        return lambda folder: _numbered(map(without_nulls, _read_folder(folder, split)))
+def _reader_of(path: Path) -> Callable[[Path], Iterator[PlacedRow]]:
     endings = [ending.lower() for ending in path.suffixes if ending.lower() != ".gz"]
     reader = READERS.get(endings[-1]) if endings else None
     if reader is None:
@@ -136,48 +132,5 @@ def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     yield from _numbered(map(without_nulls, Dataset.from_parquet(os.fspath(path))))
 
 
-def _read_arrow(path: Path) -> Iterator[PlacedRow]:
-    from datasets import load_dataset
-
-    rows = load_dataset("arrow", data_files=os.fspath(path), split="train")
-    yield from _numbered(map(without_nulls, rows))
-
-
-def _read_folder(folder: Path, split: str) -> Any:
-    """A `datasets.Dataset`: what `save_to_disk` wrote, or else a folder of data files."""
-    from datasets import load_dataset, load_from_disk
-
-    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        found = load_from_disk(folder)
-    else:
-        _refuse_several_formats(folder)
-        found = load_dataset(os.fspath(folder))
-    if not isinstance(found, dict):
-        return found
-    if split not in found:
-        raise ValueError(f"no split {split!r}, but {', '.join(found)}: name the folder of one")
-    return found[split]
-
-
-def _refuse_several_formats(folder: Path) -> None:
-    """Raise ValueError for files of which `load_dataset` would read those of one format alone.
-
-    Where a README names the files of the data set, `load_dataset` reads those.
-    """
-    card = folder / "README.md"
-    if card.is_file() and "data_files:" in card.read_text(errors="replace"):
-        return
-    found = {}
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.suffix in READERS and not hidden and not file.name.startswith("dataset_info"):
-            found.setdefault(READERS[file.suffix], file.name)
-    if len(found) > 1:
-        raise ValueError(
-            f"files of several formats, {', '.join(found.values())}, and only those of one would "
-            f"be read: put them into a folder of their own, or name one file"
-        )
-
-
 READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
-READERS |= {".parquet": _read_parquet, ".arrow": _read_arrow, ".txt": _read_whole}
+READERS |= {".parquet": _read_parquet, ".txt": _read_whole}

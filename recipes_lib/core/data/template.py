@@ -5,11 +5,7 @@
 
 A template is a program of a stranger. Some leave parts out: the thinking of an answer, the calls of
 tools, the system prompt. So nothing is believed: of each turn every piece has to stand in the text,
-in order, and once; and what is learnt holds the pieces of its own turn, and those of no other.
-
-Two looks see this. Turns whose contents are numbered marks show where a template writes each turn;
-they are the same for all conversations of one shape. The pieces of the real turns show what it does
-with these contents.
+in order, and what is learnt holds the pieces of its own turn.
 
 A tokenizer without a template gets the plainest form, for one question and one answer.
 """
@@ -17,7 +13,6 @@ A tokenizer without a template gets the plainest form, for one question and one 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -26,7 +21,6 @@ from typing import Any
 from recipes_lib.core.data.turns import Turn, is_learnt, shown
 
 THINKING = re.compile(r"</?think(?:ing)?>|\[/?THINK\]")  # what stands around it, in a content
-MARK = re.compile(r"xq\d+qx")  # in the place of a content
 LAST_MARK = re.compile(r"(<think(?:ing)?>|\[THINK\])\s*$")  # opens it, at the end of a question
 
 NO_TEMPLATE = (
@@ -62,25 +56,6 @@ For each call, write a JSON object within <tool_call></tool_call>:
 {% endif %}"""
 
 
-class _Same:
-    """A tokenizer, the same to a cache as another one with the same template."""
-
-    def __init__(self, tokenizer: Any, key: str) -> None:
-        self.tokenizer = tokenizer
-        self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-def _same(tokenizer: Any) -> _Same:
-    template = getattr(tokenizer, "chat_template", None)
-    return _Same(tokenizer, json.dumps([template, tokenizer.bos_token, tokenizer.eos_token]))
-
-
 # --- the text -------------------------------------------------------------------------------------
 
 
@@ -88,7 +63,7 @@ class Template:
     """The template of `tokenizer` over one conversation.
 
     Raises ValueError for a conversation that it refuses, and for a piece of content or a tool that
-    it leaves out, writes twice, or writes into what another turn learns.
+    it leaves out.
     """
 
     def __init__(
@@ -100,7 +75,6 @@ class Template:
         if not getattr(tokenizer, "chat_template", None):
             check_plain(self.given, tools)
         self.written = self._written()
-        _check_places(self)
         if tools:
             self._check_tools()
 
@@ -167,8 +141,6 @@ def render(
     if not getattr(tokenizer, "chat_template", None):
         return _plain(tokenizer, messages)
     turns = [_without_train(turn) for turn in messages]
-    if _wants_parts(_same(tokenizer)):
-        turns = [turn | {"content": _as_parts(turn["content"])} for turn in turns]
     try:
         return tokenizer.apply_chat_template(
             turns, tools=tools, tokenize=False, add_generation_prompt=asks
@@ -180,25 +152,6 @@ def render(
 
 def _without_train(turn: Turn) -> Turn:
     return {name: value for name, value in turn.items() if name != "train"}
-
-
-def _as_parts(content: str | None) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content or ""}]
-
-
-@functools.lru_cache(maxsize=64)
-def _wants_parts(same: _Same) -> bool:
-    """Whether a template reads contents as lists of parts alone, as some for images do."""
-    import jinja2
-
-    found = []
-    for content in ("xq0qx", _as_parts("xq0qx")):
-        chat = [{"role": "user", "content": content}]
-        try:
-            found.append("xq0qx" in same.tokenizer.apply_chat_template(chat, tokenize=False))
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError):
-            found.append(False)
-    return found == [False, True]
 
 
 def check_plain(messages: Sequence[Turn], tools: Any = None) -> None:
@@ -406,70 +359,6 @@ def _leaves(value: Any) -> list[Any]:
 def _stands_in(leaf: Any, text: str) -> bool:
     forms = [str(leaf), json.dumps(leaf), json.dumps(leaf, ensure_ascii=False)]
     return any(form in text or form[1:-1] in text for form in forms if form.strip('"'))
-
-
-# --- where a template writes each turn ------------------------------------------------------------
-
-
-def _check_places(template: Template) -> None:
-    shape = []
-    for turn in template.given:
-        shape.append((turn["role"], turn["content"] is not None, _has_forms(turn), is_learnt(turn)))
-    tools = json.dumps(template.tools) if template.tools else ""
-    problem = _problem_of_shape(_same(template.tokenizer), tuple(shape), tools)
-    if problem:
-        raise ValueError(problem)
-
-
-@functools.lru_cache(maxsize=1024)
-def _problem_of_shape(
-    same: _Same, shape: tuple[tuple[str, bool, bool, bool], ...], tools: str
-) -> str:
-    """What a template does wrong with every conversation of these roles; "" if nothing."""
-    messages: list[Turn] = []
-    for number, (role, _, has_forms, learnt) in enumerate(shape):
-        if has_forms:
-            return ""  # calls and thinking are looked for in the real text
-        messages.append({"role": role, "content": f"xq{number}qx", "train": learnt})
-
-    def written(turns: Sequence[Turn], *, asks: bool = False) -> str:
-        return render(same.tokenizer, turns, json.loads(tools) if tools else None, asks=asks)
-
-    for place in [place for place, turn in enumerate(messages) if turn["train"]]:
-        try:
-            question, text = _borders(messages, place, written)
-        except ValueError:
-            return ""  # it reads contents, and not these; or it says the same of the real ones
-        problem = _problem_of_marks(messages[: place + 1], question, text)
-        if problem:
-            return problem
-    return ""
-
-
-def _problem_of_marks(messages: Sequence[Turn], question: str, text: str) -> str:
-    """What is wrong with a text in which the mark of each turn has to stand, once and in order."""
-    found = MARK.findall(text)
-    wanted = [turn["content"] for turn in messages]
-    for number, turn in enumerate(messages):
-        times = found.count(turn["content"])
-        if times == 0:
-            return (
-                f"the chat template leaves out turn {number} (from 0), of `{turn['role']}`: "
-                f"bring its content into another turn, or take another template"
-            )
-        if times > 1:
-            return (
-                f"the chat template writes turn {number} (from 0, of `{turn['role']}`) {times} "
-                f"times: take another template"
-            )
-    if found != wanted:
-        return "the chat template changes the order of the turns: take another template"
-    if MARK.findall(text[len(question) :]) != wanted[-1:]:
-        return (
-            f"the chat template writes other turns into the answer of turn {len(messages) - 1} "
-            f"(from 0), where they would be learnt: take another template"
-        )
-    return ""
 
 
 def _first_question(messages: Sequence[Turn]) -> int:

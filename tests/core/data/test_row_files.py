@@ -19,17 +19,6 @@ def parquet(path):
     Dataset.from_list(ROWS).to_parquet(path)
 
 
-def saved_splits(path):
-    from datasets import Dataset, DatasetDict
-
-    DatasetDict(test=Dataset.from_list(ROWS[:1]), train=Dataset.from_list(ROWS)).save_to_disk(path)
-
-
-def folder_of_files(path):
-    path.mkdir()
-    parquet(path / "train-00000-of-00001.parquet")
-
-
 READ = {
     "lines.jsonl": LINES,
     "list.json": json.dumps(ROWS, indent=2),
@@ -38,8 +27,6 @@ READ = {
     "excel.csv": b"\xef\xbb\xbf" + CSV.replace(",", ";").encode(),
     "table.tsv": CSV.replace(",", "\t"),
     "table.parquet": parquet,
-    "saved-splits": saved_splits,
-    "folder": folder_of_files,
 }
 
 
@@ -98,12 +85,3 @@ def test_what_is_not_read_is_refused_with_the_name_of_the_file(tmp_path, name):
     with pytest.raises(ValueError, match=error) as caught:
         list(read_rows(path))
     assert str(path) in str(caught.value)
-
-
-def test_a_folder_of_several_formats_is_refused(tmp_path):
-    """`load_dataset` reads the files of the most frequent format, and says nothing of the rest."""
-    (tmp_path / "a.csv").write_text(CSV)
-    assert len(list(read_rows(tmp_path))) == len(ROWS)
-    (tmp_path / "b.jsonl").write_text(LINES)
-    with pytest.raises(ValueError, match=r"several formats, a\.csv, b\.jsonl"):
-        list(read_rows(tmp_path))

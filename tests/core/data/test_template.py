@@ -108,26 +108,16 @@ def test_a_turn_of_the_user_can_be_learnt(tokenizer):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("{% for m in messages if m.role != 'system' %}", "leaves out turn 0 .* of `system`"),
-        ("{% for m in messages %}{{ m.content if m.role == 'user' }}", "writes turn 1 .* 2 times"),
-        ("{% for m in messages | reverse %}", "order of the turns|rewrites the question"),
+        ("{% for m in messages if m.role != 'system' %}", "leaves out a part of turn 0"),
+        ("{% for m in messages | reverse %}", "leaves out a part|rewrites the question"),
     ],
 )
-def test_each_turn_stands_in_the_text_once_and_in_order(tokenizer, change, error):
-    """The mistake: a template that drops a turn, or writes it twice, is believed."""
+def test_each_turn_stands_in_the_text_and_in_order(tokenizer, change, error):
+    """The mistake: a template that drops a turn is believed."""
     tokenizer.chat_template = change + "[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
     chat = [{"role": "system", "content": "Be brief."}, user("2 + 2?"), answer("Four.")]
     with pytest.raises(ValueError, match=error):
         tokenize_chat(tokenizer, chat)
-
-
-def test_a_content_of_parts_is_given_to_a_template_that_reads_no_other(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}] "
-        "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}</s>{% endfor %}"
-    )
-    row = tokenize_pair(tokenizer, "2 + 2?", "Four.")
-    assert tokenizer.decode(row["input_ids"]) == "[user] 2 + 2?</s>[assistant] Four.</s>"
 
 
 # --- tools ----------------------------------------------------------------------------------------
