@@ -1326,7 +1326,7 @@ print(f", by the formula {expected:.2f}×")
 #
 # **How do I use it?** `model.generate(…, prompt_lookup_num_tokens=3)` and `model.generate(…, assistant_model=small)` in transformers; `speculative_config` in vLLM.
 #
-# **What does it cost?** Nothing in quality, if the kernels give each token the same result alone and among others. `row_by_row`, the default here, computes the attention of the checked tokens one by one for this reason. In dynamic int8 all tokens of a call share one scale, so a draft changes how the other tokens are rounded, and the text can change. So the functions here refuse a decoder in dynamic int8.
+# **What does it cost?** Nothing in quality, if the kernels give each token the same result alone and among others. `row_by_row` computes the attention of the checked tokens one by one for this reason. In dynamic int8 all tokens of a call share one scale, so a draft changes how the other tokens are rounded, and the text can change. So the functions here refuse a decoder in dynamic int8.
 #
 # ### 12. Batching
 #

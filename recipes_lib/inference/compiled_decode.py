@@ -249,9 +249,7 @@ class StaticCache(KeyValueCache):
         real = slots >= self._first  # [B, T]
         return ((visible & real[:, None]) | (slots == own))[:, None]
 
-    def append(
-        self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write K new tokens; all T places of the layer come back, [B, Hkv, T, E] each."""
         slots = self.position + torch.arange(keys.shape[2], device=keys.device)  # [K]
         self.keys[layer].index_copy_(2, slots, keys)

@@ -61,8 +61,8 @@ def apply_int8_cache(decoder: Any) -> Any:
     """Let `decoder.new_cache(…)` make int8 caches. Returns `decoder`, changed in place.
 
     It works on any decoder whose `new_cache` makes what stands in its attribute `cache_class`.
-    `remove_int8_cache` takes it back; caches that exist stay as they are. Raises ValueError for a
-    decoder without that attribute, such as a compiled one.
+    Caches that exist stay as they are. Raises ValueError for a decoder without that attribute, such
+    as a compiled one.
     """
     if not hasattr(decoder, "cache_class"):
         raise ValueError(
@@ -70,12 +70,6 @@ def apply_int8_cache(decoder: Any) -> Any:
             f"that apply_decode_loop(model) returned"
         )
     decoder.cache_class = Int8KeyValueCache
-    return decoder
-
-
-def remove_int8_cache(decoder: Any) -> Any:
-    """Let `decoder.new_cache(…)` make plain caches again. Returns `decoder`."""
-    decoder.cache_class = KeyValueCache
     return decoder
 
 
@@ -106,15 +100,13 @@ class Int8KeyValueCache(KeyValueCache):
         scales = [*self.key_scales, *self.value_scales]
         return super().nbytes + sum(scale.nbytes for scale in scales)
 
-    def append(
-        self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store K new tokens [B, Hkv, K, D] of one layer behind those that are in.
 
         Returns the keys and values up to and with them, [B, Hkv, length + K, D] each, as attention
         reads them. These are new tensors, not views.
         """
-        begin = self.length if at is None else at
+        begin = self.length
         end = begin + keys.shape[2]
         stored = [(keys, self.keys, self.key_scales), (values, self.values, self.value_scales)]
         read = []
@@ -138,9 +130,7 @@ class PositionTime:
     without_cache: float
 
 
-def time_by_position(
-    decoder: CausalDecoder, positions: Iterable[int], *, rounds: int = 3
-) -> list[PositionTime]:
+def time_by_position(decoder: CausalDecoder, positions: Iterable[int]) -> list[PositionTime]:
     """Measure one step at each of these positions, with the cache and without it, in turns.
 
     Without a cache, a step computes the whole text again. Which tokens these are does not matter
@@ -150,7 +140,7 @@ def time_by_position(
     steps = _steps(decoder, positions)
     for step in steps.values():
         step()
-    seconds = in_turns(steps, rounds=rounds)
+    seconds = in_turns(steps, rounds=3)
     table = []
     for position in positions:
         with_cache = statistics.median(seconds[f"with {position}"])

@@ -35,7 +35,7 @@ Source     Leviathan et al., arXiv 2211.17192 (the formula); Chen et al., arXiv 
 
 The answer is the greedy one if a token gets the same logits in a call of k + 1 tokens as in a call
 of its own. Most kernels compute one row differently from several, and then a near tie can go the
-other way. With `row_by_row` the attention of each token has a call of its own. That makes a decoder
+other way. So the attention of each token has a call of its own (`row_by_row`). That makes a decoder
 exact whose linear layers are. `row_difference` says what a decoder does: 0.0 is exact. Four tokens
 of SmolLM2 on a CPU, row by row:
 
@@ -161,32 +161,23 @@ def prompt_lookup_generate(
     *,
     new_tokens: int,
     draft_tokens: int = 3,
-    ngram: int = 3,
-    shortest: int = 1,
     stop: Collection[int] = (),
-    row_by_row: bool = True,
 ) -> Speculation:
-    """Generate greedily; drafts are copies from the text so far.
+    """Generate greedily; drafts are copies of what followed the last one to three tokens before.
 
     Args:
         prompt: token ids, as a list or as a tensor [1, S].
         draft_tokens: k, the longest draft.
-        ngram: the number of last tokens to look for. Fewer are tried where they are not found.
-        shortest: the fewest. Where a check is dear, 2 leaves out the drafts that are mostly wrong.
         stop: ids that end the answer; the one that came is its last token.
-        row_by_row: one attention call per token of a draft: exact with kernels that are exact.
-    Raises ValueError for numbers below 1, shortest > ngram, and for a decoder with int8 "dynamic"
-    layers on a CPU, whose text would depend on the drafts.
+    Raises ValueError for numbers below 1, and for a decoder with int8 "dynamic" layers on a CPU,
+    whose text would depend on the drafts.
     """
-    return _generate(
-        decoder,
-        prompt,
-        PromptLookup(ngram=ngram, shortest=shortest),
-        new_tokens=new_tokens,
-        draft_tokens=draft_tokens,
-        stop=stop,
-        row_by_row=row_by_row,
-    )
+
+    def copies(text: list[int], most: int) -> list[int]:
+        return looked_up(text, ngram=3, shortest=1, most=most)
+
+    options = {"new_tokens": new_tokens, "draft_tokens": draft_tokens, "stop": stop}
+    return _generate(decoder, prompt, copies, **options)
 
 
 def speculative_generate(
@@ -197,7 +188,6 @@ def speculative_generate(
     new_tokens: int,
     draft_tokens: int = 3,
     stop: Collection[int] = (),
-    row_by_row: bool = True,
 ) -> Speculation:
     """Generate greedily with `decoder`; `draft_decoder` drafts. Arguments as above.
 
@@ -211,15 +201,9 @@ def speculative_generate(
             f"prompt_lookup_generate, which needs none"
         )
     room = token_row(prompt, vocabulary=decoder.vocabulary).shape[1] + new_tokens
-    return _generate(
-        decoder,
-        prompt,
-        DecoderDrafts(draft_decoder, max_tokens=room),
-        new_tokens=new_tokens,
-        draft_tokens=draft_tokens,
-        stop=stop,
-        row_by_row=row_by_row,
-    )
+    drafts = DecoderDrafts(draft_decoder, max_tokens=room)
+    options = {"new_tokens": new_tokens, "draft_tokens": draft_tokens, "stop": stop}
+    return _generate(decoder, prompt, drafts, **options)
 
 
 def _generate(
@@ -230,7 +214,6 @@ def _generate(
     new_tokens: int,
     draft_tokens: int,
     stop: Collection[int],
-    row_by_row: bool,
 ) -> Speculation:
     require_decoder(decoder)
     _refuse_one_scale(decoder)
@@ -246,7 +229,7 @@ def _generate(
         # A call gives one token more than the draft has: never more than are wanted.
         most = min(draft_tokens, end - len(text) - 1)
         draft = drafter(text, most) if most > 0 else []
-        chosen = checked(decoder, cache, text[-1], draft, row_by_row)
+        chosen = checked(decoder, cache, text[-1], draft, row_by_row=True)
         kept = _up_to_stop(chosen, stop)
         text += kept
         answer.add(draft, chosen, kept)
@@ -259,37 +242,6 @@ def _up_to_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
         if token in stop:
             return tokens[: place + 1]
     return tokens
-
-
-class PromptLookup:
-    """`looked_up` with an index, so that a draft takes no longer in a long text.
-
-    The text may only grow from call to call.
-    """
-
-    def __init__(self, *, ngram: int, shortest: int) -> None:
-        check_whole(ngram=ngram)
-        check_whole(shortest=shortest, most=ngram)
-        self._ngram = ngram
-        self._shortest = shortest
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest place ends
-        self._indexed = 0  # n-grams that end here or before are in
-
-    def __call__(self, text: list[int], most: int) -> list[int]:
-        """A draft of `most` tokens, or none."""
-        self._index(text)
-        for size in range(min(self._ngram, len(text) - 1), self._shortest - 1, -1):
-            place = self._after.get(tuple(text[-size:]))
-            if place is not None:
-                return copied(text, place, most)
-        return []
-
-    def _index(self, text: list[int]) -> None:
-        # The n-gram at the very end is what is looked for: nothing follows it yet.
-        for end in range(self._indexed + 1, len(text)):
-            for size in range(self._shortest, min(self._ngram, end) + 1):
-                self._after[tuple(text[end - size : end])] = end
-        self._indexed = len(text) - 1
 
 
 class DecoderDrafts:
@@ -316,25 +268,19 @@ class DecoderDrafts:
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def row_difference(
-    decoder: CausalDecoder,
-    prompt: Sequence[int] | Tensor,
-    *,
-    tokens: int = 4,
-    row_by_row: bool = True,
-) -> float:
-    """The largest difference that a call of the last `tokens` tokens makes to their logits.
+def row_difference(decoder: CausalDecoder, prompt: Sequence[int] | Tensor) -> float:
+    """The largest difference that a call of the last four tokens makes to their logits.
 
     Compared are their logits in one call, and those of a call for each. 0.0 means that speculation
     gives the greedy answer, whatever the draft. Anything else means that a near tie can go the
     other way.
     """
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
-    begin = row.shape[1] - tokens
+    begin = row.shape[1] - 4
     check_whole(tokens_before=begin)
     cache = decoder.new_cache(max_tokens=row.shape[1])
     decoder(row[:, :begin], cache, last_only=True)
-    together = decoder(row[:, begin:], cache, row_by_row=row_by_row)  # [1, K, V]
+    together = decoder(row[:, begin:], cache, row_by_row=True)  # [1, K, V]
     cache.truncate(begin)
     alone = [decoder(row[:, place : place + 1], cache) for place in range(begin, row.shape[1])]
     return (together - torch.cat(alone, dim=1)).abs().max().item()
@@ -360,7 +306,6 @@ def predicted_speedup(
     draft_tokens: int,
     cost_ratio: float,
     verify_ratio: float = 1.0,
-    draft_share: float = 1.0,
 ) -> float:
     """How many times faster than greedy decoding: the formula of the first page.
 
@@ -371,14 +316,11 @@ def predicted_speedup(
             prompt lookup.
         verify_ratio: the time of a call for k + 1 tokens over that of a call for one
             (`measured_verify_ratio`). The published formula has 1.
-        draft_share: share of the calls that have a draft. A lookup may find none; then the call is
-            one of greedy decoding.
     """
-    check_share(acceptance=acceptance, draft_share=draft_share)
+    check_share(acceptance=acceptance)
     accepted = sum(acceptance**place for place in range(1, draft_tokens + 1))  # a + a² + … + a^k
     seconds = verify_ratio + draft_tokens * cost_ratio  # in calls for one token
-    tokens_per_call = 1 + draft_share * accepted
-    return tokens_per_call / (1 + draft_share * (seconds - 1))
+    return (1 + accepted) / seconds
 
 
 def measured_verify_ratio(
@@ -386,12 +328,10 @@ def measured_verify_ratio(
     prompt: Sequence[int] | Tensor,
     *,
     draft_tokens: int = 3,
-    row_by_row: bool = True,
-    rounds: int = 9,
 ) -> float:
     """The time of a call for k + 1 tokens over that of a call for one, behind this prompt.
 
-    Median of the ratios of `rounds` rounds, in turns.
+    Median of the ratios of nine rounds, in turns.
     """
     require_decoder(decoder)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
@@ -402,11 +342,11 @@ def measured_verify_ratio(
 
     def call(tokens: Tensor) -> None:
         cache.truncate(length)
-        decoder(tokens, cache, row_by_row=row_by_row)
+        decoder(tokens, cache, row_by_row=True)
 
     steps = {"one": lambda: call(several[:, :1]), "several": lambda: call(several)}
     for step in steps.values():
         step()
-    seconds = in_turns(steps, rounds=rounds)
+    seconds = in_turns(steps, rounds=9)
     ratios = [many / one for many, one in zip(seconds["several"], seconds["one"])]
     return statistics.median(ratios)

@@ -12,7 +12,6 @@ from recipes_lib.inference.kv_cache import (
     apply_int8_cache,
     dequantized,
     quantized,
-    remove_int8_cache,
 )
 from recipes_lib.inference.speculative import prompt_lookup_generate, row_difference
 
@@ -81,9 +80,6 @@ def test_logits_are_near_those_of_the_plain_cache(shape):
     got = decoder(tokens, cache)
     error = ((got - expected).norm() / expected.norm()).item()
     assert 0 < error < 0.02
-    remove_int8_cache(decoder)
-    again = decoder(tokens, decoder.new_cache(batch=2, max_tokens=40))
-    assert torch.equal(again, expected)
 
 
 def test_a_new_cache_is_all_that_is_allocated():
@@ -105,8 +101,7 @@ def test_a_token_gets_its_logits_in_any_call():
     """The mistake: the prefill reads its own exact keys, and a verified token differs."""
     decoder = apply_int8_cache(tiny_decoder())
     prompt = torch.randint(0, 128, (30,)).tolist()
-    for row_by_row in (True, False):
-        assert row_difference(decoder, prompt, row_by_row=row_by_row) < 1e-5
+    assert row_difference(decoder, prompt) < 1e-5
     text = prompt[:10] * 2
     got = prompt_lookup_generate(decoder, text, new_tokens=30)
     assert got.tokens == greedy(decoder, text, new_tokens=30)

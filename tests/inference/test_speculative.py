@@ -9,7 +9,6 @@ from recipes_lib.core.model.decoding import KeyValueCache, greedy
 from recipes_lib.core.model.linears import layers_with_one_scale, linear_layers
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import (
-    PromptLookup,
     looked_up,
     measured_verify_ratio,
     predicted_speedup,
@@ -72,9 +71,7 @@ def test_prompt_lookup_gives_the_greedy_answer():
     for number, prompt, options, draft_tokens in cases(300):
         decoder = Scripted(number)
         expected = greedy(decoder, prompt, **options)
-        got = prompt_lookup_generate(
-            decoder, prompt, draft_tokens=draft_tokens, ngram=1 + number % 4, **options
-        )
+        got = prompt_lookup_generate(decoder, prompt, draft_tokens=draft_tokens, **options)
         assert got.tokens == expected, (number, prompt, options)
         first, second = decoder.asked
         assert first == second, "it needs no more room than greedy decoding"
@@ -95,19 +92,6 @@ def test_a_draft_decoder_gives_the_greedy_answer(same):
         assert got.tokens == expected, (number, prompt, options)
         if same and got.drafted:
             assert got.acceptance == 1.0
-
-
-def test_the_index_finds_what_the_plain_search_finds():
-    """The mistake: the n-gram at the very end, which nothing follows, is found."""
-    for number in range(50):
-        draw = random.Random(number)
-        ngram = draw.randint(1, 4)
-        sizes = {"ngram": ngram, "shortest": draw.randint(1, ngram)}
-        index = PromptLookup(**sizes)
-        text = [draw.randrange(4)]
-        while len(text) < 40:
-            text += [draw.randrange(4) for _ in range(draw.randint(1, 4))]
-            assert index(text, 5) == looked_up(text, **sizes, most=5)
 
 
 def test_a_lookup_copies_the_latest_place_and_goes_on_in_its_copy():
@@ -158,7 +142,7 @@ def test_row_by_row_is_exact(kind):
         if not products_are_exact(decoder):
             pytest.skip("the kernels of this machine compute a row differently among others")
         for prompt in prompts(4):
-            assert row_difference(decoder, prompt, tokens=8) == 0.0
+            assert row_difference(decoder, prompt) == 0.0
         text = prompt[:12] * 2
         got = prompt_lookup_generate(decoder, text, new_tokens=30)
         assert got.tokens == greedy(decoder, text, new_tokens=30)
@@ -168,7 +152,7 @@ def test_one_scale_for_a_call_is_refused():
     """The mistake: drafts change how a token is rounded, and the text is not the greedy one."""
     exact = int8_decoder("per_token")
     shared = int8_decoder("dynamic")
-    assert row_difference(shared, next(prompts(1)), tokens=4) > 0.0
+    assert row_difference(shared, next(prompts(1))) > 0.0
     if not layers_with_one_scale(shared):
         pytest.skip("without packed weights each row has a scale of its own")
     message = 'one scale .*: quantize with kind="weight_only" or "per_token", or use greedy'
@@ -213,9 +197,8 @@ def test_predicted_speedup_is_the_published_formula():
         got = predicted_speedup(a, draft_tokens=k, cost_ratio=c)
         assert got == pytest.approx(published)
     assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0) == 4.0
-    # A dear check and rare drafts: half of the calls give 4 tokens and take twice as long.
-    some = {"verify_ratio": 2.0, "draft_share": 0.5}
-    assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0, **some) == 2.5 / 1.5
+    dear = {"verify_ratio": 2.0}
+    assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0, **dear) == 2.0
 
 
 def test_verify_ratio_compares_both_calls_behind_the_prompt():
@@ -227,9 +210,9 @@ def test_verify_ratio_compares_both_calls_behind_the_prompt():
             calls.append((cache.length, tokens.shape[1]))
             return super().__call__(tokens, cache, **options)
 
-    assert measured_verify_ratio(Watched(0), [1, 2, 3, 4], draft_tokens=3, rounds=2) > 0
+    assert measured_verify_ratio(Watched(0), [1, 2, 3, 4], draft_tokens=3) > 0
     assert calls[0] == (0, 4)
-    assert sorted(calls[1:]) == [(4, 1)] * 3 + [(4, 4)] * 3
+    assert sorted(calls[1:]) == [(4, 1)] * 10 + [(4, 4)] * 10
 
 
 # --- guards ---------------------------------------------------------------------------------------
@@ -242,8 +225,6 @@ def test_what_cannot_speculate():
     other.vocabulary = 13
     with pytest.raises(ValueError, match=r"12 tokens and the draft decoder 13.*prompt_lookup"):
         speculative_generate(decoder, other, [1], new_tokens=3)
-    with pytest.raises(ValueError, match="shortest=4: give a whole number from 1 to 3"):
-        prompt_lookup_generate(decoder, [1, 2], new_tokens=3, shortest=4)
 
 
 @pytest.mark.gpu

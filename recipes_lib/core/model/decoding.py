@@ -117,15 +117,13 @@ class KeyValueCache:
         # A padding token sees itself: a softmax over nothing would be NaN, and NaN times 0 is NaN.
         return ((visible & real[:, None]) | (slots == own))[:, None]
 
-    def append(
-        self, layer: int, keys: Tensor, values: Tensor, at: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write K new tokens [B, Hkv, K, D] of one layer behind those that are in.
 
         Returns the keys and values up to and with them, [B, Hkv, length + K, D] each. `length`
-        stays: `advance` moves it. With `at` they are written from that position on instead.
+        stays: `advance` moves it.
         """
-        begin = self.length if at is None else at
+        begin = self.length
         tokens = keys.shape[2]
         end = begin + tokens
         all_keys = self.keys[layer]

@@ -35,17 +35,6 @@ def test_what_was_appended_comes_back():
     assert cache.length == 5
 
 
-def test_append_elsewhere_leaves_the_length():
-    cache = cache_of()
-    cache.append(0, tokens_of(4), tokens_of(4))
-    cache.advance(4)
-    other = tokens_of(1)
-    keys, _ = cache.append(0, other, other, at=1)
-    assert keys.shape[2] == 2
-    assert torch.equal(keys[:, :, 1:], other)
-    assert cache.length == 4
-
-
 def test_bytes_are_those_of_the_tensors():
     assert cache_of(capacity=6, batch=5).nbytes == 2 * 2 * 5 * 3 * 6 * 4 * 4
 
