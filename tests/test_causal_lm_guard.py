@@ -28,7 +28,6 @@ EXEMPT = {
     "apply_pruning": "any module",
     "apply_quantization_aware": "network with nn.Conv2d",
     "apply_rounding": "network with convolutions",
-    "apply_two_four": "any module",
     "quantize_onnx": "file",
     "quantize_pt2e": "graph",
     "quantize_rows": "weight",

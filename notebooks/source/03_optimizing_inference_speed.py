@@ -41,7 +41,7 @@
 # | 4 | INT8 quantization | bytes per weight | [int8.py](../recipes_lib/precision/int8/__init__.py), [int8_sensitivity.py](../recipes_lib/precision/int8/sensitivity.py) |
 # | 5 | INT4 quantization | bytes per weight | [int4.py](../recipes_lib/precision/int4.py) |
 # | 6 | activation-aware scaling | the error of INT4 | [awq.py](../recipes_lib/precision/awq/__init__.py) |
-# | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student/__init__.py), [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
+# | 7 | knowledge distillation | the number of weights | [student.py](../recipes_lib/compression/student.py), [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
 # | 8 | flash attention | time and memory of a prompt | [flash.py](../recipes_lib/attention/flash.py) |
 # | 9 | grouped-query attention, KV cache in 8 bits | the cache of keys and values | [grouped_query_attention.py](../recipes_lib/architecture/grouped_query_attention.py), [kv_cache.py](../recipes_lib/inference/kv_cache.py) |
 # | 10 | RMSNorm, SwiGLU, tied embeddings | passes over the data; weights | [rms_norm.py](../recipes_lib/architecture/rms_norm.py), [swiglu.py](../recipes_lib/architecture/swiglu.py), [tied_embeddings.py](../recipes_lib/architecture/tied_embeddings.py) |

@@ -438,7 +438,7 @@ climb_in_pytorch("zeros 0.8", with_zeros, after="student")
 # %% [markdown]
 # That answers the guess: the file is as large as before, and an image takes about as long. The time printed above is only one look at the clock, while the exports run. The rows take turns below. A zero takes four bytes like any other number. And an ordinary *kernel*, the code that computes one operator, multiplies it like any other number. Only a compressed file is smaller, and zip stays above what is predicted at best. That is the answer to a question that users have asked for years: "pruned, same size, same speed, why?"
 #
-# Some kernels do skip zeros, and each has to be asked for. On NVIDIA's tensor cores the pattern is two zeros in every four weights (`apply_two_four`). XNNPACK, the library of fast kernels that recipe 5 uses, has some for 1 x 1 convolutions with many zeros. TensorFlow Lite can use them. ExecuTorch does not use them by itself: a row of recipe 5 shows it.
+# Some kernels do skip zeros, and each has to be asked for. On NVIDIA's tensor cores the pattern is two zeros in every four weights (torchao's `sparsify_`). XNNPACK, the library of fast kernels that recipe 5 uses, has some for 1 x 1 convolutions with many zeros. TensorFlow Lite can use them. ExecuTorch does not use them by itself: a row of recipe 5 shows it.
 #
 # Now whole channels. A block of MobileNetV2 is wide inside. Filters make each channel there, and one column of the next weights reads it. Nothing outside of the block reads it. So the filters, the channel and the column can go together, and the matrices are really smaller.
 #

@@ -38,7 +38,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_number
+
+MULTIPLE_OF = 8  # channels that stay: kernels compute whole vectors
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -121,27 +123,23 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
     return importance
 
 
-def choose_channels(
-    importance: Mapping[str, Tensor], *, share: float, multiple_of: int = 8
-) -> dict[str, Tensor]:
+def choose_channels(importance: Mapping[str, Tensor], *, share: float) -> dict[str, Tensor]:
     """For each name the channels that stay, in rising order: those with the largest importance.
 
     Args:
-        share: of the channels of each block that go, above 0 and below 1.
-        multiple_of: so many channels, or a multiple of it, stay: kernels compute whole vectors.
-    Raises ValueError for numbers outside their bounds, and where no channel would go.
+        share: of the channels of each block that go, above 0 and below 1. A multiple of
+            MULTIPLE_OF stays.
+    Raises ValueError for a share outside its bounds, and where no channel would go.
     """
     check_number(above=0, below=1, share=share)
-    check_whole(multiple_of=multiple_of)
     kept = {}
     for name, values in importance.items():
-        count = round((1 - share) * len(values) / multiple_of) * multiple_of
-        count = min(max(count, multiple_of), len(values))
+        count = round((1 - share) * len(values) / MULTIPLE_OF) * MULTIPLE_OF
+        count = min(max(count, MULTIPLE_OF), len(values))
         kept[name] = values.topk(count).indices.sort().values
     if all(len(channels) == len(importance[name]) for name, channels in kept.items()):
         raise ValueError(
-            f"share={share} takes less than multiple_of={multiple_of} channels of every part: give "
-            f"a larger share, or a smaller multiple"
+            f"share={share} takes less than {MULTIPLE_OF} channels of every part: give a larger one"
         )
     return kept
 

@@ -7,22 +7,16 @@ Idea       Set the share s of them with the smallest magnitude to zero, and trai
 
            One threshold for the whole model takes more from layers with small weights (`scope`),
            down to all of them, which is refused: such a network gives one answer to everything.
-           2:4 takes the two smaller ones of every four beside each other in a row: a pattern that
-           the tensor cores of NVIDIA's cards since Ampere can skip.
 Saves      Bytes of a *compressed* file: a run of zeros packs well, and the mask itself needs at
            most one bit per weight. In an ordinary file a zero takes as much room as any number.
 Costs      Quality, which some epochs of training with the mask bring back in part. While the model
            trains, the masks are one byte per weight, and each forward makes W * mask anew.
-Use when   A download or a flash memory is what is small. 2:4 on an NVIDIA GPU, for products that
-           are limited by arithmetic.
+Use when   A download or a flash memory is what is small.
 Not when   Time or memory matters: dense kernels multiply zeros as well. Take away whole channels,
            heads or blocks (`channel_pruning`, `student`), or use fewer bits.
 In production   `torch.nn.utils.prune`; torchao `sparsify_(model, semi_sparse_weight())` for 2:4 on
            CUDA; SparseGPT and Wanda choose by the activations as well.
-Source     Han et al., "Learning both Weights and Connections", arXiv 1506.02626; Mishra et al.,
-           "Accelerating Sparse Deep Neural Networks" (2:4), arXiv 2104.08378.
-
-Shapes: O outputs and I inputs of a layer.
+Source     Han et al., "Learning both Weights and Connections", arXiv 1506.02626.
 """
 
 from __future__ import annotations
@@ -30,7 +24,6 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,7 +35,6 @@ from recipes_lib.core.model.linears import refuse_quantized
 
 SCOPES = ("model", "layer")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
-FOUR = 4  # weights beside each other, of which 2:4 keeps two
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -56,41 +48,31 @@ def plain_mask(weight: Tensor, share: float) -> Tensor:
     return mask.view(weight.shape)
 
 
-def plain_two_four_mask(weight: Tensor) -> Tensor:
-    """True for the two larger ones of every four weights beside each other; weight [O, I]."""
-    fours = weight.abs().reshape(-1, FOUR)  # [O * I / 4, 4]
-    larger = fours.topk(2, dim=1).indices
-    mask = torch.zeros_like(fours, dtype=torch.bool)
-    return mask.scatter(1, larger, True).view(weight.shape)
-
-
 # --- the technique --------------------------------------------------------------------------------
 
 
-def apply_pruning(
-    model: Any, *, share: float, scope: str = "model", names: Iterable[str] | None = None
-) -> Any:
+def apply_pruning(model: Any, *, share: float, scope: str = "model") -> Any:
     """Let the smallest weights of `model` be zero from now on, in place; returns `model`.
 
-    The masks stay while the model trains, whatever the optimizer does. Biases and norms are not
-    pruned. Make the optimizer after this. The layers have parameters of other names now, so that
-    `save_pretrained` refuses: `remove_pruning` makes an ordinary model of it, with the zeros.
+    The masks stay while the model trains, whatever the optimizer does. Pruned are all linear layers
+    and convolutions whose weight is their own: a table that is shared with the embedding is left
+    alone, and so are biases and norms. Make the optimizer after this. The layers have parameters of
+    other names now, so that `save_pretrained` refuses: `remove_pruning` makes an ordinary model of
+    it, with the zeros.
 
     Args:
         model: any module, such as a Hugging Face model.
         share: of the weights that become zero, above 0 and below 1.
         scope: "model", one threshold for all layers together, or "layer", the share of each. For
             one threshold all weights are sorted at once, on the device of the first layer.
-        names: of the layers. None: all linear layers and convolutions whose weight is their own.
-            A table that is shared with the embedding is left alone.
     Raises ValueError, before anything changes, for a share outside its bounds, and one that takes
-    all weights of a layer; for unknown names and shared weights; for a model with adapters or
-    quantized layers, and one that is pruned already. Without `names` also for a model with matrices
-    in other modules, such as the experts of a mixture, for they would all stay.
+    all weights of a layer; for a model with adapters or quantized layers, one that is pruned
+    already, and one with matrices in other modules, such as the experts of a mixture, for they
+    would all stay.
     """
     check_number(above=0, below=1, share=share)
     check_choice(SCOPES, scope=scope)
-    layers = _layers(model, names)
+    layers = _layers(model)
     if scope == "layer":
         masks = {name: plain_mask(layer.weight.detach(), share) for name, layer in layers.items()}
     else:
@@ -98,32 +80,8 @@ def apply_pruning(
     for name, mask in masks.items():
         if not mask.any():  # such a network gives one answer to everything, and learns nothing
             raise ValueError(
-                f"share={share} leaves no weight of {name}: give less, scope='layer', or `names` "
-                f"without it"
+                f"share={share} leaves no weight of {name}: give less, or scope='layer'"
             )
-    return _with_masks(model, layers, masks)
-
-
-def apply_two_four(model: Any, *, names: Iterable[str] | None = None) -> Any:
-    """Let two of every four weights of a row be zero from now on, in place; returns `model`.
-
-    Args:
-        model: any module, such as a Hugging Face model.
-        names: of linear layers and 1 x 1 convolutions. None: all of them whose weight is their own.
-            No layer is left out in silence because its rows do not fit.
-    Raises ValueError, before anything changes, for rows whose length is no multiple of four, for
-    other convolutions, and as `apply_pruning` does.
-    """
-    layers = _layers(model, names)
-    if names is None:
-        layers = {name: layer for name, layer in layers.items() if _has_rows(layer)}
-    for name, layer in layers.items():
-        if not _has_rows(layer) or layer.weight.shape[1] % FOUR:
-            raise ValueError(
-                f"{name} has weights {list(layer.weight.shape)}: 2:4 needs a linear layer or a "
-                f"1 x 1 convolution whose rows are a multiple of four. Give `names` of the others"
-            )
-    masks = {name: plain_two_four_mask(layer.weight.detach()) for name, layer in layers.items()}
     return _with_masks(model, layers, masks)
 
 
@@ -206,28 +164,17 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _layers(model: Any, names: Iterable[str] | None) -> dict[str, nn.Module]:
+def _layers(model: Any) -> dict[str, nn.Module]:
     """The layers to prune by name. Raises ValueError where zeros would do something else."""
     if hasattr(model, "peft_config"):  # an adapter of zeros never learns
         raise ValueError("the model has adapters: prune it before, or after merge_and_unload()")
     refuse_quantized(model, way_out="prune the model before that")
     if _pruned_layers(model):
         raise ValueError("this model is pruned already: call remove_pruning(model) first")
-    every = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+    _require_all_matrices(model)
     shared = _shared_weights(model)
-    if names is None:
-        _require_all_matrices(model)
-        return {name: module for name, module in every.items() if name not in shared}
-    chosen = {}
-    for name in names:
-        check_choice(every, names=name)
-        if name in shared:
-            raise ValueError(
-                f"the weight of {name} is shared with another module, which would lose its small "
-                f"weights as well: untie them first, or leave it out of `names`"
-            )
-        chosen[name] = every[name]
-    return chosen
+    every = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+    return {name: module for name, module in every.items() if name not in shared}
 
 
 def _require_all_matrices(model: nn.Module) -> None:
@@ -244,7 +191,7 @@ def _require_all_matrices(model: nn.Module) -> None:
             if parameter.dim() >= 2 and len(parameter) > 1:
                 raise ValueError(
                     f"{name}.{own} {list(parameter.shape)} is a weight of {type(module).__name__}, "
-                    f"which is not pruned: give `names` of the layers that are to be"
+                    f"which is not pruned: give a model whose matrices are linear layers"
                 )
 
 
@@ -268,22 +215,16 @@ def _pruned_layers(model: nn.Module) -> list[nn.Module]:
     return pruned
 
 
-def _has_rows(layer: nn.Module) -> bool:
-    """Whether an output of the layer is one product of a row with a vector."""
-    return layer.weight[0].numel() == layer.weight.shape[1] and layer.weight.shape[1] > 1
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_compressed_share(*, share: float, bits: int = 32) -> float:
-    """The size of the best compressed file, to the file without zeros.
+def predicted_compressed_share(*, share: float) -> float:
+    """The size of the best compressed file in fp32, to the file without zeros.
 
     What stays needs its bits, and to say which weights stay takes the entropy of the mask,
     H(share) = -share log2 share - (1 - share) log2 (1 - share), at most one bit per weight. A real
     program comes near it; random bits of the weights themselves do not become smaller.
     """
     check_number(above=0, below=1, share=share)
-    check_number(above=0, bits=bits)
     of_mask = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
-    return (1 - share) + of_mask / bits
+    return (1 - share) + of_mask / 32

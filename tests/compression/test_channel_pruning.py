@@ -36,7 +36,7 @@ def images():
 
 @pytest.fixture(scope="module")
 def kept(network, images):
-    return choose_channels(channel_importance(network, images), share=0.5, multiple_of=4)
+    return choose_channels(channel_importance(network, images), share=0.5)
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def test_it_computes_what_the_others_leave(network, images, ours):
         torch.manual_seed(0)
         plain = MobileNetV2ForImageClassification(MobileNetV2Config(**OTHER_SETTINGS))
         network = as_if_trained(initialise_(plain).eval())
-    kept = choose_channels(channel_importance(network, images), share=0.5, multiple_of=4)
+    kept = choose_channels(channel_importance(network, images), share=0.5)
     silent = copy.deepcopy(network)
     for name, part in inner_channels(silent).items():
         removed = torch.ones(part.channels, dtype=torch.bool)
@@ -94,7 +94,7 @@ def test_work_falls_and_it_trains_and_is_pruned_again(network, images, kept):
     assert all(len(channels) % 4 == 0 for channels in kept.values())
     pruned.train()(images).logits.square().mean().backward()
     assert all(parameter.grad is not None for parameter in pruned.parameters())
-    again = choose_channels(channel_importance(pruned, images), share=0.25, multiple_of=2)
+    again = choose_channels(channel_importance(pruned, images), share=0.25)
     assert apply_channel_pruning(pruned, kept=again)(images).logits.isfinite().all()
     with pytest.raises(ValueError, match="could not load it"):
         pruned.save_pretrained("anywhere")
@@ -105,7 +105,7 @@ def test_refuses_what_is_not_there(network, images):
     for wrong in ([3, 1], [0, 5000], [-1, 2]):
         with pytest.raises(ValueError, match="rising order"):
             apply_channel_pruning(network, kept={"block 3": torch.tensor(wrong)})
-    with pytest.raises(ValueError, match=r"share=0\.01 takes less than multiple_of=8"):
+    with pytest.raises(ValueError, match=r"share=0\.01 takes less than 8"):
         choose_channels({"x": torch.ones(16)}, share=0.01)
     with pytest.raises(ValueError, match="torch-pruning"):
         channel_importance(small_model("Llama"), images)

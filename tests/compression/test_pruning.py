@@ -9,9 +9,7 @@ from torch.nn.utils import prune
 
 from recipes_lib.compression.pruning import (
     apply_pruning,
-    apply_two_four,
     compressed_bytes,
-    plain_two_four_mask,
     predicted_compressed_share,
     remove_pruning,
     zero_share,
@@ -54,18 +52,6 @@ def test_the_same_weights_as_pytorchs(scope, dtype):
             assert torch.equal(our.weight, their.weight)
 
 
-def test_two_of_four():
-    """The mistake: groups along the outputs, which no kernel can skip."""
-    weight = torch.tensor([[1.0, -4.0, 3.0, 2.0, 0.1, 0.2, -0.3, 0.4]])
-    assert plain_two_four_mask(weight).int().tolist() == [[0, 1, 1, 0, 0, 0, 1, 1]]
-    model = apply_two_four(network())
-    for layer in (model[2], model[5]):
-        assert (layer.weight != 0).view(-1, 4).sum(1).unique().tolist() == [2]
-    assert (model[0].weight != 0).all(), "a 3 x 3 convolution has no such rows"
-    with pytest.raises(ValueError, match=r"1 has weights \[4, 6\].*multiple of four"):
-        apply_two_four(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
-
-
 def test_zeros_stay_zero_in_training_and_the_others_learn_as_before():
     """The mistake: weight decay, momentum or a copied model brings removed weights back."""
     model = copy.deepcopy(apply_pruning(network(), share=0.5))
@@ -97,8 +83,6 @@ def test_a_language_model_keeps_its_shared_table():
     remove_pruning(apply_pruning(model, share=0.5))
     assert torch.equal(model.get_input_embeddings().weight, table)
     assert zero_share(model.model) == pytest.approx(0.5, abs=0.01)
-    with pytest.raises(ValueError, match="shared with another module"):
-        apply_pruning(model, share=0.5, names=["lm_head"])
 
 
 def test_a_pruned_model_is_not_saved_under_other_names(tmp_path):
@@ -143,11 +127,8 @@ def test_what_cannot_be_pruned_is_refused():
 def test_matrices_of_other_modules_are_not_left_out_in_silence(family, module):
     """Without the guard a share of 0.5 takes 6 % of a Mixtral: its experts are one tensor each."""
     model = small_model(family, tie_word_embeddings=False)
-    for apply, options in ((apply_pruning, {"share": 0.5}), (apply_two_four, {})):
-        with pytest.raises(ValueError, match=rf"is a weight of {module}.*give `names`"):
-            apply(model, **options)
-    apply_pruning(model, share=0.5, names=["lm_head"])
-    assert zero_share(model.lm_head) == pytest.approx(0.5, abs=0.01)
+    with pytest.raises(ValueError, match=rf"is a weight of {module}, which is not pruned"):
+        apply_pruning(model, share=0.5)
 
 
 def test_a_file_is_smaller_only_when_it_is_compressed():

@@ -33,7 +33,6 @@ from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.compression.student import make_student
-from recipes_lib.compression.student.parts import attention_of, mlp_of
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.core.model.output_layer import require_shifted_loss
@@ -667,44 +666,6 @@ def student(family: Family) -> None:
     require_same({"loss": step(smaller, padded_batch())["loss"]}, {"loss": expected})
 
 
-def student_with_narrow_mlps(family: Family) -> None:
-    model = family.model()
-    widths = [mlp_of(block).count for block in decoder_blocks(model)]
-    student = make_student(model, channels=[torch.arange(k // 2, k) for k in widths])
-    against_inputs_of_zero(student, family)
-
-
-def student_with_fewer_heads(family: Family) -> None:
-    model = family.model()
-    groups = [attention_of(block, model.config).count for block in decoder_blocks(model)]
-    student = make_student(model, heads=[torch.arange(g // 2, g) for g in groups])
-    against_inputs_of_zero(student, family)
-
-
-def against_inputs_of_zero(student: Any, family: Family) -> None:
-    """The model in which every narrower layer reads zeros in place of the inputs that are gone."""
-    fewer = {name: module for name, module in student.named_modules() if is_plain_linear(module)}
-    with reference():
-        plain = family.eager()
-        for name, module in plain.named_modules():
-            if name in fewer:
-                inputs = input_width(module)
-                gone = inputs - input_width(fewer[name])
-                weight = module.weight.data if isinstance(module, Conv1D) else module.weight.data.T
-                weight[:gone] = 0  # the last inputs stay
-        expected = step(plain, padded_batch())["loss"]
-    require_same({"loss": step(student, padded_batch())["loss"]}, {"loss": expected})
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
-
-
-def input_width(module: nn.Module) -> int:
-    """Conv1D stores its weight as [inputs, outputs]."""
-    return module.weight.shape[0 if isinstance(module, Conv1D) else 1]
-
-
 # --- losses ---------------------------------------------------------------------------------------
 
 
@@ -793,8 +754,6 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         pruning,
         distillation,
         student,
-        student_with_narrow_mlps,
-        student_with_fewer_heads,
         answer_loss,
         losses_along_a_text,
         decode_loop,

@@ -106,7 +106,6 @@ def apply_distillation(
     teacher_share: float = 0.5,
     block_pairs: Iterable[tuple[int, int]] = (),
     hidden_weight: float = 1.0,
-    chunk_size: int | None = None,
 ) -> Any:
     """Let `student(input_ids, labels=…)` have the loss above in training mode. Returns `student`.
 
@@ -120,7 +119,6 @@ def apply_distillation(
         block_pairs: (block of the student, block of the teacher), each from 0. The outputs of both
             are brought together: `hidden_state_loss` of each pair, their mean times
             `hidden_weight`, is added to the loss.
-        chunk_size: most rows of logits at a time. None: 32 MiB of them, 128 on a GPU.
     Raises ValueError for vocabularies of different sizes, for a student that is its own teacher,
     for an output layer with adapters or in few bits, and for models whose loss or logits are not
     the usual ones.
@@ -130,15 +128,13 @@ def apply_distillation(
     check_number(above=0, temperature=temperature, teacher_share=teacher_share)
     check_share(teacher_share=teacher_share)
     check_number(least=0, hidden_weight=hidden_weight)
-    if chunk_size is not None:
-        check_whole(chunk_size=chunk_size)
     _check_models(without_adapters(student), without_adapters(teacher))
     pairs = list(block_pairs)
     for ours, theirs in pairs:
         check_whole(least=0, most=len(decoder_blocks(student)) - 1, block_of_student=ours)
         check_whole(least=0, most=len(decoder_blocks(teacher)) - 1, block_of_teacher=theirs)
 
-    options = {"temperature": temperature, "teacher_share": teacher_share, "chunk_size": chunk_size}
+    options = {"temperature": temperature, "teacher_share": teacher_share}
     causal = without_adapters(student)
     require_plain_loss(causal)
     mix_in(causal, Taught, teaching=Teaching(teacher, pairs, hidden_weight, options))

@@ -1,0 +1,295 @@
+"""A student made from its teacher: some of its blocks, chosen by what each does.
+
+Problem    A smaller model with random weights has everything to learn. The large one holds most of
+           it already, and not all of its blocks do equally much.
+Idea       Measure on some text what each block does, and keep those that do most:
+
+               influence of a block          1 - mean cosine(h before, h after)
+
+           The student is a model of the same class with a smaller configuration, and with the
+           weights that were kept.
+Saves      The share of blocks that go, of weights, KV cache and time per token.
+Costs      The loss jumps: the student has to be trained again, best by its teacher
+           (`distillation`). The measurement takes a few forwards.
+Use when   A trained model is too slow or too large, and text to train on is there.
+Not when   Nothing can be trained afterwards. Where 8 or 4 bits are small enough: they cost less.
+           Adapters or few bits are on the teacher: merge, or take the model in full precision.
+           Channels and heads stay as many as they are.
+In production   NVIDIA Model Optimizer `mtp.prune(…, mode="mcore_minitron")` on Megatron models;
+           mergekit copies chosen layers (`merge_method: passthrough`), without a measurement.
+Source     Men et al., "ShortGPT", arXiv 2403.03853; Muralidharan et al., "Compact Language Models
+           via Pruning and Knowledge Distillation", arXiv 2407.14679.
+
+Shapes: B batch, S sequence, T positions, D hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+
+Batches = Iterable[dict[str, Tensor]]
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+def plain_student(teacher: Any, blocks: Sequence[int]) -> Any:
+    """A copy of a Llama-like `teacher` that has these of its blocks, and no others."""
+    student = copy.deepcopy(teacher)
+    trunk = student.model
+    trunk.layers = nn.ModuleList(trunk.layers[number] for number in blocks)
+    student.config.num_hidden_layers = len(blocks)
+    for number, block in enumerate(trunk.layers):
+        # By this number a block finds its keys and values in the cache. With the old numbers,
+        # training works and generation is wrong.
+        block.self_attn.layer_idx = number
+    return student
+
+
+@torch.no_grad()
+def plain_influence(hidden_states: Sequence[Tensor]) -> list[float]:
+    """Of L blocks, from the L + 1 hidden states [B, S, D] before, between and after them.
+
+    The last of transformers' `output_hidden_states` is no such state: it comes from behind the
+    final norm, and would give the last block an influence that is not its own.
+    """
+    influence = []
+    for before, after in pairwise(hidden_states):
+        cosine = torch.cosine_similarity(before, after, dim=-1)  # [B, S]
+        influence.append(1 - cosine.mean().item())
+    return influence
+
+
+# --- the technique --------------------------------------------------------------------------------
+
+
+def make_student(teacher: Any, *, blocks: Sequence[int]) -> Any:
+    """A new model with these blocks of the teacher.
+
+    It is an ordinary model of the teacher's class, on its device and in its dtype, with a smaller
+    configuration: it saves, loads and generates like any other. It shares no memory with the
+    teacher, which stays as it is. What a recipe has put on the teacher's blocks is not on the
+    student's: apply it to the student, too, such as `apply_sliding_window`.
+
+    Args:
+        blocks: their numbers from 0, in rising order, as `choose_blocks` returns them.
+    Raises ValueError for blocks that do not exist or are in no order, share their keys and values,
+    or compute otherwise at another place, and for a model of which transformers makes no such
+    student.
+    """
+    require_causal_lm(teacher)
+    blocks = _checked_numbers("blocks", blocks, below=len(decoder_blocks(teacher)))
+    _require_no_shared_keys(teacher)
+    try:
+        student = _empty_model(teacher, _smaller_config(teacher, blocks))
+        student.load_state_dict(_tensors(teacher, blocks))
+        student.tie_weights()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"transformers makes no such student of {type(teacher).__name__} ({reason}): keep all "
+            f"blocks, and give a model without adapters in full precision"
+        ) from error
+    _require_same_settings(student, teacher, blocks)
+    student.generation_config = copy.deepcopy(teacher.generation_config)
+    return student.train(teacher.training)
+
+
+def choose_blocks(
+    influence: Sequence[float], *, keep: int, longest_gap: int | None = None
+) -> list[int]:
+    """The numbers of the `keep` blocks that stay, in rising order: the others have less influence.
+
+    Args:
+        longest_gap: at most so many neighbours go together; 1 takes no two of them. None: as many
+            as the influence says.
+    Raises ValueError for `keep` outside 1 … number of blocks, and if the gaps are too short for so
+    few blocks.
+    """
+    check_whole(keep=keep, most=len(influence))
+    if longest_gap is None:
+        longest_gap = len(influence)
+    kept = set(range(len(influence)))
+    for number in sorted(kept, key=lambda number: influence[number]):
+        if len(kept) == keep:
+            break
+        if _gap_at(number, kept, len(influence)) <= longest_gap:
+            kept.remove(number)
+    if len(kept) > keep:
+        raise ValueError(
+            f"longest_gap={longest_gap} leaves {len(kept)} of {len(influence)} blocks: "
+            f"give a longer gap, or keep more than {keep}"
+        )
+    return sorted(kept)
+
+
+def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
+    """(block of the student, block of its teacher) whose outputs should be alike.
+
+    Behind a kept block, those that went have left a gap. The student's block has to do their work
+    as well: its output belongs in front of the *next* kept block. So it is compared with the output
+    of the last block before that one.
+
+    Args:
+        of: how many blocks the teacher has.
+    """
+    blocks = _checked_numbers("blocks", blocks, below=of)
+    next_kept = [*blocks[1:], of]
+    return [(number, following - 1) for number, following in enumerate(next_kept)]
+
+
+def _gap_at(number: int, kept: set[int], blocks: int) -> int:
+    """How many neighbours would be gone together, if this block went as well."""
+    before = number
+    while before > 0 and before - 1 not in kept:
+        before -= 1
+    after = number
+    while after < blocks - 1 and after + 1 not in kept:
+        after += 1
+    return after - before + 1
+
+
+# --- what is measured on a text -------------------------------------------------------------------
+
+
+def block_influence(model: Any, batches: Batches) -> list[float]:
+    """What each block does to the hidden states: 1 - the mean cosine of its input and its output.
+
+    The mean is over all positions of all batches; with an `attention_mask`, over those that it
+    shows. Every module keeps its mode.
+    """
+    require_causal_lm(model)
+    sums = [0.0] * len(decoder_blocks(model))
+    positions = 0
+    shown = torch.empty(0)  # of the batch that runs, [B, S]
+
+    def add(number: int, _block: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, S]
+        sums[number] += cosine[shown].sum().item()
+
+    with contextlib.ExitStack() as stack:
+        for number, block in enumerate(decoder_blocks(model)):
+            hook = partial(add, number)
+            stack.enter_context(block.register_forward_hook(hook, with_kwargs=True))
+        stack.enter_context(evaluating(model))
+        for batch in batches:
+            # Without labels, for with them there would be all logits.
+            inputs = {name: batch[name].to(model.device) for name in batch if name != "labels"}
+            ids = inputs["input_ids"]
+            shown = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+            positions += int(shown.sum())
+            model(**inputs, use_cache=False, logits_to_keep=1)
+    if positions == 0:
+        raise ValueError("there is no text to measure on: give batches with input_ids [B, S]")
+    return [1 - total / positions for total in sums]
+
+
+# --- Hugging Face glue and guards -----------------------------------------------------------------
+
+# Settings of a configuration that are a list with one entry per block.
+PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types")
+# Attributes of modules that tell where a block is, and not what it computes.
+PLACE = {"training", "layer_idx"}
+
+
+def _checked_numbers(name: str, numbers: Sequence[int], *, below: int) -> list[int]:
+    """The numbers as a list. Raises ValueError unless they are 0 … below - 1, in rising order."""
+    listed = [int(number) for number in numbers]
+    rising = all(first < second for first, second in pairwise(listed))
+    if not listed or not rising or listed[0] < 0 or listed[-1] >= below:
+        raise ValueError(
+            f"{name}={listed[:8]}: give whole numbers from 0 to {below - 1} in rising order"
+        )
+    return listed
+
+
+def _require_no_shared_keys(teacher: Any) -> None:
+    """Blocks that read the keys of another one would read those of a third."""
+    if getattr(teacher.config.get_text_config(), "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"blocks of {type(teacher).__name__} share keys and values with others: "
+            f"a model without some of them computes something else; give one that shares none"
+        )
+
+
+def _smaller_config(teacher: Any, blocks: Sequence[int]) -> Any:
+    """A copy of the teacher's configuration for a model with these blocks."""
+    whole = copy.deepcopy(teacher.config)
+    config = whole.get_text_config()
+    config.num_hidden_layers = len(blocks)
+    for name in PER_BLOCK:
+        entries = vars(config).get(name)  # not what is computed of the number of blocks (Mamba)
+        if isinstance(entries, list | tuple) and len(entries) == len(decoder_blocks(teacher)):
+            setattr(config, name, [entries[number] for number in blocks])
+    return whole
+
+
+def _empty_model(teacher: Any, config: Any) -> Any:
+    """A model of this configuration, on the teacher's device and in its dtype.
+
+    Its weights are drawn, and then replaced. The random stream stays where it is.
+    """
+    from transformers import AutoModelForCausalLM
+
+    devices = [teacher.device] if teacher.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(teacher.device):
+        return AutoModelForCausalLM.from_config(config, dtype=teacher.dtype)
+
+
+def _tensors(teacher: Any, blocks: Sequence[int]) -> dict[str, Tensor]:
+    """The student's state dict, made of the teacher's."""
+    names = {module: name for name, module in teacher.named_modules()}
+    prefix = f"{names[decoder_blocks(teacher)]}."  # "model.layers."
+    found = {}
+    for name, tensor in teacher.state_dict().items():
+        if not name.startswith(prefix):
+            found[name] = tensor
+            continue
+        number, _, inside = name.removeprefix(prefix).partition(".")
+        if int(number) in blocks:
+            found[f"{prefix}{blocks.index(int(number))}.{inside}"] = tensor
+    return found
+
+
+def _require_same_settings(student: Any, teacher: Any, blocks: Sequence[int]) -> None:
+    """Raise ValueError if a block of the student would compute otherwise than its original.
+
+    Blocks read settings by their number: a sliding window in every other block, no RoPE in every
+    fourth, scores that are scaled by the number itself (an option of GPT-2).
+    """
+    of_teacher = decoder_blocks(teacher)
+    for number, (old, block) in enumerate(zip(blocks, decoder_blocks(student), strict=True)):
+        ours = _settings(block)
+        theirs = _settings(of_teacher[old])
+        # What only the original has is a mark of a technique, and none of the model's settings.
+        different = [name for name in theirs if name in ours and ours[name] != theirs[name]]
+        if different:
+            raise ValueError(
+                f"block {old} of {type(teacher).__name__} computes otherwise as block {number} of "
+                f"a student, for its {different[0]} depends on its number: keep all blocks, or "
+                f"choose others"
+            )
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """The plain attributes of all modules in a block, but those of its place."""
+    found = {}
+    for name, module in block.named_modules():
+        for attribute, value in vars(module).items():
+            plain = isinstance(value, bool | int | float | str | None)
+            if plain and not attribute.startswith("_") and attribute not in PLACE:
+                found[f"{name}.{attribute}"] = value
+    return found
