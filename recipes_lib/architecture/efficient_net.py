@@ -47,12 +47,9 @@ from recipes_lib.core.checks import check_choice, check_whole
 
 LAST = 1280  # channels of the last convolution, at width 1
 SMALLEST = 32  # pixels of a side: on smaller maps than these leave, the filters do not fit
-# Strides of the seven stages by the output stride; the first convolution has a stride of 2, too.
-STRIDES = {
-    8: (1, 2, 2, 1, 1, 1, 1),
-    16: (1, 2, 2, 2, 1, 1, 1),
-    32: (1, 2, 2, 2, 1, 2, 1),
-}
+# Of the seven stages. The first convolution has a stride of 2, too: an image of 32 pixels ends as
+# one of 4, where that of B0 ends as a single pixel.
+STRIDES = (1, 2, 2, 1, 1, 1, 1)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -76,13 +73,12 @@ def efficient_net(
     classes: int = 10,
     image_size: int = 32,
     channels: int = 1,
-    output_stride: int = 8,
     seed: int | None = None,
 ) -> Any:
     """An `EfficientNetForImageClassification` with first weights that can be trained, in eval mode.
 
-    With width 1, depth 1 and an output stride of 32 it is EfficientNet-B0, but for the dropout,
-    which is 0.2 at the end and none inside.
+    With width 1 and depth 1 it is EfficientNet-B0, but for two strides, and for the dropout, which
+    is 0.2 at the end and none inside.
 
     Args:
         width: multiplies all channels; they are rounded to multiples of 8.
@@ -90,22 +86,19 @@ def efficient_net(
         stages: how many of the seven there are; with few of them it is a toy for a test.
         image_size: pixels of a side, 32 or more.
         channels: of an image, 1 for grey and 3 for colours.
-        output_stride: how many times fewer pixels a side has at the end: 8, 16 or 32. With 32, as
-            in B0, an image of 32 pixels ends as a single one.
         seed: of the first weights. None: the current random state.
     Raises ValueError for numbers outside their bounds.
     """
     from transformers import EfficientNetConfig, EfficientNetForImageClassification
 
     check_whole(least=SMALLEST, image_size=image_size)
-    check_choice(STRIDES, output_stride=output_stride)
     check_whole(stages=stages, most=7)
     config = EfficientNetConfig(
         num_channels=channels,
         image_size=image_size,
         width_coefficient=width,
         depth_coefficient=depth,
-        strides=STRIDES[output_stride],
+        strides=STRIDES,
         hidden_dim=rounded_channels(LAST * width),  # any other number does not fit the last norm
         num_labels=classes,
         dropout_rate=0.2,

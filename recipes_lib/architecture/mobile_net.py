@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from recipes_lib.architecture._convolutions import (
@@ -44,14 +44,13 @@ from recipes_lib.architecture._convolutions import (
     rounded_channels,
     seeded,
 )
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_whole
 
 # Channels and strides of the blocks after the first, at width 1 (table 2 of the paper).
 CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
 STRIDES = (2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
 FIRST = 32  # channels of the first convolution
 LAST = 1280  # channels of the last one
-OUTPUT_STRIDES = (8, 16, 32)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -68,30 +67,6 @@ def plain_depthwise_separable(x: Tensor, filters: Tensor, mixing: Tensor) -> Ten
     return torch.einsum("kc,bchw->bkhw", mixing, places)
 
 
-class PlainInvertedResidual(nn.Module):
-    """The block of MobileNetV2: wide inside, narrow outside, and no activation at its end."""
-
-    def __init__(self, inputs: int, outputs: int, *, expansion: int = 6, stride: int = 1) -> None:
-        super().__init__()
-        wide = expansion * inputs
-        self.expand = nn.Conv2d(inputs, wide, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(wide, eps=1e-3)
-        self.places = nn.Conv2d(wide, wide, 3, stride, padding=1, groups=wide, bias=False)
-        self.norm2 = nn.BatchNorm2d(wide, eps=1e-3)
-        self.project = nn.Conv2d(wide, outputs, 1, bias=False)
-        self.norm3 = nn.BatchNorm2d(outputs, eps=1e-3)
-        self.residual = stride == 1 and inputs == outputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, K, H / stride, W / stride]."""
-        y = F.relu6(self.norm1(self.expand(x)))
-        y = F.relu6(self.norm2(self.places(y)))
-        y = self.norm3(self.project(y))
-        if self.residual:
-            y = y + x
-        return y
-
-
 # --- the technique --------------------------------------------------------------------------------
 
 
@@ -101,7 +76,6 @@ def mobile_net(
     classes: int = 10,
     image_size: int = 32,
     channels: int = 1,
-    output_stride: int = 32,
     blocks: int = len(STRIDES),
     seed: int | None = None,
 ) -> Any:
@@ -116,24 +90,18 @@ def mobile_net(
         width: multiplies all channels; they are rounded to multiples of 8, and 8 is the least.
         image_size: pixels of a side. It changes no weight: it is what the configuration says.
         channels: of an image, 1 for grey and 3 for colours.
-        output_stride: how many times fewer pixels a side has at the end: 8, 16 or 32. With 32,
-            an image of 32 pixels ends as a single one. Less keeps more pixels, for more work:
-            where a stride is left out, transformers spreads the later filters out, which is for
-            segmentation and slow; here they stay 3 x 3.
         blocks: how many of the 16 behind the stem there are; with few of them it is a toy for a
             test.
         seed: of the first weights. None: the current random state.
     """
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    check_choice(OUTPUT_STRIDES, output_stride=output_stride)
     check_whole(blocks=blocks, most=len(STRIDES))
     config = MobileNetV2Config(
         num_channels=channels,
         image_size=image_size,
         depth_multiplier=width,
         num_labels=classes,
-        output_stride=output_stride,
         finegrained_output=False,
         tf_padding=False,
         classifier_dropout_prob=0.2,
@@ -142,23 +110,11 @@ def mobile_net(
 
     def make() -> Any:
         model = MobileNetV2ForImageClassification(config)
-        if output_stride < 32:
-            _gather_filters(model)
         if blocks < len(STRIDES):
             _keep_first(model, blocks)
         return initialise_(model)
 
     return seeded(make, seed).eval()
-
-
-def _gather_filters(model: Any) -> None:
-    """Filters of 3 x 3 neighbours where transformers has spread them out, in place."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.dilation != (1, 1):
-            module.dilation = (1, 1)
-            module.padding = (1, 1)
-    # The configuration cannot say it: a file that from_pretrained loads would be another model.
-    model.save_pretrained = _refuse_to_save
 
 
 def _keep_first(model: Any, blocks: int) -> None:
@@ -178,8 +134,7 @@ def _keep_first(model: Any, blocks: int) -> None:
 def _refuse_to_save(*_: Any, **__: Any) -> None:
     raise ValueError(
         "from_pretrained would make another model of this file: save model.state_dict(), and load "
-        "it into mobile_net() with the same arguments; with output_stride=32 and all blocks this "
-        "model can be saved"
+        "it into mobile_net() with the same arguments; with all blocks this model can be saved"
     )
 
 
@@ -259,11 +214,7 @@ def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
 
 def _blocks(config: Any) -> Iterator[tuple[int, int, int]]:
     """Input channels, output channels and stride of the blocks after the stem."""
-    reached = 2  # the first convolution halves the image
     for index, stride in enumerate(STRIDES[: _block_count(config)]):
-        if reached == config.output_stride:
-            stride = 1  # transformers spreads the filters out instead: equal work
-        reached *= stride
         yield _scaled(config, CHANNELS[index]), _scaled(config, CHANNELS[index + 1]), stride
 
 

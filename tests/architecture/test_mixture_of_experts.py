@@ -11,13 +11,11 @@ from recipes_lib.architecture.mixture_of_experts import (
     apply_grouped_experts,
     experts_of,
     grouped_experts,
-    load_balance_loss,
     looped_experts,
     predicted_bytes,
     predicted_parameters,
     remove_grouped_experts,
     small_mixture,
-    switch_loss,
 )
 from recipes_lib.architecture.mixture_of_experts.parallel import (
     apply_expert_parallel,
@@ -27,7 +25,6 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
-from recipes_lib.core.ranks.meshes import default_mesh
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
@@ -48,7 +45,6 @@ from tests.parallel.parity import (
 )
 
 ACTIVE = 2
-BALANCE = 0.01  # the weight of the third loss
 
 
 def tiny_mixture(seed=0):
@@ -124,30 +120,7 @@ def test_experts_are_cast_under_autocast(monkeypatch):
     assert found == [{(torch.float32, torch.float32)}, {(torch.bfloat16, torch.bfloat16)}]
 
 
-# --- balance --------------------------------------------------------------------------------------
-
-
-def test_balance_is_that_of_transformers():
-    model = small_mixture()
-    ids = torch.randint(0, 128, (3, 11))
-    mask = torch.ones_like(ids)
-    mask[1, 5:] = 0
-    for counted in (None, mask):
-        outputs = model(input_ids=ids, attention_mask=counted, output_router_logits=True)
-        got = load_balance_loss(outputs.router_logits, active=ACTIVE, counted=counted)
-        torch.testing.assert_close(got, outputs.aux_loss)
-    first = load_balance_loss(outputs.router_logits[:1], active=ACTIVE)
-    torch.testing.assert_close(first, switch_loss(outputs.router_logits[0], active=ACTIVE))
-
-
 # --- experts shared by ranks ----------------------------------------------------------------------
-
-
-def with_balance(model, batch, *, count=None, mesh=None):
-    """The loss of tokens and balance."""
-    outputs = model(**batch, use_cache=False, output_router_logits=True, num_items_in_batch=count)
-    balance = load_balance_loss(outputs.router_logits, active=ACTIVE, mesh=mesh)
-    return outputs.loss + BALANCE * balance
 
 
 def train_alone(steps):
@@ -156,7 +129,7 @@ def train_alone(steps):
     updates = sgd(model.parameters())
     losses = []
     for step in range(steps):
-        loss = with_balance(model, global_batch(step))
+        loss = model(**global_batch(step), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         updates.step()
@@ -172,7 +145,6 @@ def train_shared(steps, *, wrapped=False):
     if wrapped:
         called = DistributedDataParallel(model)
     ranks = dist.get_world_size()
-    mesh = default_mesh()
     updates = sgd(model.parameters())
     losses = []
     for step in range(steps):
@@ -181,7 +153,7 @@ def train_shared(steps, *, wrapped=False):
         mine = {name: tensor[rows] for name, tensor in batch.items()}
         count = counted_tokens(mine["labels"]) / ranks
         with count_traffic() as traffic:
-            loss = with_balance(called, mine, count=count, mesh=mesh)
+            loss = called(**mine, use_cache=False, num_items_in_batch=count).loss
             loss.backward()
         if not wrapped:
             average_gradients(model)
@@ -256,8 +228,6 @@ def test_bad_use_raises():
     apply_grouped_experts(model)
     with pytest.raises(ValueError, match="unmix it first"):
         apply_grouped_experts(model)
-    with pytest.raises(ValueError, match="active=9: give a whole number from 1 to 8"):
-        load_balance_loss([torch.zeros(3, 8)], active=9)
     with pytest.raises(ValueError, match="no process group"):
         apply_expert_parallel(small_mixture())
 

@@ -30,14 +30,12 @@ parallel  experts shared by ranks: tokens travel to them and back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
@@ -61,18 +59,6 @@ def looped_experts(
         out = (nn.functional.silu(gate) * up) @ down[expert].T
         y = y.index_add(0, tokens, out * shares[tokens, places, None])
     return y
-
-
-def switch_loss(router_logits: Tensor, *, active: int) -> Tensor:
-    """E x the sum over experts of (share of the tokens) x (mean probability); logits [T, E].
-
-    The first factor counts and has no gradient. It says how much the second one has to fall.
-    """
-    experts = router_logits.shape[-1]
-    probabilities = router_logits.softmax(dim=-1)
-    chosen = probabilities.topk(active, dim=-1).indices  # [T, k]
-    counts = torch.bincount(chosen.flatten(), minlength=experts)
-    return experts * (counts / len(router_logits) * probabilities.mean(dim=0)).sum()
 
 
 # --- the technique --------------------------------------------------------------------------------
@@ -172,50 +158,6 @@ def _has_grouped_product(x: Tensor, weights: Tensor) -> bool:
         return False
     widths = weights.shape[1:]
     return all(width * weights.element_size() % ALIGNMENT == 0 for width in widths)
-
-
-def load_balance_loss(
-    router_logits: Iterable[Tensor],
-    *,
-    active: int,
-    counted: Tensor | None = None,
-    mesh: DeviceMesh | None = None,
-) -> Tensor:
-    """The loss that rewards balance, over all blocks: `active` where all experts get as much.
-
-    It is that of transformers, which adds it to the loss of the model only under
-    `output_router_logits=True`. The outputs of the model then have `router_logits`.
-
-    Args:
-        router_logits: of each block, [T, E].
-        active: k, how many experts a token goes through.
-        counted: [B, S] or [T], 1 for tokens and 0 for padding.
-        mesh: ranks with rows of their own. The loss is a product of two means, and the mean over
-            ranks of products is another number. With a mesh the counts are those of all ranks, and
-            the mean over ranks of what this returns is the loss of the whole batch.
-    Raises ValueError for an `active` that is not from 1 to E.
-    """
-    blocks = list(router_logits)
-    experts = blocks[0].shape[-1]
-    check_whole(active=active, most=experts)
-    probabilities = torch.stack([block.float() for block in blocks]).softmax(dim=-1)  # [L, T, E]
-    chosen = probabilities.topk(active, dim=-1).indices  # [L, T, k]
-    weight = probabilities.new_ones(probabilities.shape[1])
-    if counted is not None:
-        weight = counted.reshape(-1).to(weight)
-    counts = probabilities.new_zeros(experts)
-    of_choices = weight[:, None].expand(chosen.shape)  # [L, T, k]
-    counts.scatter_add_(0, chosen.flatten(), of_choices.flatten())
-    total = len(blocks) * weight.sum()
-    ranks = 1
-    if mesh is not None:
-        ranks = mesh.size()
-        both = torch.cat([counts, total[None]])
-        dist.all_reduce(both, group=mesh.get_group())
-        counts, total = both[:-1], both[-1]
-    sums = (probabilities * weight[:, None]).sum(dim=(0, 1))  # [E], of this rank's tokens
-    mean_probabilities = ranks * sums / total
-    return experts * (counts / total * mean_probabilities).sum()
 
 
 def small_mixture(
