@@ -611,7 +611,6 @@ def distillation(family: Family) -> None:
         teacher,
         temperature=2.0,
         teacher_share=0.7,
-        chunk_size=7,
     )
     batch = padded_batch()
     with reference():
