@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from recipes_lib.architecture.mixture_of_experts import (
+    Grouped,
     apply_grouped_experts,
-    remove_grouped_experts,
     small_mixture,
 )
 from recipes_lib.core.measure import in_turns
 from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.core.ranks.rank_pool import RankPool
 from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.workflows.on_ranks import demonstrations, libraries
@@ -115,7 +116,7 @@ def experts(
     def grouped() -> float:
         apply_grouped_experts(model)
         loss = step()
-        remove_grouped_experts(model)
+        take_out(model, Grouped)
         return loss
 
     ways = {"loop": step, "grouped": grouped}

@@ -39,11 +39,12 @@ import torch
 
 from benchmarks import study
 from benchmarks.distillation import held_out_loss
-from recipes_lib.compression.distillation import apply_distillation, remove_distillation
+from recipes_lib.compression.distillation import Taught, apply_distillation
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,
     apply_rounding,
@@ -141,7 +142,7 @@ def _in_full_precision(model: Any, way: str) -> Any:
         return model
     remove_quantization_aware(model)
     if way == "aware + teacher":
-        remove_distillation(model)
+        take_out(model, Taught)
     return model
 
 

@@ -802,13 +802,14 @@ climb("context parallel (Ulysses)", 2, "work is split")
 
 # %%
 from recipes_lib.architecture.mixture_of_experts import (
+    Grouped,
     apply_grouped_experts,
     looped_experts,
     predicted_bytes,
     predicted_parameters,
-    remove_grouped_experts,
     small_mixture,
 )
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.workflows.on_ranks.libraries import train_experts
 
 show(looped_experts)
@@ -822,7 +823,7 @@ with torch.no_grad():
     plain = mixture(input_ids=one_row).logits
     apply_grouped_experts(mixture)
     grouped = mixture(input_ids=one_row).logits
-remove_grouped_experts(mixture)
+take_out(mixture, Grouped)
 assert (grouped - plain).abs().max() < 1e-4
 print(f"grouped and plain differ by {(grouped - plain).abs().max():.0e}")
 

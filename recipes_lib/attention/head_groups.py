@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.recompute import caches_among, generates, without_caches
 from recipes_lib.core.model.recomputed_parts import (
@@ -100,16 +100,6 @@ def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
     return model
 
 
-def remove_head_groups(model: Any) -> Any:
-    """Give attention its own class back. Raises ValueError if there is nothing to remove."""
-    attentions = [module for module in model.modules() if isinstance(module, InHeadGroups)]
-    if not attentions:
-        raise ValueError("this model has no attention that apply_head_groups() has changed")
-    for attention in attentions:
-        unmix(attention, InHeadGroups, attributes=["head_groups"])
-    return model
-
-
 class InHeadGroups:
     """What is mixed into the class of an attention layer.
 
@@ -133,7 +123,7 @@ class InHeadGroups:
 
         total = _Sum()
         if needs_backward(self, hidden_states):
-            refuse_selective_checkpointing(parts="groups", remove="remove_head_groups")
+            refuse_selective_checkpointing(parts="groups", mixin=InHeadGroups)
             same_for_all = partial(_repeated, times=self.head_groups)
             run_recomputed_parts(of_group, hidden_states, split=same_for_all, take=total.add)
         else:

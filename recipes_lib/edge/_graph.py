@@ -41,9 +41,8 @@ def capture_graph(
     example: tuple[Tensor, ...],
     *,
     any_batch: bool = False,
-    training: bool = False,
 ) -> torch.export.ExportedProgram:
-    """The operators of one forward of `model`, as torch.export writes them down.
+    """The operators of one forward of `model` in eval mode, as torch.export writes them down.
 
     The model itself stays as it is, with its mode and its statistics.
 
@@ -51,8 +50,6 @@ def capture_graph(
         example: the inputs of one call. Their shapes are those of the graph.
         any_batch: the first dimension of all inputs may change from call to call, together. Give
             an example of 2 or more then: torch.export takes a 1 for a fixed size.
-        training: the graph of a step of training, with batch norms that use the batch. Otherwise
-            that of eval mode.
     Raises ValueError for layers that are quantized or have masks, and for weights that are not fp32
     on a CPU. Errors of torch.export pass through.
     """
@@ -63,24 +60,24 @@ def capture_graph(
         batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
         of_each_input = tuple({0: batch} for _ in example)
         shapes = (of_each_input,)  # of one argument, `*inputs`
-    with in_mode(model, training=training), torch.set_grad_enabled(training):
+    with in_eval_mode(model), torch.no_grad():
         return torch.export.export(LogitsOnly(model), tuple(example), dynamic_shapes=shapes)
 
 
 @contextlib.contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Every module in train or eval mode; afterwards each has the mode that it had.
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode; afterwards each has the mode that it had.
 
     A graph that torch.export has made refuses `eval()`: its mode is set without it.
     """
-    changed = [module for module in model.modules() if module.training != training]
+    changed = [module for module in model.modules() if module.training]
     for module in changed:
-        module.training = training
+        module.training = False
     try:
         yield
     finally:
         for module in changed:
-            module.training = not training
+            module.training = True
 
 
 def _require_plain_weights(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ In production   `executorch` with its partitioners: XNNPACK (CPUs), Core ML, Qua
 Source     ExecuTorch documentation, "Export and Lowering" and "XNNPACK Backend",
            https://docs.pytorch.org/executorch; Dukhan, XNNPACK, https://github.com/google/XNNPACK.
 
-ExecuTorch is optional: `pip install executorch`. What it prints goes to a file.
+ExecuTorch is optional: `pip install executorch`. What it prints is kept away.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ def export_to_executorch(
     *,
     path: Path | str,
     delegate: bool = True,
-    allow_outside: bool = False,
-    log: Path | str | None = None,
 ) -> ExportedFile:
     """Write `model` as a .pte file. The model stays as it is.
 
@@ -102,9 +100,6 @@ def export_to_executorch(
         example: the inputs of one call. The program takes inputs of these shapes, and no others.
         path: of the file, such as "model.pte". Its folder is made where it does not exist.
         delegate: hand over to XNNPACK what it knows. False: everything runs on portable kernels.
-        allow_outside: with `delegate`, also write a file of which convolutions, matrix products
-            or poolings stay outside of the backend.
-        log: a file for what the libraries print. None: it is not kept.
     Raises ValueError for a path that is none, layers that are quantized or have masks, an operator
     that the runtime does not have, and, with `delegate`, for heavy operators that stay outside. No
     file is written then, nor where ExecuTorch or torch.export raises an error of its own.
@@ -113,7 +108,7 @@ def export_to_executorch(
     check_file(example="model.pte", path=path)
     path = Path(path)
     started = time.perf_counter()
-    with noise_to(log):
+    with noise_to():
         require("executorch")
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
@@ -122,7 +117,7 @@ def export_to_executorch(
         backends = [XnnpackPartitioner()] if delegate else None
         lowered = to_edge_transform_and_lower(graph, partitioner=backends)
         delegation = read_delegation(lowered.exported_program().graph_module)
-        if delegate and not allow_outside:
+        if delegate:
             require_delegated(delegation)
         program = lowered.to_executorch()  # each tensor gets its place in one block of memory
         _require_kernels(program)

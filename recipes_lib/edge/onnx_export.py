@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_existing_file, check_file, check_whole
+from recipes_lib.core.checks import check_existing_file, check_file
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._graph import capture_graph, check_calibration
@@ -71,7 +71,6 @@ def export_to_onnx(
     *,
     path: Path | str,
     any_batch: bool = False,
-    log: Path | str | None = None,
 ) -> ExportedFile:
     """Write `model` as an .onnx file with its weights in it. The model stays as it is.
 
@@ -83,7 +82,6 @@ def export_to_onnx(
         path: of the file, such as "model.onnx". Its folder is made where it does not exist.
         any_batch: the first dimension of all inputs may differ from call to call. Give an example
             of 2 or more then.
-        log: a file for what the libraries print. None: it is not kept.
     Raises ValueError for a path that is none, and for layers that are quantized or have masks. No
     file is written then, nor where torch.onnx raises an error of its own.
     Raises ImportError without onnx and onnxscript.
@@ -91,7 +89,7 @@ def export_to_onnx(
     check_file(example="model.onnx", path=path)
     path = Path(path)
     started = time.perf_counter()
-    with noise_to(log):
+    with noise_to():
         require("onnx")
         require("onnxscript")
         graph = capture_graph(model, example, any_batch=any_batch)
@@ -111,8 +109,6 @@ def quantize_onnx(
     to: Path | str,
     per_channel: bool = True,
     first_in_fp32: bool = True,
-    batch_size: int = 32,
-    log: Path | str | None = None,
 ) -> ExportedFile:
     """Write the .onnx file `path` once more, with weights and activations in 8 bits.
 
@@ -124,20 +120,16 @@ def quantize_onnx(
         first_in_fp32: a convolution that reads an image, so less than four channels, stays as it
             is. It gains no time in 8 bits, for the fast kernels take four channels at once. False:
             it gets 8 bits as well, for a device that has nothing else.
-        batch_size: of the calibration, in a file that takes any batch size. Others are given
-            batches of the size that they take.
-        log: a file for what the libraries print. None: it is not kept.
     Raises ValueError for a calibration set that is empty, zero everywhere or not finite, a file
     that does not exist or is quantized already, a path that is none, and where another layer stays
     in fp32. Raises ImportError without onnx and onnxruntime.
     """
-    check_whole(batch_size=batch_size)
     check_file(example="quantized.onnx", to=to)
     check_calibration(calibration)
     to = Path(to)
     started = time.perf_counter()
     session = load_onnx(path)
-    with noise_to(log), tempfile.TemporaryDirectory() as folder:
+    with noise_to(), tempfile.TemporaryDirectory() as folder:
         onnx = require("onnx")
         from onnxruntime.quantization import QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -153,7 +145,7 @@ def quantize_onnx(
         quantize_static(
             str(ready),
             str(result),
-            _Batches(session, calibration, batch_size),
+            _Batches(session, calibration),
             per_channel=per_channel,
             reduce_range=overflows_in_16_bits(),
             # Only this pair of types reaches VNNI: its instruction multiplies unsigned by signed.
@@ -171,12 +163,12 @@ def quantize_onnx(
 class _Batches:
     """The calibration set as ONNX Runtime asks for it, in batches that the file takes."""
 
-    def __init__(self, session: OnnxModel, calibration: Tensor, batch_size: int) -> None:
+    def __init__(self, session: OnnxModel, calibration: Tensor) -> None:
         [(self.name, shape)] = session.inputs.items()
-        fixed = shape[0]
-        if not isinstance(fixed, str):  # not the name of a size that may differ
-            batch_size = fixed
-            calibration = calibration[: max(1, len(calibration) // fixed) * fixed]
+        batch_size = 32
+        if not isinstance(shape[0], str):  # not the name of a size that may differ
+            batch_size = shape[0]
+            calibration = calibration[: max(1, len(calibration) // batch_size) * batch_size]
         self.rest = iter(calibration.split(batch_size))
 
     def get_next(self) -> dict[str, Any] | None:
@@ -225,19 +217,15 @@ class OnnxModel:
         return tuple(tensors)
 
 
-def load_onnx(path: Path | str, *, threads: int = 1) -> OnnxModel:
-    """Load an .onnx file into ONNX Runtime, on the CPU. What it prints is kept away.
+def load_onnx(path: Path | str) -> OnnxModel:
+    """Load an .onnx file into ONNX Runtime, on one thread of the CPU. What it prints is kept away.
 
-    Args:
-        threads: of this session. `torch.set_num_threads` does not change them.
-    Raises ValueError for a file that does not exist, and for a number of threads below 1. Raises
-    ImportError without onnxruntime.
+    Raises ValueError for a file that does not exist, ImportError without onnxruntime.
     """
-    check_whole(threads=threads)
     with noise_to():
         require("onnxruntime")
         started = time.perf_counter()
-        session = _session(path, threads=threads)
+        session = _session(path)
         seconds = time.perf_counter() - started
     return OnnxModel(session, load_seconds=seconds)
 
@@ -260,12 +248,12 @@ def operators_that_run(path: Path | str) -> dict[str, int]:
     return dict(Counter(node.op_type for node in graph.node))
 
 
-def _session(path: Path | str, *, threads: int = 1, **settings: Any) -> Any:
+def _session(path: Path | str, **settings: Any) -> Any:
     import onnxruntime
 
     check_existing_file(made_by="export_to_onnx", path=path)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     for name, value in settings.items():
         setattr(options, name, value)

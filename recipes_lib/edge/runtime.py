@@ -1,4 +1,4 @@
-"""The runtime of a device: a .pte in planned memory, on a given number of threads, measured.
+"""The runtime of a device: a .pte in planned memory, on one thread, measured.
 
 Problem    A program on a device must not ask for memory while it runs: there may be none, and the
            search takes time. What PyTorch needs from moment to moment, nobody knows in advance.
@@ -29,44 +29,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from recipes_lib.core.checks import check_existing_file, check_whole
+from recipes_lib.core.checks import check_existing_file
 from recipes_lib.edge._executorch import executorch_runtime
 from recipes_lib.edge._noise import noise_to
-
-# --- the idea: what a learner can copy ------------------------------------------------------------
-
-
-class Lifetime(NamedTuple):
-    """A tensor of so many bytes, from the step that makes it to the last one that reads it."""
-
-    bytes: int
-    born: int
-    last: int
-
-
-def plain_plan(tensors: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """The offset of each tensor in one block, and the bytes of the block."""
-    offsets = {}
-    block = 0
-    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].bytes):
-        size, born, last = tensors[index]
-        offset = 0
-        for other, taken in sorted(offsets.items(), key=lambda placed: placed[1]):
-            alive_together = tensors[other].born <= last and born <= tensors[other].last
-            if alive_together and taken < offset + size:  # the hole before it is too small
-                offset = max(offset, taken + tensors[other].bytes)
-        offsets[index] = offset
-        block = max(block, offset + size)
-    return [offsets[index] for index in range(len(tensors))], block
-
-
-# --- the technique --------------------------------------------------------------------------------
 
 
 class PteModel:
@@ -93,19 +63,15 @@ class PteModel:
         return tuple(outputs)
 
 
-def load_pte(path: Path | str, *, threads: int = 1) -> PteModel:
-    """Load a .pte into ExecuTorch's runtime. What the runtime prints is kept away.
+def load_pte(path: Path | str) -> PteModel:
+    """Load a .pte into ExecuTorch's runtime, on one thread. What it prints is kept away.
 
-    Args:
-        threads: of the runtime, for all files of this process. The first file decides, and another
-            number is refused afterwards: it would crash the files that are loaded. These threads
-            are the runtime's own: `torch.set_num_threads` and `OMP_NUM_THREADS` do not change them.
-    Raises ValueError for a file that does not exist or cannot be loaded, and for a number of
-    threads below 1 or another than an earlier file has. Raises ImportError without ExecuTorch.
+    Raises ValueError for a file that does not exist or cannot be loaded, and in a process that runs
+    files with more threads: another number would crash them. ImportError without ExecuTorch.
     """
     check_existing_file(made_by="export_to_executorch", path=path)
     with noise_to():
-        runtime = executorch_runtime(threads=threads)
+        runtime = executorch_runtime(threads=1)
         started = time.perf_counter()
         try:
             method = runtime.load_program(Path(path)).load_method("forward")
@@ -117,16 +83,15 @@ def load_pte(path: Path | str, *, threads: int = 1) -> PteModel:
         return PteModel(method, load_seconds=time.perf_counter() - started)
 
 
-def measured_peak_bytes(path: Path | str, *, threads: int = 1) -> int:
+def measured_peak_bytes(path: Path | str) -> int:
     """How much a fresh process grows when it loads the .pte and runs it once; Linux alone.
 
     The libraries are loaded before the count begins. It takes some seconds, for the process has to
-    import them, and it may have another number of threads than this one. Raises ValueError for a
-    file that does not exist or cannot be run, and for a number of threads below 1.
+    import them. It runs on one thread. Raises ValueError for a file that does not exist or cannot
+    be run.
     """
-    check_whole(threads=threads)
     check_existing_file(made_by="export_to_executorch", path=path)
-    command = [sys.executable, "-c", _MEASURE, str(path), str(threads)]
+    command = [sys.executable, "-c", _MEASURE, str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise ValueError(f"{path} could not be measured: {done.stderr[-300:]}")
@@ -145,8 +110,7 @@ def kibibytes(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-if portable_lib._threadpool_get_thread_count() != int(sys.argv[2]):
-    portable_lib._unsafe_reset_threadpool(int(sys.argv[2]))
+portable_lib._unsafe_reset_threadpool(1)
 runtime = Runtime.get()
 before = kibibytes("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports

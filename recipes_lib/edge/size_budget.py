@@ -36,11 +36,6 @@ MILLISECONDS = 1000.0  # of a second
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
-def plain_file_bytes(weights: int, *, bits: float, group: int) -> float:
-    """What `weights` numbers of few bits take, with a scale of 4 bytes for each group of them."""
-    return weights * bits / 8 + 4 * weights / group
-
-
 def plain_first_that_fits(
     chains: Sequence[tuple[str, float, float]], megabytes: float, milliseconds: float
 ) -> str:

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -146,21 +146,3 @@ KEPT_OPERATORS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-
-
-def remove_activation_checkpointing(model: Any) -> Any:
-    """Give every block its own class back. Raises ValueError if there is nothing to remove."""
-    blocks = [block for block in decoder_blocks(model) if isinstance(block, Checkpointed)]
-    if not blocks:
-        raise ValueError(
-            "this model has no block that apply_activation_checkpointing() has changed"
-        )
-    attributes = ["checkpointed_index", "checkpoint_mode", "argument_names"]
-    for block in blocks:
-        unmix(block, Checkpointed, attributes=attributes)
-    return model
-
-
-def _check(blocks: torch.nn.ModuleList, mode: str, every: int) -> None:
-    check_choice(("block", "selective"), mode=mode)
-    check_whole(every=every, least=1, most=len(blocks))

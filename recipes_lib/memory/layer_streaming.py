@@ -43,14 +43,13 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import dry, real_tensors
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.memory._disk import directory_on_disk
 
 CPU = torch.device("cpu")
 SMALLEST = 4096  # bytes: norms and biases stay
-ATTRIBUTES = ("checkpointed_index", "argument_names", "streamed_weights")
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -111,8 +110,8 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
     weights = StreamedWeights(places, store)
     for number, block in enumerate(blocks):
         names = recompute.argument_names(block)
-        attributes = zip(ATTRIBUTES, (number, names, weights), strict=True)
-        mix_in(block, Streamed, **dict(attributes))
+        attributes = {"checkpointed_index": number, "argument_names": names}
+        mix_in(block, Streamed, streamed_weights=weights, **attributes)
     return model
 
 
@@ -134,6 +133,10 @@ class Streamed:
         hidden, *others = args
         run = OnceMore(forward, others, kwargs)
         return BlockOnceMore.apply(run, hidden, *trainable)
+
+    def taken_out(self) -> None:
+        """The weights come back for good."""
+        self.streamed_weights.come(self.checkpointed_index)
 
     def _with_weights(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         self.streamed_weights.come(self.checkpointed_index)
@@ -209,18 +212,6 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(on_cpu)
     if on_gpu is not None:
         torch.cuda.set_rng_state(on_gpu)
-
-
-def remove_layer_streaming(model: Any) -> Any:
-    """Bring all weights back, and give every block its own class again."""
-    blocks = [block for block in decoder_blocks(model) if isinstance(block, Streamed)]
-    if not blocks:
-        raise ValueError("this model has no block that apply_layer_streaming() has changed")
-    for block in blocks:
-        block.streamed_weights.come(block.checkpointed_index)
-    for block in blocks:
-        unmix(block, Streamed, attributes=ATTRIBUTES)
-    return model
 
 
 class Place:

@@ -46,7 +46,7 @@ from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     require_causal_lm,
 )
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -96,22 +96,11 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
             names = recompute.argument_names(blocks[index])
             mix_in(
                 blocks[index],
-                _Nested,
+                Nested,
                 checkpointed_index=index,
                 checkpoint_group=shared,
                 argument_names=names,
             )
-    return model
-
-
-def remove_nested_checkpointing(model: Any) -> Any:
-    """Give every block its own class back. Raises ValueError if there is nothing to remove."""
-    blocks = [block for block in decoder_blocks(model) if isinstance(block, _Nested)]
-    if not blocks:
-        raise ValueError("this model has no block that apply_nested_checkpointing() has changed")
-    for block in blocks:
-        attributes = ["checkpointed_index", "checkpoint_group", "argument_names"]
-        unmix(block, _Nested, attributes=attributes)
     return model
 
 
@@ -148,7 +137,7 @@ class _Group:
             )
 
 
-class _Nested:
+class Nested:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
@@ -191,7 +180,7 @@ def _refuse_collecting() -> None:
     if "hidden_states" in (_active_collector.get() or {}):
         raise ValueError(
             "output_hidden_states=True would collect the inputs of groups, not of blocks: pass "
-            "False, run under torch.no_grad(), or call remove_nested_checkpointing(model)"
+            "False, run under torch.no_grad(), or take it out"
         )
 
 

@@ -45,7 +45,7 @@ from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     trunk,
 )
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.recomputed_parts import (
     needs_backward,
@@ -95,16 +95,6 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
     return model
 
 
-def remove_tiled_mlp(model: Any) -> Any:
-    """Give every module its own class back. Raises ValueError if there is nothing to remove."""
-    modules = [module for module in model.modules() if isinstance(module, Tiled)]
-    if not modules:
-        raise ValueError("this model has no module that apply_tiled_mlp() has changed")
-    for module in modules:
-        unmix(module, Tiled, attributes=["tile_size"])
-    return model
-
-
 class Tiled:
     """What is mixed into the class of an MLP or a norm: each token is treated by itself there.
 
@@ -127,7 +117,7 @@ class Tiled:
 
         outputs = []
         if needs_backward(self, hidden):
-            refuse_selective_checkpointing(parts="tiles", remove="remove_tiled_mlp")
+            refuse_selective_checkpointing(parts="tiles", mixin=Tiled)
             # It is `tiled_by_hand`, made so that a checkpoint around the whole block costs no
             # third run.
             run_recomputed_parts(of_tile, tokens, split=tiles, take=outputs.append)

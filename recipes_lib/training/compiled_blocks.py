@@ -52,7 +52,6 @@ from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marke
 from recipes_lib.core.model.mixing import (
     mix_in,
     require_forward_of_class,
-    unmix,
     unmixed_class,
 )
 from recipes_lib.core.model.recompute import caches_among
@@ -102,19 +101,8 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     divided: dict[Any, Callable[..., Any]] = {}
     for block in blocks:
         compiled_forward = _compile_once(type(block), dynamic)
-        mix_in(block, _Compiled, compiled_forward=compiled_forward, divided=divided)
+        mix_in(block, Compiled, compiled_forward=compiled_forward, divided=divided)
         mark(block, COMPILED)
-    return model
-
-
-def remove_compiled_blocks(model: Any) -> Any:
-    """Give every block its own class back. Raises ValueError if there is nothing to remove."""
-    blocks = [block for block in decoder_blocks(model) if isinstance(block, _Compiled)]
-    if not blocks:
-        raise ValueError("this model has no block that apply_compiled_blocks() has changed")
-    for block in blocks:
-        unmix(block, _Compiled, attributes=["compiled_forward", "divided"])
-        unmark(block, COMPILED)
     return model
 
 
@@ -164,11 +152,15 @@ def _compile_once(block_class: type, dynamic: bool | None) -> Callable[..., Any]
     )
 
 
-class _Compiled:
+class Compiled:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
     compiled_forward: Callable[..., Any]
     divided: dict[Any, Callable[..., Any]]  # what dry runs of this model have traced, by shape
+
+    def taken_out(self) -> None:
+        """The block is no longer one that is compiled."""
+        unmark(self, COMPILED)
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
         """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
@@ -274,7 +266,7 @@ def _require_first(model: Any) -> None:
         )
     blocks = decoder_blocks(model)
     if any_marked(blocks, COMPILED):
-        raise ValueError("the blocks are compiled already: call remove_compiled_blocks(model)")
+        raise ValueError("the blocks are compiled already")
     if any_marked(blocks, CHECKPOINTED_INDEX):
         raise ValueError(
             "this model is checkpointed: remove the checkpointing, compile the blocks, then "
@@ -292,8 +284,8 @@ def _clear_errors(block: torch.nn.Module) -> Iterator[None]:
         yield
     except exc.Unsupported as error:
         raise ValueError(
-            f"{name} cannot be compiled as one graph: call remove_compiled_blocks(model) and train "
-            f"without; PyTorch says: {error}"
+            f"{name} cannot be compiled as one graph: take it out and train without; "
+            f" PyTorch says: {error}"
         ) from error
     except exc.FailOnRecompileLimitHit as error:
         raise ValueError(

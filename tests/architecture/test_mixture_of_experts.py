@@ -8,13 +8,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.architecture.mixture_of_experts import (
+    Grouped,
     apply_grouped_experts,
     experts_of,
     grouped_experts,
     looped_experts,
     predicted_bytes,
     predicted_parameters,
-    remove_grouped_experts,
     small_mixture,
 )
 from recipes_lib.architecture.mixture_of_experts.parallel import (
@@ -22,6 +22,7 @@ from recipes_lib.architecture.mixture_of_experts.parallel import (
     average_gradients,
 )
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
@@ -93,7 +94,7 @@ def test_the_model_computes_what_it_did(monkeypatch, runs_grouped):
         monkeypatch.delattr(nn.functional, "grouped_mm")
     apply_grouped_experts(model)
     assert_near(run(model, batch), expected, 1e-5)
-    remove_grouped_experts(model)
+    take_out(model, Grouped)
     assert_near(run(model, batch), expected, 0)
 
 
@@ -222,11 +223,11 @@ def test_bad_use_raises():
         apply_grouped_experts(model_of_shape("tiny-llama", device="cpu"))
     model = small_mixture()
     with pytest.raises(ValueError, match="no experts that apply_grouped_experts"):
-        remove_grouped_experts(model)
+        take_out(model, Grouped)
     with pytest.raises(ValueError, match="has_bias"):
         apply_grouped_experts(tiny_model("gpt_oss"))
     apply_grouped_experts(model)
-    with pytest.raises(ValueError, match="unmix it first"):
+    with pytest.raises(ValueError, match="take it out first"):
         apply_grouped_experts(model)
     with pytest.raises(ValueError, match="no process group"):
         apply_expert_parallel(small_mixture())

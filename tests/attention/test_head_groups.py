@@ -9,12 +9,13 @@ import transformers
 from recipes_lib.attention import head_groups
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import (
+    InHeadGroups,
     apply_head_groups,
     attention_by_groups,
-    remove_head_groups,
 )
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
@@ -133,7 +134,7 @@ def test_generation_is_as_before():
     expected = model.generate(prompt, **options)
     apply_head_groups(model)
     assert torch.equal(model.generate(prompt, **options), expected)
-    assert torch.equal(remove_head_groups(model).generate(prompt, **options), expected)
+    assert torch.equal(take_out(model, InHeadGroups).generate(prompt, **options), expected)
     apply_head_groups(model)
     model.train()
     assert model(input_ids=prompt, labels=prompt, use_cache=True).loss.requires_grad

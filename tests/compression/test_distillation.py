@@ -6,16 +6,17 @@ import torch
 from torch.nn.functional import linear
 
 from recipes_lib.compression.distillation import (
+    Taught,
     apply_distillation,
     chunks,
     distillation_loss,
     hidden_state_loss,
     plain_distillation_loss,
-    remove_distillation,
     require_same_tokens,
 )
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import chunked_loss, model_of_shape
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.core.model.output_layer import OutputLayer
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
@@ -283,7 +284,7 @@ def test_the_student_stays_what_it_was(tmp_path, llama, batch):
     llama.save_pretrained(tmp_path)
     loaded = type(teacher).from_pretrained(tmp_path)
     torch.testing.assert_close(run(loaded.eval(), batch)["loss"], plain)
-    remove_distillation(llama)
+    take_out(llama, Taught)
     assert type(llama) is type(teacher)
     torch.testing.assert_close(run(llama.train(), batch)["loss"], plain)
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from recipes_lib.core.model.marks import QUANTIZED_BY, mark
-from recipes_lib.edge._graph import capture_graph, check_calibration, in_mode
+from recipes_lib.edge._graph import capture_graph, check_calibration, in_eval_mode
 
 IMAGE = torch.randn(1, 1, 8, 8)
 
@@ -36,19 +36,6 @@ def test_the_graph_computes_what_the_model_computes_in_eval_mode():
     torch.testing.assert_close(graph(x), model.eval()(x).logits)
 
 
-def test_the_graph_of_a_training_step():
-    """Its norms use the batch; the statistics of the model do not move while it is written down."""
-    model = small()
-    mean = model[1].running_mean.clone()
-    x = torch.randn(4, 1, 8, 8)
-    graph = capture_graph(model.eval(), (x,), any_batch=True, training=True).module()
-    assert not any(part.training for part in model.modules())
-    assert torch.equal(model[1].running_mean, mean)
-    y = graph(x)
-    y.sum().backward()
-    torch.testing.assert_close(y, model.train()(x))
-
-
 def test_any_batch():
     """A graph that is fixed to the batch of its example."""
     model = small().eval()
@@ -62,7 +49,7 @@ def test_the_mode_of_a_graph_that_refuses_eval():
     """`eval()` raises an error in what torch.export makes, and so a quantized graph has no file."""
     graph = capture_graph(small(), (IMAGE,)).module()
     graph.training = True
-    with in_mode(graph, training=False):
+    with in_eval_mode(graph):
         assert not graph.training
     assert graph.training
 

@@ -1,39 +1,11 @@
 """A .pte in the runtime of a device."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
-from recipes_lib.edge.runtime import Lifetime, load_pte, measured_peak_bytes, plain_plan
+from recipes_lib.edge._executorch import executorch_runtime
+from recipes_lib.edge.runtime import load_pte, measured_peak_bytes
 from tests.edge.conftest import SHAPE
-
-
-def test_a_plan_by_hand():
-    """c takes the place of b, which it never meets, above a; and a hole is used."""
-    a = Lifetime(bytes=100, born=0, last=9)
-    b = Lifetime(bytes=60, born=0, last=4)
-    c = Lifetime(bytes=50, born=5, last=9)
-    assert plain_plan([c, a, b]) == ([100, 0, 100], 160)
-    tall = Lifetime(bytes=100, born=0, last=1)
-    long = Lifetime(bytes=80, born=0, last=9)
-    late = Lifetime(bytes=70, born=2, last=9)
-    assert plain_plan([tall, long, late]) == ([0, 100, 0], 180)
-
-
-def test_what_lives_together_does_not_overlap():
-    """A tensor that lands on the end of another, which no plan of three shows."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(1, 50, (60, 3), generator=generator).tolist()
-    tensors = [Lifetime(size, born, born + length) for size, born, length in numbers]
-    offsets, block = plain_plan(tensors)
-    at_once = []
-    for step in range(100):
-        alive = [i for i, tensor in enumerate(tensors) if tensor.born <= step <= tensor.last]
-        spans = sorted((offsets[i], offsets[i] + tensors[i].bytes) for i in alive)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-        at_once.append(sum(tensors[i].bytes for i in alive))
-    assert max(at_once) <= block < sum(tensor.bytes for tensor in tensors)
 
 
 def test_loading_is_silent_and_measured(exported, capfd):
@@ -67,7 +39,7 @@ def test_threads(exported):
     program = load_pte(exported.path)
     assert portable_lib._threadpool_get_thread_count() == 1
     with pytest.raises(ValueError, match="threads=2: this process runs files with 1 already"):
-        load_pte(exported.path, threads=2)
+        executorch_runtime(threads=2)
     assert program(torch.zeros(SHAPE)).shape == (1, 10)
 
 
@@ -88,6 +60,6 @@ def test_what_is_no_program(tmp_path):
 
 
 def test_growth_of_a_fresh_process(exported):
-    """Memory of this process, or of the imports, would be hundreds of MiB; and 2 threads here."""
+    """Memory of this process, or of the imports, would be hundreds of MiB."""
     load_pte(exported.path)
-    assert 0 < measured_peak_bytes(exported.path, threads=2) < 40 * 2**20
+    assert 0 < measured_peak_bytes(exported.path) < 40 * 2**20

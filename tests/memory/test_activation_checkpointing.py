@@ -12,10 +12,11 @@ from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, any_marked
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.memory.activation_checkpointing import (
+    Checkpointed,
     apply_activation_checkpointing,
     checkpointed_by_hand,
-    remove_activation_checkpointing,
 )
 from tests.conftest import assert_equal, gradients, make_batch, run
 from tests.small_models import IDS, small_model
@@ -67,7 +68,7 @@ def test_same_loss_and_gradients(shape, batch, mode, every, dtype):
     apply_activation_checkpointing(model, mode=mode, every=every)
     assert_equal(run(model, batch), expected)
     assert_equal(run(model, batch, use_cache=True), expected)  # it would append its keys twice
-    assert_equal(run(remove_activation_checkpointing(model), batch), expected)
+    assert_equal(run(take_out(model, Checkpointed), batch), expected)
 
 
 @pytest.mark.parametrize("mode", ["block", "selective"])
@@ -130,7 +131,7 @@ def test_gradient_reaches_adapters_on_a_frozen_base(llama, batch, mode, adapters
     else:
         model = get_peft_model(apply_activation_checkpointing(llama, mode=mode), config)
     got = run(model, batch)
-    assert_equal(got, run(remove_activation_checkpointing(model), batch))
+    assert_equal(got, run(take_out(model, Checkpointed), batch))
     adapters = got.keys() - {"loss"}
     assert adapters and all("lora" in name and got[name].any() for name in adapters)
 
@@ -165,7 +166,7 @@ def test_deep_copy_is_a_model_of_its_own(llama, batch, mode):
     assert gradients(llama) == {}
     with PeakMemory() as checkpointed:
         run(twin, batch)
-    assert_equal(run(remove_activation_checkpointing(twin), batch), got)
+    assert_equal(run(take_out(twin, Checkpointed), batch), got)
     with PeakMemory() as plain:
         run(twin, batch)
     assert checkpointed.peak < plain.peak  # the copy was checkpointed too
@@ -181,7 +182,7 @@ def test_names_and_classes_stay(llama):
     block = decoder_blocks(llama)[0]
     assert list(llama.state_dict()) == names
     assert isinstance(block, block_class) and type(block).__name__ == block_class.__name__
-    remove_activation_checkpointing(llama)
+    take_out(llama, Checkpointed)
     assert type(block) is block_class and set(vars(block)) == attributes
     assert not any_marked(decoder_blocks(llama), CHECKPOINTED_INDEX)
 
@@ -195,7 +196,7 @@ def test_what_cannot_be_done_is_refused(llama):
     apply_activation_checkpointing(llama)
     with pytest.raises(ValueError, match="checkpointed already"):
         apply_activation_checkpointing(llama)
-    remove_activation_checkpointing(llama).gradient_checkpointing_enable()
+    take_out(llama, Checkpointed).gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="checkpointed already"):
         apply_activation_checkpointing(llama)
 

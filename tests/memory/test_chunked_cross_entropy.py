@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import chunked_loss, model_of_shape
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.chunked_cross_entropy import (
+    LossFromHidden,
     apply_chunked_cross_entropy,
     chunked_cross_entropy,
     plain_chunked_loss,
     plan,
-    remove_chunked_cross_entropy,
 )
 from recipes_lib.workflows.bench.kernels import compare_losses
 from tests.conftest import assert_same_gradients, gradients, make_batch
@@ -315,7 +316,7 @@ def test_model_has_the_same_loss_and_gradients_without_logits(shape, batch):
     assert output.logits is None and "logits" not in output
     assert output["loss"] is output[0]
     assert account.rows == 64  # of W^T [D, V]: no tensor has the rows of the whole batch
-    remove_chunked_cross_entropy(tiny)
+    take_out(tiny, LossFromHidden)
     output, got = run(tiny, batch, num_items_in_batch=items)
     assert_same_gradients(got, expected, atol=0, rtol=0)
     assert output.logits.shape == (4, 23, 128)
@@ -385,7 +386,7 @@ def test_adapters(llama, batch):
     other = apply_lora(apply_chunked_cross_entropy(twin, chunk_size=5))
     other.load_state_dict(model.state_dict())
     assert_same_gradients(run(other, batch)[1], expected)
-    assert run(remove_chunked_cross_entropy(other), batch)[0].logits is not None
+    assert run(take_out(other, LossFromHidden), batch)[0].logits is not None
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.core.predict import predict
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
+    Checkpointed,
     apply_activation_checkpointing,
-    remove_activation_checkpointing,
 )
 from recipes_lib.memory.layer_streaming import (
+    Streamed,
     apply_layer_streaming,
-    remove_layer_streaming,
     streamed_by_hand,
 )
 
@@ -63,7 +64,7 @@ def test_loss_and_gradients_stay_the_same(shape, adapt, dtype, options):
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             assert torch.equal(gradient, expected[name]), name
-    remove_layer_streaming(model)
+    take_out(model, Streamed)
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert gradients(model)[0] == expected_loss
 
@@ -201,7 +202,7 @@ def test_from_host_memory_on_a_gpu():
     ids = torch.randint(0, 49152, (2, 64), device="cuda")
     apply_activation_checkpointing(model)
     expected_loss, expected = gradients(model, ids)
-    remove_activation_checkpointing(model)
+    take_out(model, Checkpointed)
     apply_layer_streaming(model)
     for _ in range(3):
         loss, found = gradients(model, ids)

@@ -10,15 +10,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.memory.activation_checkpointing import (
+    Checkpointed,
     apply_activation_checkpointing,
-    remove_activation_checkpointing,
 )
 from recipes_lib.memory.nested_checkpointing import (
+    Nested,
     apply_nested_checkpointing,
     best_group,
     nested_by_hand,
-    remove_nested_checkpointing,
 )
 from tests.conftest import assert_equal, assert_near, gradients, make_batch, run
 from tests.small_models import small_model
@@ -73,7 +74,7 @@ def test_same_loss_and_gradients(shape, batch, group, dtype):
     expected = run(model, batch)
     assert_equal(run(apply_nested_checkpointing(model, group=group), batch), expected)
     assert_equal(run(model, batch, use_cache=True), expected)  # keys a second and a third time
-    assert_equal(run(remove_nested_checkpointing(model), batch), expected)
+    assert_equal(run(take_out(model, Nested), batch), expected)
 
 
 def test_with_dropout_and_autocast(batch):
@@ -153,7 +154,7 @@ def test_deep_copy_is_a_model_of_its_own(llama, batch):
             parameter.mul_(1.5)
     got = run(twin, batch)
     assert gradients(llama) == {}
-    assert_equal(run(remove_nested_checkpointing(twin), batch), got)
+    assert_equal(run(take_out(twin, Nested), batch), got)
 
 
 def test_best_group():
@@ -237,9 +238,9 @@ def test_arithmetic_that_it_costs(llama):
     one_block = counter.get_total_flops()
 
     once = operations(apply_activation_checkpointing(llama))
-    remove_activation_checkpointing(llama)
+    take_out(llama, Checkpointed)
     assert operations(apply_nested_checkpointing(llama, group=1)) == once
-    remove_nested_checkpointing(llama)
+    take_out(llama, Nested)
     assert operations(apply_nested_checkpointing(llama, group=2)) == once + 2 * one_block
 
 

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
 )
 from recipes_lib.memory.tiled_mlp import (
     Tiled,
     apply_tiled_mlp,
-    remove_tiled_mlp,
     tiled_by_hand,
 )
 from tests.conftest import (
@@ -82,7 +82,7 @@ def test_same_loss_and_gradients(shape, batch):
     apply_tiled_mlp(model, tile_size=11, norms=shape == "tiny-llama")
     assert_same_gradients(run(model, batch), expected)
     assert_same_gradients(run(apply_activation_checkpointing(model), batch), expected)
-    assert_equal(run(remove_tiled_mlp(model), batch), expected)
+    assert_equal(run(take_out(model, Tiled), batch), expected)
 
 
 @pytest.mark.parametrize("tokens", [(2, 23), (31,)])
@@ -100,7 +100,7 @@ def test_in_double_precision(llama, tokens):
         out.backward(gradient)
         results.append(gradients(llama) | {"input": hidden.grad, "output": out.detach()})
         if tile_size:
-            remove_tiled_mlp(llama)
+            take_out(llama, Tiled)
     assert_same_gradients(results[1], results[0], atol=1e-13, rtol=1e-13)
     assert_same_gradients(results[2], results[0], atol=1e-13, rtol=1e-13)
 
@@ -143,7 +143,7 @@ def test_adapters_on_a_frozen_base(llama, batch):
     )
     model = apply_tiled_mlp(get_peft_model(llama, config), tile_size=30, norms=True)
     got = run(model, batch)
-    assert_same_gradients(got, run(remove_tiled_mlp(model), batch))
+    assert_same_gradients(got, run(take_out(model, Tiled), batch))
     adapters = got.keys() - {"loss"}
     assert adapters and all("lora" in name and got[name].any() for name in adapters)
 
@@ -222,7 +222,7 @@ def test_deep_copy_is_a_model_of_its_own(llama, batch):
             parameter.mul_(1.5)
     got = run(twin, batch)
     assert gradients(llama) == {}
-    assert_same_gradients(run(remove_tiled_mlp(twin), batch), got)
+    assert_same_gradients(run(take_out(twin, Tiled), batch), got)
 
 
 # --- what it refuses ------------------------------------------------------------------------------

@@ -9,19 +9,20 @@ from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.core.model.mixing import take_out
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (
+    Checkpointed,
     apply_activation_checkpointing,
-    remove_activation_checkpointing,
 )
 from recipes_lib.training import compiled_blocks
 from recipes_lib.training.compiled_blocks import (
+    Compiled,
     apply_compiled_blocks,
     break_even_steps,
     compile_seconds,
     compiled_by_hand,
-    remove_compiled_blocks,
 )
 from tests.conftest import assert_equal, assert_near, make_batch, run
 
@@ -94,8 +95,8 @@ def test_near_the_plain_model_in_one_graph(dtype, tolerance):
         assert_equal(run(model, batch), got)
         assert compile_seconds() == after, "the seconds of compiling alone"
         assert_equal(run(apply_activation_checkpointing(model), batch), got)  # repeats its code
-        remove_activation_checkpointing(model)
-        assert_equal(run(remove_compiled_blocks(model), batch), expected)
+        take_out(model, Checkpointed)
+        assert_equal(run(take_out(model, Compiled), batch), expected)
         assert_equal(run(compiled_by_hand(by_hand), batch), got)
 
 
@@ -153,7 +154,7 @@ def test_frozen_blocks_below_all_others_have_no_backward(graphs_only):
 def test_other_shapes_take_one_more_graph(graphs_only):
     """The mistake: a graph for each length, so that a run compiles all the time."""
     model = apply_compiled_blocks(model_of_shape("tiny-gpt2", device="cpu"))
-    plain = remove_compiled_blocks(copy.deepcopy(model))
+    plain = take_out(copy.deepcopy(model), Compiled)
     before = graphs()
     for seq in (16, 23, 31, 40):
         batch = batch_of(seq=seq)
@@ -255,7 +256,7 @@ def test_the_order_of_recipes(llama):
     apply_compiled_blocks(llama)
     with pytest.raises(ValueError, match="compiled already"):
         apply_compiled_blocks(llama)
-    remove_compiled_blocks(llama)
+    take_out(llama, Compiled)
     apply_activation_checkpointing(llama)
     with pytest.raises(ValueError, match="compile the blocks, then"):
         apply_compiled_blocks(llama)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
 
 SPECIAL = ("has_bias", "is_transposed", "has_post_expert_norm")  # what transformers calls it
@@ -78,21 +78,11 @@ def apply_grouped_experts(model: Any) -> Any:
     modules = experts_of(model)
     require_plain_experts(modules)
     for module in modules:
-        mix_in(module, _Grouped)
+        mix_in(module, Grouped)
     return model
 
 
-def remove_grouped_experts(model: Any) -> Any:
-    """Let the experts compute as transformers does. ValueError if there is nothing to remove."""
-    modules = [module for module in model.modules() if isinstance(module, _Grouped)]
-    if not modules:
-        raise ValueError("this model has no experts that apply_grouped_experts() has changed")
-    for module in modules:
-        unmix(module, _Grouped)
-    return model
-
-
-class _Grouped:
+class Grouped:
     """What is mixed into the experts of a block."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

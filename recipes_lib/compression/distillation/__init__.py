@@ -55,7 +55,7 @@ from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.chunked_loss import divisor_of_mean, rows_with_a_target
 from recipes_lib.core.model.marks import QUANTIZED_BY, marked
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.output_layer import (
     OutputLayer,
     beside_weight_and_bias,
@@ -69,7 +69,7 @@ from recipes_lib.core.model.output_layer import (
 )
 from recipes_lib.core.model.probe import proves
 
-__all__ = ["apply_distillation", "distillation_loss", "remove_distillation"]
+__all__ = ["apply_distillation", "distillation_loss"]
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -142,14 +142,6 @@ def apply_distillation(
     return student
 
 
-def remove_distillation(student: Any) -> Any:
-    """Give the student its own class back. Raises ValueError if there is nothing to remove."""
-    causal = without_adapters(student)
-    unmix(causal, Taught, attributes=["teaching"])
-    del causal._loss_function  # from here on transformers finds the usual one again
-    return student
-
-
 @dataclass(frozen=True)
 class Teaching:
     """How a student is taught. A copy of the student has the same teacher, not a copy of it."""
@@ -166,6 +158,8 @@ class Teaching:
 class Taught:
     """What is mixed into the class of a student: in training, its loss has a teacher.
 
+    `take_out(student, Taught)` gives it its own loss back.
+
     Both models run up to their output layers:
 
         teacher   hidden [B, S, E]   first, without gradients: what it computes with is free again
@@ -173,6 +167,10 @@ class Taught:
     """
 
     teaching: Teaching
+
+    def taken_out(self) -> None:
+        """From here on transformers finds the usual loss again."""
+        del self._loss_function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; but with labels in training mode the output has no logits."""

@@ -14,7 +14,9 @@ The new class has the old one's name, because FSDP and device maps find blocks b
 An attribute `forward` on the module itself hides that of its class, and with it all that is mixed
 in. Accelerate sets one for a device map, and kernel libraries do. Such a module is refused.
 
-To pickle a whole model (its state dict is unchanged), unmix it first: the new class has no address.
+`take_out(model, Checkpointed)` gives all modules their own classes back: to train on without the
+technique, or to pickle a whole model (its state dict is unchanged), for the new class has no
+address.
 """
 
 from __future__ import annotations
@@ -35,14 +37,31 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """
     require_forward_of_class([module])
     if isinstance(module, mixin):
-        raise ValueError(f"{type(module).__name__} is a {mixin.__name__} already: unmix it first")
+        raise ValueError(
+            f"{type(module).__name__} is a {mixin.__name__} already: take it out first"
+        )
     vars(module).pop("forward", None)  # only that of the class is left
-    module.__class__ = _mixed_class(mixin, type(module))
+    module.__class__ = _mixed_class(mixin, type(module), tuple(attributes))
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
-def unmix(module: nn.Module, mixin: type, *, attributes: Iterable[str] = ()) -> None:
+def take_out(model: nn.Module, mixin: type) -> nn.Module:
+    """`unmix` every module of `model` that is a `mixin`. Returns `model`.
+
+    A mixin with a method `taken_out` has it called before. Raises ValueError if there is none.
+    """
+    modules = [module for module in model.modules() if isinstance(module, mixin)]
+    if not modules:
+        raise ValueError(f"this model has no module that is a {mixin.__name__}")
+    for module in modules:
+        if hasattr(module, "taken_out"):
+            module.taken_out()
+        unmix(module, mixin)
+    return model
+
+
+def unmix(module: nn.Module, mixin: type) -> None:
     """Give `module` the class back that it had before `mix_in`, and drop the attributes.
 
     Raises ValueError if another mixin came later: the last one goes first. And it raises what
@@ -55,6 +74,7 @@ def unmix(module: nn.Module, mixin: type, *, attributes: Iterable[str] = ()) -> 
             f"{type(module).__name__} is no {mixin.__name__}, or another class was mixed in later"
         )
     vars(module).pop("forward", None)
+    attributes = type(module).mixed_attributes
     module.__class__ = rest[0]
     for name in attributes:
         delattr(module, name)
@@ -89,11 +109,12 @@ def _is_the_classes_own(module: nn.Module) -> bool:
 
 
 @functools.cache  # so that all blocks of a model share one new class
-def _mixed_class(mixin: type, module_class: type) -> type:
+def _mixed_class(mixin: type, module_class: type, attributes: tuple[str, ...]) -> type:
     # Trainer and `generate` read the signature of `forward`: it stays that of the module's class.
     @functools.wraps(module_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)
 
     body = {"forward": forward, "mixed_in": mixin, "__module__": module_class.__module__}
+    body["mixed_attributes"] = attributes
     return type(module_class.__name__, (mixin, module_class), body)

@@ -78,18 +78,19 @@ def needs_backward(module: nn.Module, hidden: Tensor) -> bool:
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
-def refuse_selective_checkpointing(*, parts: str, remove: str) -> None:
+def refuse_selective_checkpointing(*, parts: str, mixin: type) -> None:
     """Raise ValueError inside it: it keeps what the products of all parts return.
 
     Args:
         parts: what the message calls them.
-        remove: the function that takes the recipe out again.
+        mixin: what the recipe has mixed in.
     """
     for mode in _get_current_dispatch_mode_stack():
         if "CachingTorchDispatchMode" in type(mode).__name__:
             raise ValueError(
                 f"selective checkpointing keeps what the products of all {parts} return, so that "
-                f"{parts} save nothing: checkpoint whole blocks, or call {remove}(model)"
+                f"{parts} save nothing: checkpoint whole blocks, or "
+                f"core.model.mixing.take_out(model, {mixin.__name__})"
             )
 
 

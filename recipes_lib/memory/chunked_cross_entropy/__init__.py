@@ -48,7 +48,7 @@ from recipes_lib.core.model.chunked_loss import (
     rows_with_a_target,
     zero_gradients,
 )
-from recipes_lib.core.model.mixing import mix_in, unmix
+from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.output_layer import (
     OutputLayer,
     beside_weight_and_bias,
@@ -150,7 +150,7 @@ class LossFromHidden:
         if problem:
             raise ValueError(
                 f"{type(self).__name__} {problem}, which a chunked loss would leave out: "
-                f"call remove_chunked_cross_entropy(model) and train on its own loss"
+                f"take it out and train on the model's own loss"
             )
 
         loss = self.chunked_loss(
@@ -175,15 +175,6 @@ def _why_not(model: Any, output: Any, hidden: torch.Tensor, layer: OutputLayer) 
     if not makes_plain_logits(output, hidden, layer):
         return "scales its logits or changes them otherwise"
     return None
-
-
-def remove_chunked_cross_entropy(model: Any) -> Any:
-    """Give the causal LM its own class back. Raises ValueError if there is nothing to remove."""
-    causal = without_adapters(model)
-    if not isinstance(causal, LossFromHidden):
-        raise ValueError("this model has no loss that apply_chunked_cross_entropy() has changed")
-    unmix(causal, LossFromHidden, attributes=["chunked_loss"])
-    return model
 
 
 # --- the loss in chunks ---------------------------------------------------------------------------

@@ -147,10 +147,10 @@ def remove_quantization_aware(model: Any) -> Any:
     Raises ValueError if there is nothing to remove.
     """
     for layer in _aware_layers(model):
-        attributes = ["weight_bits", "group", "activation_bits"]
         if isinstance(layer, AwareConv2d):
-            attributes += [LIMITS, "observing"]
-        unmix(layer, _mixin(layer), attributes=attributes)
+            del layer.observing
+            delattr(layer, LIMITS)
+        unmix(layer, _mixin(layer))
         unmark(layer, QUANTIZED_BY)
     return model
 
@@ -255,7 +255,7 @@ def _require_rounding_means_what_it_says(model: Any, output_bits: int | None) ->
     if not is_causal_lm(model) and not convolutions:
         raise ValueError(
             f"{type(model).__name__} has no nn.Conv2d and is no causal LM: other networks are "
-            f"trained on a grid by quantize_pt2e(model, calibration, train=…)"
+            f"trained on a grid by torchao's prepare_qat_pt2e"
         )
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
@@ -328,7 +328,7 @@ def _fixed(model: Any, *, by: str) -> Any:
         weight = nn.Parameter(rounded_weight(layer), requires_grad=False)
         mixin = _mixin(layer)
         attributes = {"activation_bits": layer.activation_bits}
-        unmix(layer, mixin, attributes=["weight_bits", "group", "activation_bits"])
+        unmix(layer, mixin)
         layer.weight = weight
         mark(layer, QUANTIZED_BY, by)
         if FIXED[mixin] is not None:

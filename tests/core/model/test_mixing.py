@@ -8,10 +8,10 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_sub
 from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.mixing import mix_in, unmix, unmixed_class
+from recipes_lib.core.model.mixing import mix_in, take_out, unmix, unmixed_class
 from recipes_lib.memory.activation_checkpointing import (
+    Checkpointed,
     apply_activation_checkpointing,
-    remove_activation_checkpointing,
 )
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
@@ -73,7 +73,7 @@ def test_hooks_run_once(layer):
 def test_unmixing_leaves_nothing_behind(layer):
     before = dict(vars(layer))
     mix_in(layer, Doubled, factor=2)
-    unmix(layer, Doubled, attributes=["factor"])
+    unmix(layer, Doubled)
     assert type(layer) is nn.Linear and vars(layer) == before
 
 
@@ -88,9 +88,9 @@ def test_the_last_one_goes_first(layer):
     mix_in(layer, Doubled, factor=2)
     mix_in(layer, Negated)
     with pytest.raises(ValueError, match="is no Doubled, or another class was mixed in later"):
-        unmix(layer, Doubled, attributes=["factor"])
+        unmix(layer, Doubled)
     unmix(layer, Negated)
-    unmix(layer, Doubled, attributes=["factor"])
+    unmix(layer, Doubled)
     assert type(layer) is nn.Linear
 
 
@@ -166,8 +166,8 @@ def test_hooks_that_come_later_keep_the_technique_and_hold_it(llama, batch):
     llama(**batch, use_cache=False).loss.backward()
     assert len(runs) == 2
     with pytest.raises(ValueError, match="forward of its own"):
-        remove_activation_checkpointing(llama)
+        take_out(llama, Checkpointed)
     remove_hook_from_submodules(llama)
-    remove_activation_checkpointing(llama)
+    take_out(llama, Checkpointed)
     llama(**batch, use_cache=False).loss.backward()
     assert len(runs) == 3
