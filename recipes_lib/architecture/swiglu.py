@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.linears import features, is_linear
 from recipes_lib.core.model.probe import proves
@@ -50,38 +49,27 @@ def plain_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 @proves("changes")
-def apply_swiglu(
-    model: Any,
-    *,
-    width: int | None = None,
-    multiple_of: int = 1,
-    discard_trained: bool = False,
-) -> Any:
+def apply_swiglu(model: Any) -> Any:
     """Replace the MLP of every block by a SwiGLU with fresh weights, in place; returns `model`.
 
-    They are drawn with the spread of those that they replace. Biases and dropout stay. The class of
-    the model does not know the weights that `save_pretrained` writes: build the model from its
-    configuration, apply this, and load the state dict.
+    They are as many as the MLP had, drawn with the spread of those that they replace. Biases and
+    dropout stay. The class of the model does not know the weights that `save_pretrained` writes:
+    build the model from its configuration, apply this, and load the state dict.
 
-    Args:
-        width: F of the SwiGLU; by default that with as many weights as the MLP.
-        multiple_of: by which that default has to be divisible: 64 or 256 for a GPU.
-        discard_trained: the MLPs of a model that was loaded may be lost.
     Raises ValueError where a block has no MLP of two projections (one has a gate already, or is a
     mixture of experts), and for a model that was loaded.
     """
     require_causal_lm(model)
-    check_whole(multiple_of=multiple_of)
     causal = without_adapters(model)
     loaded_from = getattr(causal.config, "_name_or_path", "")
-    if loaded_from and not discard_trained:
+    if loaded_from:
         raise ValueError(
             f"the model was loaded from {loaded_from!r}, and a SwiGLU starts with fresh weights: "
-            f"build the model from its configuration, or give discard_trained=True"
+            f"build the model from its configuration"
         )
     for block in decoder_blocks(causal):
         name = _name_of_mlp(block)
-        swiglu = _swiglu_like(getattr(block, name), width=width, multiple_of=multiple_of)
+        swiglu = _swiglu_like(getattr(block, name))
         setattr(block, name, swiglu)
     return model
 
@@ -105,7 +93,7 @@ class SwiGLU(nn.Module):
         return self.dropout(self.down_proj(middle))
 
 
-def matched_width(hidden: int, width: int, *, bias: bool = False, multiple_of: int = 1) -> int:
+def matched_width(hidden: int, width: int, *, bias: bool = False) -> int:
     """F of the SwiGLU that has as many weights as an MLP of this width, or nearly: 2/3 of it."""
     wanted = predicted_parameters(hidden, width, gated=False, bias=bias)
 
@@ -113,20 +101,19 @@ def matched_width(hidden: int, width: int, *, bias: bool = False, multiple_of: i
         got = predicted_parameters(hidden, candidate, gated=True, bias=bias)
         return abs(got - wanted)
 
-    below = max(2 * width // (3 * multiple_of), 1) * multiple_of
+    below = max(2 * width // 3, 1)
     # With biases the best F may be one less than two thirds.
-    candidates = [below - multiple_of, below, below + multiple_of]
+    candidates = [below - 1, below, below + 1]
     return min([each for each in candidates if each > 0], key=distance)
 
 
 @torch.no_grad()
-def _swiglu_like(mlp: nn.Module, *, width: int | None, multiple_of: int) -> SwiGLU:
+def _swiglu_like(mlp: nn.Module) -> SwiGLU:
     """A SwiGLU in place of `mlp`, on its device and in its dtype."""
     first, last = _projections(mlp)
     hidden, middle = features(first)
     bias = first.bias is not None
-    if width is None:
-        width = matched_width(hidden, middle, bias=bias, multiple_of=multiple_of)
+    width = matched_width(hidden, middle, bias=bias)
     swiglu = SwiGLU(hidden, width, bias=bias, dropout=_dropout_of(mlp))
     spreads = {
         swiglu.gate_proj: first.weight.std().item(),

@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-LONGEST_SHOWN = 60  # characters of what was given, in a message
 
 
 def check_whole(*, least: int = 1, most: int | None = None, **given: Any) -> None:
@@ -77,29 +75,11 @@ def check_choice(allowed: Iterable[Any], **given: Any) -> None:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")
 
 
-def check_flag(**given: Any) -> None:
-    """Each of `given` is True or False. Raises ValueError.
-
-    A text such as "no" counts as true in Python, and would do the opposite of what it says.
-    """
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: give True or False")
-
-
-def check_text(**given: Any) -> None:
-    """Each of `given` is a text that is not empty. Raises ValueError."""
-    for name, value in given.items():
-        if not isinstance(value, str) or value == "":
-            raise ValueError(f"{name}={value!r}: give a text")
-
-
-def check_file(*, example: str, any_ending: bool = False, **given: Any) -> None:
+def check_file(*, example: str, **given: Any) -> None:
     """Each of `given` is the name of a file that can be written, as a text or a Path.
 
     Raises ValueError, before a long piece of work ends in an error: for a folder, a place below a
-    file, a folder that cannot be made or written to, and another ending than that of `example`
-    (`any_ending` allows every one).
+    file, a folder that cannot be made or written to, and another ending than that of `example`.
     """
     for name, value in given.items():
         if not isinstance(value, str | os.PathLike) or value == "":
@@ -109,7 +89,7 @@ def check_file(*, example: str, any_ending: bool = False, **given: Any) -> None:
         if path.is_dir() or str(value).endswith(os.sep):
             raise ValueError(f'{shown} is a folder: give the name of a file, such as "{example}"')
         ending = Path(example).suffix
-        if not any_ending and path.suffix != ending:
+        if path.suffix != ending:
             raise ValueError(f"{shown}: give the name of a file that ends in {ending}")
         _check_place(shown, path)
 
@@ -158,22 +138,6 @@ def check_existing_file(*, made_by: str, **given: Any) -> None:
             )
         if not path.is_file():
             raise ValueError(f"{name}={str(value)!r} does not exist: write it with {made_by}")
-
-
-def check_several(**given: Any) -> None:
-    """Each of `given` holds several things, as a list does. Raises ValueError.
-
-    A text is no list of its letters here, and a dictionary no list of its keys: both come from a
-    mistake.
-    """
-    for name, value in given.items():
-        one = isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)
-        if not one:
-            continue
-        shown = repr(value)
-        if value is None or len(shown) > LONGEST_SHOWN:
-            raise ValueError(f"{name} is of type {type(value).__name__}: give a list")
-        raise ValueError(f"{name}={shown}: give a list, such as [{shown}]")
 
 
 def check_heads(q: Any, k: Any, v: Any, *, allowed: str) -> None:

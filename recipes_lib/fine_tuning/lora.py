@@ -35,7 +35,7 @@ from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     require_causal_lm,
 )
-from recipes_lib.core.model.linears import features, is_linear, read_by_the_model
+from recipes_lib.core.model.linears import is_linear, read_by_the_model
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.vocabulary import trainable_rows
 
@@ -233,12 +233,3 @@ def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-def lora_parameters(
-    model: Any, *, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
-) -> int:
-    """Trainable parameters that `apply_lora` will add: r * (in + out), summed over the targets."""
-    check_whole(rank=rank)
-    targets = target_linears(model, target_modules=target_modules)
-    return rank * sum(sum(features(layer)) for layer in targets.values())

@@ -18,7 +18,6 @@ def points(
     places: Mapping[str, Place],
     *,
     title: str,
-    source: str | None = None,
     height: float = 3.9,
     front: bool = False,
     **settings: Any,
@@ -27,12 +26,11 @@ def points(
 
     Args:
         title: the message.
-        source: where the numbers are from; by default this machine and today.
         front: join the points than which no other is both smaller and better, and draw a line at
             the height of the first. Both axes then grow with what is bad.
         settings: of `Axes.set`: xlabel, ylabel, xscale, ylim and so on.
     """
-    figure, axes = new_figure(title, height=height, source=source)
+    figure, axes = new_figure(title, height=height)
     names = []
     for number, (name, place) in enumerate(places.items()):
         color = RECIPE if number else INK

@@ -28,16 +28,12 @@ def spans(
     panels: Mapping[str, Sequence[Span]],
     *,
     title: str,
-    colors: Mapping[str, str] = WORK,
-    source: str | None = None,
 ) -> Chart:
     """Draw one panel per step on one scale of time, with a lane for each who works. Pale is idle.
 
     Args:
         panels: the spans of a step, by its name.
         title: the message.
-        colors: of the kinds.
-        source: where the numbers are from; by default this machine and today.
     """
     every = [span for step in panels.values() for span in step]
     kinds = {span.kind for span in every}
@@ -46,8 +42,7 @@ def spans(
     figure, axes = new_figure(
         title,
         height=0.3 * sum(heights) + 0.4 * len(heights) + 1.0,
-        source=source,
-        key={kind: color for kind, color in colors.items() if kind in kinds},
+        key={kind: color for kind, color in WORK.items() if kind in kinds},
         nrows=len(panels),
         sharex=True,
         squeeze=False,
@@ -55,7 +50,7 @@ def spans(
     )
     longest = max(_seconds(step) for step in panels.values())
     for panel, (name, step) in zip(axes[:, 0], panels.items(), strict=True):
-        _draw_step(panel, step, lanes[name], colors, longest)
+        _draw_step(panel, step, lanes[name], longest)
         panel.set_title(f"{name}: {MILLISECONDS * _seconds(step):,.3g} ms")
     axes[-1, 0].set(xlabel="milliseconds", xlim=(0, MILLISECONDS * longest))
     return figure
@@ -69,16 +64,14 @@ def _seconds(step: Sequence[Span]) -> float:
     return max(span.end for span in step) - min(span.begin for span in step)
 
 
-def _draw_step(
-    axes: Any, step: Sequence[Span], lanes: list[str], colors: Mapping[str, str], longest: float
-) -> None:
+def _draw_step(axes: Any, step: Sequence[Span], lanes: list[str], longest: float) -> None:
     started = min(span.begin for span in step)
     axes.barh(lanes, MILLISECONDS * _seconds(step), height=0.84, color=INK, alpha=0.2)
     points_per_second = 0.85 * WIDTH * POINTS / longest
     for span in step:
         begin = MILLISECONDS * (span.begin - started)
         width = MILLISECONDS * (span.end - span.begin)
-        color = colors[span.kind]
+        color = WORK[span.kind]
         axes.barh(span.lane, width, left=begin, height=0.84, color=color)
         room = points_per_second * (span.end - span.begin)
         if text_width(span.text, WORDS) + 3 < room:

@@ -32,7 +32,6 @@ def timeline_chart(
     title: str,
     predicted: Mapping[str, Timeline] | None = None,
     columns: int = 1,
-    source: str | None = None,
 ) -> Chart:
     """Draw the live bytes of one step per panel, on one scale.
 
@@ -45,7 +44,6 @@ def timeline_chart(
         title: the message.
         predicted: timelines by the same names: a dashed line over those that were measured.
         columns: panels beside each other.
-        source: where the numbers are from; by default this machine and today.
     """
     predicted = predicted or {}
     unit = Unit(max(each.peak for each in timelines.values()))
@@ -56,7 +54,6 @@ def timeline_chart(
     figure, panels = new_figure(
         title,
         height=(2.3 if columns == 1 else 1.6) * rows + 0.6,
-        source=source,
         key={kind: KIND_COLORS[kind] for kind in KINDS},
         marks=marks,
         nrows=rows,

@@ -27,7 +27,6 @@ Shapes: B batch, S sequence, k micro-batches.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import traceback
 from collections.abc import Callable
@@ -37,7 +36,6 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.ranks import world_size
@@ -82,18 +80,13 @@ def halve_until_it_fits(step: Callable[[int], Any], model: Any, *, batch_size: i
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try: its `micro_batches`, whether it `fits`, and its peak bytes if they were measured."""
+    """One try: its `micro_batches`, and whether it `fits`."""
 
     micro_batches: int
     fits: bool
-    peak_bytes: int | None
 
     def __str__(self) -> str:
-        ended = "fits" if self.fits else "out of memory"
-        text = f"{self.micro_batches} micro-batches: {ended}"
-        if self.peak_bytes is not None:
-            text += f", peak {self.peak_bytes / 2**20:,.0f} MiB"
-        return text
+        return f"{self.micro_batches} micro-batches: {'fits' if self.fits else 'out of memory'}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,6 @@ def fit_micro_batches(
     model: Any,
     batch_size: int,
     micro_batches: int = 1,
-    measure_peaks: bool = False,
 ) -> FittedStep:
     """Run `step(k)` with the first k, from `micro_batches` upwards, that fits into memory.
 
@@ -135,8 +127,6 @@ def fit_micro_batches(
             the caller.
         model: the module whose gradients `step` makes, of any kind.
         micro_batches: where to start; 1 or what fitted last time.
-        measure_peaks: record the peak bytes of each attempt; on a CPU, every call then looks
-            through all tensors.
     Raises ValueError if k does not divide the batch, if gradients are already there (a failed
     attempt could not be told from them), if the optimizer steps inside, or in several processes;
     torch.OutOfMemoryError if even micro-batches of one row do not fit. Any other error of `step`
@@ -147,7 +137,7 @@ def fit_micro_batches(
     versions = _versions(model)  # to see whether `step` updates the weights
     attempts: list[Attempt] = []
     while True:
-        attempt, outcome = _try(step, micro_batches, measure_peaks=measure_peaks)
+        attempt, outcome = _try(step, micro_batches)
         attempts.append(attempt)
         if attempt.fits:
             return FittedStep(micro_batches, attempts, outcome)
@@ -165,23 +155,17 @@ def fit_micro_batches(
         set_random_states(before)  # dropout draws what the first attempt drew
 
 
-def _try(step: Callable[[int], Any], k: int, *, measure_peaks: bool) -> tuple[Attempt, Any]:
+def _try(step: Callable[[int], Any], k: int) -> tuple[Attempt, Any]:
     """One attempt, and what `step` returned, or the error by which it ran out of memory."""
-    memory = contextlib.nullcontext()
-    if measure_peaks:
-        memory = PeakMemory()
-    fits = True
     # The error leaves this function as a value: while Python handles one, its tensors stay alive.
     try:
-        with memory:
-            outcome = step(k)
+        return Attempt(k, fits=True), step(k)
     except RuntimeError as error:
         reported = any(text in str(error) for text in OUT_OF_MEMORY)
         if not reported and not isinstance(error, torch.OutOfMemoryError):
             raise
-        fits = False
         outcome = error
-    return Attempt(k, fits, getattr(memory, "peak", None)), outcome
+    return Attempt(k, fits=False), outcome
 
 
 def _release(model: Any, error: BaseException | None) -> None:

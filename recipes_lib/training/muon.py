@@ -35,21 +35,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recipes_lib.core.checks import check_number
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.trainable import check_adamw, parameters_to_train, require_whole_fp32
+from recipes_lib.core.model.trainable import parameters_to_train, require_whole_fp32
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
-def orthogonalized(matrix: torch.Tensor, *, steps: int = 5) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix [m, n] with all singular values near 1, computed in bf16."""
     x = matrix.bfloat16()
     tall = len(x) > x.shape[1]
     if tall:
         x = x.T  # X X^T is then the smaller of the two squares
     x = x / x.norm().clamp(min=1e-7)  # no singular value is above 1
-    for _ in range(steps):
+    for _ in range(5):
         square = x @ x.T
         factor = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
         x = torch.addmm(x, factor, x, beta=3.4445)  # 3.4445 x + factor @ x
@@ -66,13 +65,7 @@ def muon_adamw(
     *,
     lr: float,
     weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    steps: int = 5,
-    adjust_lr_fn: str = "match_rms_adamw",
-    rest_lr: float | None = None,
     betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Make an optimizer for a causal LM: Muon for the blocks' matrices, and AdamW for the rest.
 
@@ -80,38 +73,18 @@ def muon_adamw(
 
     Args:
         model: a Hugging Face causal LM; frozen parameters are left out.
-        momentum: of the average of the matrices' gradients.
-        nesterov: whether the step looks ahead: the gradient counts once more beside the average.
-        steps: of Newton and Schulz.
-        adjust_lr_fn: "match_rms_adamw" for learning rates as AdamW has them, or "original" for
-            those of Keller Jordan.
-        rest_lr: the learning rate of the rest; None takes `lr`.
-        betas, eps: of the AdamW for the rest.
-    Raises ValueError for trainable parameters that are not fp32 or are sharded, for a model whose
-    blocks have no trainable matrix, for "original" with layers that store [inputs, outputs], and
-    for numbers outside their bounds.
+        betas: of the AdamW for the rest.
+    Raises ValueError for trainable parameters that are not fp32 or are sharded, and for a model
+    whose blocks have no trainable matrix.
     """
-    if rest_lr is None:
-        rest_lr = lr
-    check_adamw(lr=lr, rest_lr=rest_lr, weight_decay=weight_decay, betas=betas, eps=eps)
-    check_number(least=0, below=1, momentum=momentum)
     split = split_for_muon(model)
     require_whole_fp32([*split.matrices, *split.rest])
-    _check_orientation(model, split.matrices, adjust_lr_fn)
     muon = torch.optim.Muon(
-        split.matrices,
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        ns_steps=steps,
-        adjust_lr_fn=adjust_lr_fn,
+        split.matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
     )
     if not split.rest:
         return muon
-    adamw = torch.optim.AdamW(
-        split.rest, lr=rest_lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True
-    )
+    adamw = torch.optim.AdamW(split.rest, lr=lr, weight_decay=weight_decay, betas=betas, fused=True)
     return InOne([muon, adamw])
 
 
@@ -159,17 +132,6 @@ def _is_conv1d(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, Conv1D)
-
-
-def _check_orientation(model: nn.Module, matrices: list[nn.Parameter], adjust_lr_fn: str) -> None:
-    """The original scale divides outputs by inputs. Of Conv1D it would take the inverse."""
-    ids = {id(matrix) for matrix in matrices}
-    turned = [each for each in model.modules() if _is_conv1d(each) and id(each.weight) in ids]
-    if turned and adjust_lr_fn == "original":
-        raise ValueError(
-            'adjust_lr_fn="original" takes weights as [outputs, inputs], and those of Conv1D are '
-            '[inputs, outputs]: choose "match_rms_adamw", which is the same for both'
-        )
 
 
 class InOne(torch.optim.Optimizer):

@@ -139,13 +139,12 @@ def test_failed_attempts_leave_no_memory_behind():
             alive.append(memory.current)
             return accumulate_gradients(model, batch, micro_batches=k)
 
-        fitted = fit_micro_batches(step, model=model, batch_size=8, measure_peaks=True)
+        fitted = fit_micro_batches(step, model=model, batch_size=8)
         assert len(alive) == 3
         assert max(alive) - min(alive) < 1024
         model.zero_grad()
         assert memory.current - alive[0] < 1024
-    assert alive[0] < fitted.attempts[-1].peak_bytes <= limit_for(4)
-    assert str(fitted.attempts[-1]).startswith("4 micro-batches: fits, peak ")
+    assert str(fitted.attempts[-1]) == "4 micro-batches: fits"
 
 
 def test_an_error_that_gives_up_leaves_no_memory_behind():

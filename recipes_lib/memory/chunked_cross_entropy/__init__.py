@@ -31,12 +31,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.measure.dry_run import without_repetition
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
@@ -98,28 +98,22 @@ def plain_chunked_loss(
     "exact",
     # A router's loss that is forgotten is 3e-4 of the loss, and 16 bits hide it in the gradients.
     loss_bound=1e-4,
-    tried_with={"chunk_size": 7, "label_smoothing": 0.0, "z_loss": 0.0},
+    tried_with={"chunk_size": 7},
 )
-def apply_chunked_cross_entropy(
-    model: Any,
-    *,
-    chunk_size: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Any:
+def apply_chunked_cross_entropy(model: Any, *, chunk_size: int | None = None) -> Any:
     """Let a Hugging Face causal LM (adapters or not) compute its loss in chunks. Returns `model`.
 
     With `labels=` in training mode, or `skip_logits=True` in eval mode, the output has `loss` and
-    no logits. The options are those of `chunked_cross_entropy`.
+    no logits. `chunk_size` is that of `chunked_cross_entropy`.
 
-    Raises ValueError for wrong options, and for a model whose own loss is another one. The model's
-    forward raises it if the logits are more than a linear layer, the factor and the soft cap
-    of the configuration.
+    Raises ValueError for a chunk size below 1, and for a model whose own loss is another one. The
+    model's forward raises it if the logits are more than a linear layer, the factor and the soft
+    cap of the configuration.
     """
     require_causal_lm(model)
-    options = {"chunk_size": chunk_size, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    _check_options(**options)
-    loss = functools.partial(chunked_cross_entropy, **options)
+    if chunk_size is not None:
+        check_whole(chunk_size=chunk_size)
+    loss = functools.partial(chunked_cross_entropy, chunk_size=chunk_size)
     mix_in(without_adapters(model), LossFromHidden, chunked_loss=loss)
     return model
 
@@ -188,68 +182,41 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
-    reduction: str = "mean",
     num_items: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of hidden [..., D] @ weight.T [D, V] + bias [V] and labels [...], shifted.
+    """Mean cross-entropy of hidden [..., D] @ weight.T [D, V] + bias [V] and labels [...], shifted.
 
     Args:
         chunk_size: most rows of logits at a time. None: 64 MiB of them, 128 on a GPU.
-        z_loss: adds this times the squared log-sum-exp of the logits.
         softcap: c makes the logits c tanh(logits / c).
         num_items: divides the sum, instead of the number of targets: that of the whole batch, when
             `labels` are those of one micro-batch.
-    Returns the "mean" or "sum", in fp32 or fp64. Backward runs once. Raises ValueError for wrong
-    options and labels, and for a mean over no target.
+    Returns fp32 or fp64. Backward runs once. Raises ValueError for wrong labels, and for a mean
+    over no target.
     """
-    _check_options(chunk_size=chunk_size, label_smoothing=label_smoothing, z_loss=z_loss)
-    check_choice(("mean", "sum"), reduction=reduction)
-    if reduction == "sum" and num_items is not None:
-        raise ValueError("num_items is for a mean: leave reduction out")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"hidden {[*hidden.shape]}, labels {[*labels.shape]}: one label per token")
 
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
     check_labels(targets, len(weight), ignore_index)
-    if reduction == "sum":
-        num_items = 1
     divisor = divisor_of_mean(len(rows), num_items)
     plan = plan_chunks(hidden, weight, targets=len(rows), chunk_size=chunk_size)
-    extras = Extras(softcap, label_smoothing, z_loss)
     training = torch.is_grad_enabled()  # inside a Function it is always off
     # The plan knows the dtype of each product: autocast would choose another one.
     with torch.autocast(hidden.device.type, enabled=False):
         tokens = hidden.reshape(-1, hidden.shape[-1])  # [T, D]
         return ChunkedLoss.apply(
-            tokens, weight, bias, rows, targets, divisor, plan, extras, training
+            tokens, weight, bias, rows, targets, divisor, plan, softcap, training
         )
-
-
-def _check_options(*, chunk_size: int | None, label_smoothing: float, z_loss: float) -> None:
-    """Raise ValueError for options that no loss has."""
-    if chunk_size is not None:
-        check_whole(chunk_size=chunk_size)
-    check_number(least=0, below=1, label_smoothing=label_smoothing)
-    check_number(least=0, z_loss=z_loss)
-
-
-class Extras(NamedTuple):
-    """What is added to plain cross-entropy."""
-
-    softcap: float | None
-    label_smoothing: float
-    z_loss: float
 
 
 class ChunkedLoss(LossWithGradients):
     """The loss of hidden [T, D], weight [V, D] and bias [V]; forward makes the gradients, too."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, targets, divisor, plan, extras, training):
+    def forward(ctx, hidden, weight, bias, rows, targets, divisor, plan, softcap, training):
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         layer = LayerProducts(weight, bias, plan.products)
         room = layer.room(min(plan.rows, len(rows)))  # [C, V]
@@ -261,7 +228,7 @@ class ChunkedLoss(LossWithGradients):
             logits = layer.logits(inputs, out=room[: len(index)])  # [C, V]
             blocks = list(zip(logits.split(plan.block_rows), target.split(plan.block_rows)))
             for block_logits, block_target in without_repetition(blocks):
-                total += _loss_and_gradient_(block_logits, block_target, plan.sums, extras)
+                total += _loss_and_gradient_(block_logits, block_target, plan.sums, softcap)
             d_logits = logits  # by now: the loss has written its gradient over them
             gradients.add_chunk_(index, d_logits, inputs, layer.factors)
 
@@ -271,37 +238,23 @@ class ChunkedLoss(LossWithGradients):
 
 
 def _loss_and_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, sums: torch.dtype, extras: Extras
+    logits: torch.Tensor, targets: torch.Tensor, sums: torch.dtype, softcap: float | None
 ) -> torch.Tensor:
     """The sum of the losses of logits [C, V] and targets [C, 1]; the logits become its gradient.
 
-    Of one row, with s the label smoothing, z the z-loss and p the softmax:
-
-        loss      (1 - s) (-log p[target])  +  s mean(-log p)  +  z logsumexp²
-        gradient  p (1 + 2 z logsumexp)  -  s / V  -  (1 - s) onehot
+    Of one row, with p the softmax, the loss is -log p[target], and the gradient p - onehot.
     """
-    smoothing = extras.label_smoothing
     capped = logits
-    if extras.softcap:
-        capped = torch.tanh(logits.to(sums) / extras.softcap).mul_(extras.softcap)
-
+    if softcap:
+        capped = torch.tanh(logits.to(sums) / softcap).mul_(softcap)
     log_probability = torch.log_softmax(capped, 1, dtype=sums)  # [C, V]
     of_target = log_probability.gather(1, targets)  # [C, 1]
-    log_sum = capped.gather(1, targets) - of_target  # [C, 1], log-sum-exp
-    of_all = 0
-    if smoothing:
-        of_all = log_probability.mean(1, keepdim=True)  # [C, 1]
-    squares = extras.z_loss * log_sum.square()
-    losses = squares - (1 - smoothing) * of_target - smoothing * of_all  # [C, 1]
 
     # From here on in place: the softmax in the memory of its logarithm, then the gradient.
     gradient = log_probability.exp_()  # [C, V]
-    if smoothing or extras.z_loss:
-        gradient.mul_(1 + 2 * extras.z_loss * log_sum)
-        gradient.sub_(smoothing / gradient.shape[1])
-    gradient.scatter_add_(1, targets, torch.full_like(of_target, smoothing - 1))
-    if extras.softcap:
-        slope = capped.div_(extras.softcap).square_().neg_().add_(1)  # of the cap: 1 - tanh²
+    gradient.scatter_add_(1, targets, torch.full_like(of_target, -1))
+    if softcap:
+        slope = capped.div_(softcap).square_().neg_().add_(1)  # of the cap: 1 - tanh²
         gradient.mul_(slope)
     logits.copy_(gradient)
-    return losses.sum()
+    return -of_target.sum()

@@ -108,7 +108,7 @@ class RankLadder(Ladder):
         return rank_bytes_chart(self.rows, title=title or change)
 
 
-def rank_bytes_chart(rows: Sequence[Any], *, title: str, source: str | None = None) -> Any:
+def rank_bytes_chart(rows: Sequence[Any], *, title: str) -> Any:
     """What a rank keeps, of whatever has name, group, parameters, gradients, states and
     predicted_bytes.
     """
@@ -127,4 +127,4 @@ def rank_bytes_chart(rows: Sequence[Any], *, title: str, source: str | None = No
         colors=TERMS,
     )
     names = [row.name for row in rows]
-    return bars(names, column, title=title, groups=[row.group for row in rows], source=source)
+    return bars(names, column, title=title, groups=[row.group for row in rows])
