@@ -175,9 +175,7 @@ def test_without_matrices(llama):
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def test_options_and_weights_that_spoil_the_training(llama):
-    """The mistake: a loss of NaN after some steps, or steps that bf16 rounds away."""
-    with pytest.raises(ValueError, match=r"momentum=1\.0"):
-        muon_adamw(llama, lr=1e-3, momentum=1.0)
+def test_weights_that_spoil_the_training(llama):
+    """The mistake: steps that bf16 rounds away."""
     with pytest.raises(ValueError, match=r"model\.float\(\)"):
         muon_adamw(llama.bfloat16(), lr=1e-3)
