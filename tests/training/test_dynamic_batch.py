@@ -78,7 +78,7 @@ def test_equals_the_full_batch_after_running_out_of_memory():
     model.zero_grad()
     with PeakMemory(limit_bytes=limit_for(4, "tiny-gpt2")):
         fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
-    tried = [Attempt(1, False, None), Attempt(2, False, None), Attempt(4, True, None)]
+    tried = [Attempt(1, False), Attempt(2, False), Attempt(4, True)]
     assert fitted.attempts == tried
     assert fitted.micro_batches == 4
     torch.testing.assert_close(fitted.result, expected_loss)
