@@ -29,14 +29,44 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from recipes_lib.core.checks import check_existing_file
 from recipes_lib.edge._executorch import executorch_runtime
 from recipes_lib.edge._noise import noise_to
+
+# --- the idea: what a learner can copy ------------------------------------------------------------
+
+
+class Lifetime(NamedTuple):
+    """A tensor of so many bytes, from the step that makes it to the last one that reads it."""
+
+    bytes: int
+    born: int
+    last: int
+
+
+def plain_plan(tensors: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """The offset of each tensor in one block, and the bytes of the block."""
+    offsets = {}
+    block = 0
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].bytes):
+        size, born, last = tensors[index]
+        offset = 0
+        for other, taken in sorted(offsets.items(), key=lambda placed: placed[1]):
+            alive_together = tensors[other].born <= last and born <= tensors[other].last
+            if alive_together and taken < offset + size:  # the hole before it is too small
+                offset = max(offset, taken + tensors[other].bytes)
+        offsets[index] = offset
+        block = max(block, offset + size)
+    return [offsets[index] for index in range(len(tensors))], block
+
+
+# --- the technique --------------------------------------------------------------------------------
 
 
 class PteModel:

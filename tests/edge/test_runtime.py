@@ -1,11 +1,40 @@
 """A .pte in the runtime of a device."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from recipes_lib.edge._executorch import executorch_runtime
-from recipes_lib.edge.runtime import load_pte, measured_peak_bytes
+from recipes_lib.edge.runtime import Lifetime, load_pte, measured_peak_bytes, plain_plan
 from tests.edge.conftest import SHAPE
+
+
+def test_a_plan_by_hand():
+    """c takes the place of b, which it never meets, above a; and a hole is used."""
+    a = Lifetime(bytes=100, born=0, last=9)
+    b = Lifetime(bytes=60, born=0, last=4)
+    c = Lifetime(bytes=50, born=5, last=9)
+    assert plain_plan([c, a, b]) == ([100, 0, 100], 160)
+    tall = Lifetime(bytes=100, born=0, last=1)
+    long = Lifetime(bytes=80, born=0, last=9)
+    late = Lifetime(bytes=70, born=2, last=9)
+    assert plain_plan([tall, long, late]) == ([0, 100, 0], 180)
+
+
+def test_what_lives_together_does_not_overlap():
+    """A tensor that lands on the end of another, which no plan of three shows."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1, 50, (60, 3), generator=generator).tolist()
+    tensors = [Lifetime(size, born, born + length) for size, born, length in numbers]
+    offsets, block = plain_plan(tensors)
+    at_once = []
+    for step in range(100):
+        alive = [i for i, tensor in enumerate(tensors) if tensor.born <= step <= tensor.last]
+        spans = sorted((offsets[i], offsets[i] + tensors[i].bytes) for i in alive)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+        at_once.append(sum(tensors[i].bytes for i in alive))
+    assert max(at_once) <= block < sum(tensor.bytes for tensor in tensors)
 
 
 def test_loading_is_silent_and_measured(exported, capfd):
