@@ -233,3 +233,12 @@ def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
+
+
+def lora_parameters(
+    model: Any, *, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
+) -> int:
+    """Trainable parameters that `apply_lora` will add: r * (in + out), summed over the targets."""
+    check_whole(rank=rank)
+    targets = target_linears(model, target_modules=target_modules)
+    return rank * sum(sum(features(layer)) for layer in targets.values())

@@ -10,6 +10,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
+    lora_parameters,
     merge_lora,
     plain_lora,
     plain_merge,
@@ -119,7 +120,7 @@ def test_merged_model_computes_the_same(dtype, tolerance, options, batch):
 
 def test_parameters_are_predicted_exactly(model):
     """The mistake: the output layer is adapted as well, or peft warns of transposed weights."""
-    expected = 5 * sum(sum(layer.weight.shape) for layer in target_linears(model).values())
+    expected = lora_parameters(model, rank=5)
     before = weight_bytes(model)
     head = model.get_output_embeddings()
     with warnings.catch_warnings():
