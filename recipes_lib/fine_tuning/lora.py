@@ -35,7 +35,7 @@ from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     require_causal_lm,
 )
-from recipes_lib.core.model.linears import is_linear, read_by_the_model
+from recipes_lib.core.model.linears import features, is_linear, read_by_the_model
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.vocabulary import trainable_rows
 
