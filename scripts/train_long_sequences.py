@@ -1,7 +1,8 @@
 """Train on long texts: one row of thousands of tokens at a time, all weights in fp32.
 
     python scripts/train_long_sequences.py                          # 4,096 tokens on this machine
-    python scripts/train_long_sequences.py --model Qwen/Qwen3-0.6B --length 65536 --text book.txt
+    python scripts/train_long_sequences.py --inputs disk            # the same, in less memory
+    python scripts/train_long_sequences.py --model Qwen/Qwen3-0.6B --length 65536 --inputs host
 
 Everything is in `main`, from top to bottom. Each recipe is one line. The same command once more
 goes on from the last checkpoint.
@@ -9,6 +10,7 @@ goes on from the last checkpoint.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,8 +22,9 @@ from recipes_lib.core.data.corpus import load_text
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.precision.mixed_precision import mixed_precision
 from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
@@ -35,6 +38,7 @@ class Settings:
     text: str = ""  # a file of plain text; by default Python's own sources
     output: Path = Path("runs/long-sequences")
     length: int = 4096  # tokens of a step
+    inputs: str = ""  # of the blocks wait on the "host" of a GPU, on "disk", or where they are
     steps: int = 6
     learning_rate: float = 2e-5
     save_every: int = 3  # steps
@@ -61,8 +65,7 @@ def main(settings: Settings) -> None:
     apply_flash_attention(model)  # no table of scores [S, S]
     apply_chunked_cross_entropy(model)  # no table of logits [S, V]
     apply_tiled_mlp(model, norms=True)  # MLPs see some tokens at a time
-    # Inputs of groups of blocks stay, and in backward those of the blocks of one group.
-    apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
+    apply_activation_checkpointing(model)  # of a block only its input stays
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
     schedule = get_constant_schedule_with_warmup(optimizer, 2)
@@ -70,6 +73,11 @@ def main(settings: Settings) -> None:
     parts = {"schedule": schedule, "precision": precision}
     state = {"model": model, "optimizer": optimizer, "run": facts, "parts": parts}
     done = load_checkpoint(checkpoint, **state) if checkpoint.exists() else 0
+
+    def inputs_away() -> AbstractContextManager:
+        if not settings.inputs:
+            return nullcontext()
+        return offload_activations(model, to=settings.inputs)
 
     @torch.no_grad()
     def held_out_loss() -> float:
@@ -82,9 +90,10 @@ def main(settings: Settings) -> None:
     with PeakMemory() as memory:
         for step in range(done, settings.steps):
             row = pieces[step : step + 1]  # [1, S]
-            with precision.autocast():
-                loss = model(input_ids=row, labels=row, use_cache=False).loss
-            precision.backward(loss)
+            with inputs_away():
+                with precision.autocast():
+                    loss = model(input_ids=row, labels=row, use_cache=False).loss
+                precision.backward(loss)
             precision.step(optimizer, max_grad_norm=1.0)
             schedule.step()
             optimizer.zero_grad()

@@ -16,39 +16,37 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **891 → 54,986 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB, **62 times as long** as with eager attention, and 40 times as long as with transformers' default, SDPA. The loss on 512 tokens is the same in every row, to 2e-07. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data. Every row was predicted first; the arithmetic is off by 0.6% at most.
-# >
-# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
-# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains within a fixed memory. For each recipe that saves memory it first predicts the longest text with arithmetic. Then it searches for it. Then it checks, on a short text, whether the loss is still the same number.
+# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains within a fixed memory. It predicts the answer for each recipe, searches for it, and checks that the loss is still the same number. Then it asks what the recipes cost in time, where they are needed.
 #
 # | | |
 # |---|---|
-# | **You will learn** | to predict the longest sequence that a memory holds, and which recipe moves that limit |
-# | **You need** | Python and the basics of PyTorch, and the equation of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb); no GPU, no login |
-# | **Time** | about ten minutes on two CPU cores |
-# | **Cost** | free on a laptop or on a Colab T4 |
+# | **You will learn** | to predict the longest text that a memory holds, and which recipe moves that limit |
+# | **You need** | Python and the basics of PyTorch; no GPU, no login |
+# | **Minutes to run** | about ten on two CPU cores, one with `RECIPES_FAST=1` |
+# | **Minutes to read** | about 40 |
+# | **Which hardware has run this** | two CPU cores; no GPU yet |
 
 # %% [markdown]
 # ## The map
 #
-# | | recipe | makes smaller | file |
+# | | recipe | makes smaller | the switch of a library |
 # |---|---|---|---|
-# | 1 | flash attention | activations: tokens × tokens | [flash.py](../recipes_lib/attention/flash.py) |
-# | 2 | chunked cross-entropy | loss: tokens × vocabulary | [chunked_cross_entropy.py](../recipes_lib/memory/chunked_cross_entropy/__init__.py) |
-# | 3 | activation checkpointing | activations: tokens × layers | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
-# | 4 | tiled MLP | activations of one block: tokens × feed-forward width | [tiled_mlp.py](../recipes_lib/memory/tiled_mlp.py) |
-# | 5 | nested checkpoints | inputs of the blocks | [nested_checkpointing.py](../recipes_lib/memory/nested_checkpointing.py) |
-# | 6 | sliding window, block-sparse | time of attention | [sliding_window.py](../recipes_lib/attention/sliding_window/__init__.py), [block_sparse.py](../recipes_lib/attention/block_sparse/__init__.py) |
-# | 7 | curriculum | time of early steps | [curriculum.py](../recipes_lib/training/curriculum.py) |
-# | 8 | RoPE scaling | the loss beyond the trained length | [rope.py](../recipes_lib/architecture/rope.py) |
+# | 1 | [flash attention](../recipes_lib/attention/flash.py) | scores: tokens × tokens | `attn_implementation="sdpa"` |
+# | 2 | [chunked loss](../recipes_lib/memory/chunked_cross_entropy/__init__.py) | logits: tokens × vocabulary | `F.linear_cross_entropy`, Liger, TRL |
+# | 3 | [checkpointing](../recipes_lib/memory/activation_checkpointing.py) | activations of all blocks but one | `model.activation_checkpointing_enable()` |
+# | 4 | [tiled MLP](../recipes_lib/memory/tiled_mlp.py) | the widest part of that one block | Axolotl `tiled_mlp: true` |
+# | 5 | [nested checkpoints](../recipes_lib/memory/nested_checkpointing.py) | inputs of the blocks | none |
+# | 6 | [offloaded inputs](../recipes_lib/memory/activation_offload/__init__.py) | the same, to the host or the disk | `activation_checkpointing_enable(offload=True)` |
+# | 7 | [sliding window](../recipes_lib/attention/sliding_window/__init__.py), [block-sparse](../recipes_lib/attention/block_sparse/__init__.py) | time of attention | FlexAttention |
+# | 8 | [RoPE scaling](../recipes_lib/architecture/rope.py) | the loss beyond the trained length | `rope_parameters` in config.json |
 #
-# The words of the table are explained where they are first needed. Recipes 1 to 5 are **Part A**: they save memory, and the model learns the same. Recipes 6 to 8 are **Part B**: they save time or reach further, and they change the model or its training.
+# Recipes 1 to 6 are **Part A**: the model learns the same, in less memory. Recipes 7 and 8 are **Part B**: they change the model.
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, this cell fetches it. After `make run` or `make lab` it does nothing.
 
 # %%
 import importlib.util
@@ -68,34 +66,38 @@ if importlib.util.find_spec("recipes_lib") is None:
     install(code, extra="notebooks")
 
 # %%
+import contextlib
 import gc
+import time
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from recipes_lib.core.data import load_text
-from recipes_lib.core.model.default_model import model_source
-from recipes_lib.core.measure.machine import GIB, choose_sizes, machine, seed_everything
+from recipes_lib.core.measure import dry, dry_run, in_turns
+from recipes_lib.core.measure.machine import (
+    GIB,
+    choose_sizes,
+    machine,
+    seed_everything,
+    synchronize,
+)
 from recipes_lib.core.measure.rates import measure_matrix_rates
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
+from recipes_lib.report.show import show
 
 here = machine()
+on_gpu = here.device == "cuda"
 tokenizer = load_tokenizer()
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
-print(here)
-print("SmolLM2 comes from:", model_source())
-if here.device == "cuda":
-    print("cuDNN", torch.backends.cudnn.version())
-dtype = torch.float32
-if here.device == "cuda" and here.native_bf16:
-    dtype = torch.bfloat16
+dtype = torch.bfloat16 if on_gpu and here.native_bf16 else torch.float32
 rate = measure_matrix_rates()[dtype]  # operations per second, in about a second
+print(here)
 print(f"matrix products in {dtype}: {rate / 1e12:.2f} TFLOP/s")
 
 # %% [markdown]
-# The last line of the print says how fast this machine multiplies large matrices. One TFLOP/s is 1,000 billion operations per second. Later this rate gives a lower bound for the time of a step.
-#
-# All sizes stand in one cell. On a CPU we set a limit of 4 GiB for all tensors together. The machine has more memory. Nothing fails at the limit: we count the bytes and compare. All weights of the real SmolLM2-135M train, in fp32. A GPU takes a larger model with random weights, since memory does not depend on what the weights are. Its limit leaves some room on the card, because a part of the card's memory lies in pieces that are too small to use.
+# All sizes stand in one cell. On a CPU we set a limit of 4 GiB for all tensors together and train all weights of the real SmolLM2-135M in fp32. Nothing fails at the limit: we count bytes and compare. A GPU takes a larger model with random weights, since memory does not depend on what the weights are.
 
 # %%
 cpu = dict(
@@ -103,22 +105,19 @@ cpu = dict(
     layers=None,  # all of them
     limit=4 * GIB,
     common=512,  # tokens of a text that every row can train on
-    lengths=(512, 8192, 32768),  # whose peaks are wanted for the picture
+    grows=(512, 8192),  # lengths between which we see how bytes grow
     tile=8192,  # tokens of a tile
     small_tile=128,  # for the real steps of `common` tokens
-    one_layer=(1024, 2048, 4096, 8192),  # lengths at which attention alone is timed
-    eager_to=4096,  # the longest of them at which eager attention is measured, too
+    attention=(1024, 4096),  # lengths at which attention alone is timed
+    cost=4096,  # tokens at which the rows are timed
+    along=(2048, 4096, 8192, 16384),  # lengths at which one block is timed
     loss=(512, 576, 49152),  # tokens, width, vocabulary
     rounds=3,  # of turns on the clock
     long_text=16384,  # tokens on which windows are timed
     window=1024,
     trained="smollm2",  # the model whose losses say something
     reads=2048,  # tokens on which we ask what reading less costs
-    row=2048,  # characters of a row of the curriculum
-    steps=60,  # of the curriculum, at full length
-    seeds=(0, 1, 2),
-    least_speedup=1,  # of attention that reads less
-    least_slope=1.6,  # of the bytes of the baseline; 2 would be scores alone
+    card=("llama-3.2-1b", "L4", 16384, 4096),  # shape, card, tokens and a tile
     stretched=None,  # (tokens, window, texts) for RoPE; None: as recorded
 )
 gpu16 = cpu | dict(
@@ -126,9 +125,10 @@ gpu16 = cpu | dict(
     layers=4,  # of 16
     limit=11 * GIB,
     common=1024,
-    lengths=(1024,),
     small_tile=256,
-    one_layer=(4096, 16384, 65536),
+    attention=(4096, 16384),
+    cost=16384,
+    along=(8192, 16384, 32768, 65536),
     loss=(2048, 2048, 128256),
     stretched=(12288, 1024, 3),
 )
@@ -138,25 +138,58 @@ brief = cpu | dict(
     shape="tiny-smollm2",
     limit=100 * 2**20,
     common=32,
-    lengths=(32, 256, 1024),
+    grows=(32, 256),
     tile=512,
     small_tile=16,
-    one_layer=(256, 512),
+    attention=(256, 512),
+    cost=256,
+    along=(64, 128, 256),
     loss=(512, 64, 8192),
     rounds=1,
     long_text=2048,
     window=256,
     trained="tiny-smollm2",
     reads=256,
-    row=256,
-    steps=6,
-    seeds=(0,),
-    least_speedup=0,  # such small sizes say nothing
-    least_slope=1,
+    card=("tiny-smollm2", "L4", 256, 64),
     stretched=(200, 100, 1),
 )
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)
 sizes
+
+# %% [markdown]
+# ## The training loop
+#
+# This is the whole training, and every row below uses it. A recipe changes one of its lines: how the model is made, which optimizer it gets, or what stands around forward and backward.
+
+
+# %%
+def train(model, optimizer, texts, around=contextlib.nullcontext):
+    """One step per text [1, S]: forward, backward, update. Gives the losses."""
+    losses = []
+    for ids in texts:
+        with around():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+
+
+book = tokenizer(load_text(split="validation")[:200_000])["input_ids"]
+
+
+def text_of(tokens):
+    """Real text [1, S]; where tensors have no data, any."""
+    if dry():
+        return torch.ones(1, tokens, dtype=torch.long)
+    ids = torch.tensor([book], device=here.device)
+    return ids[:, torch.arange(tokens) % ids.shape[1]]
+
 
 # %% [markdown]
 # ## What runs out: one equation
@@ -165,7 +198,7 @@ sizes
 #
 # $$\text{peak}(S) = \text{fixed} + a\,S^2 + b\,S$$
 #
-# *fixed* are weights and states. $a$ counts attention *scores*: each token compares itself with the others, so there is one number for each pair of tokens, in each head of each layer. $b$ counts what every single token leaves behind: *activations*, which forward keeps for backward in each layer, and *logits*, one number per entry of the vocabulary, from which the loss is made. Each recipe of part A makes $a$ or $b$ smaller, so the longest $S$ within a given memory grows. The arithmetic is that of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), solved for $S$.
+# $a$ counts attention *scores*: one number for each pair of tokens, in each head of each layer. $b$ counts what every single token leaves behind: *activations*, which forward keeps for backward, and *logits*, one number per entry of the vocabulary, from which the loss is made. Each recipe of part A makes $a$ or $b$ smaller. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains each term, and [equation.py](../recipes_lib/core/predict/equation.py) has them in lines to read aloud.
 #
 # **Guess first.** Within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
 
@@ -174,12 +207,10 @@ from recipes_lib.core.predict import equation
 from recipes_lib.workflows.longest import predicted_longest
 
 build = partial(model_of_shape, sizes.shape, layers=sizes.layers, dtype=dtype)
-real_weights = sizes.shape == "smollm2-135m" and sizes.layers is None
 weightless = build(device="meta")  # weighs nothing: enough for arithmetic
 
 
 def eager_terms(tokens):
-    """The terms of the equation for a text of so many tokens."""
     plain = equation.plain_step(weightless, rows=1, length=tokens)
     return equation.with_eager_attention(plain)
 
@@ -190,95 +221,80 @@ def longest_by(terms):
 
 
 print(eager_terms(sizes.common))
-expected = longest_by(eager_terms)
-print(f"longest text within {sizes.limit / GIB:.1f} GiB: {expected:,} tokens")
+print(f"longest text: {longest_by(eager_terms):,} tokens")
 
 # %% [markdown]
-# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. $a S^2$ are the scores: 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. $b S$ is the rest of the activations, and the loss: 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because the loss and its gradient need this table three times. The sum is the predicted peak. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains the other lines of the print.
+# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. The scores are 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. The loss is 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because it needs this table three times.
 #
-# The equation holds for the moment in which backward begins: activations and loss are complete, and there are no gradients yet. Later, when the last gradient arrives, activations and loss are gone, and all gradients are there. In a long text the first moment is the peak. In a short text, or after recipes that make activations and loss smaller, it can be the second, and then no recipe for activations helps. With checkpoints there is a third moment, a little after backward begins: one of the last blocks is computed again, and all its activations are there. The print names the moment of the peak. The terms stand in one file that can be read aloud, [equation.py](../recipes_lib/core/predict/equation.py).
+# The peak is when backward begins: activations and loss are complete. Later, when the last gradient arrives, they are gone, and all gradients are there. With checkpoints there is a third moment: one block is computed again.
 #
-# ## Baseline: the plain loop
+# ## Baseline: every score is stored
 #
-# In attention each token has a query, a key and a value: the rows of Q, K and V. The baseline computes softmax(QKᵀ/√E) V as the formula says, where E is the width of a head. In shapes, B counts texts, H heads and S tokens. This is called *eager*: all scores are made, and what the softmax makes of them waits for backward. The baseline of notebook 01 has flash attention already, because it is the default of transformers. There nothing grows with the square.
+# The plain formula of attention is softmax(QKᵀ/√E) V, with a query, a key and a value per token. It is called *eager*: all scores are made, and they wait for backward.
 #
-# The results go into a table that grows by one row per recipe, the *ladder*. `climb` adds a row. First it predicts the longest text by arithmetic. Then it searches for it, and the search does not use the prediction. It takes a step with a short text and one with the longest text of the row before. A straight line through their bytes gives the first guess. From there it goes up and down until one length fits, another does not, and they are at most 1 % apart. The search gives two numbers. The line under each `climb` gives the longest text that was tried and fits, and all factors compare such lengths. The column *found* of the table is a little larger: there a straight line between the two lengths meets the limit. Over so short a distance bytes grow nearly in a straight line, so this number is known much better than to 1 %. The prediction is compared with it.
-#
-# One step of the longest rows would take many minutes on a CPU. So there the search takes **dry steps**: the same operators on tensors that have shapes but no data. What is counted is the same in both: the bytes of all tensors that are alive, after each operator. So the dry steps know nothing of the equation, and the equation nothing of operators: where they agree, neither is wrong by itself. After each search comes one real step on real text, at a length that every row can do. It shows that the loss is still the same number, and its bytes are printed beside those of the dry step of this length. (In so short a text the later rows have their peak where the last gradient arrives, so for them this comparison says little about activations. The tests of the package compare dry and real steps more closely, for many families of models.)
+# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic, and then searches for it without knowing the prediction. A step of the longest texts would take an hour here, so on a CPU the search takes **dry steps**: the loop above on tensors that have shapes and no data. Every byte is counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation: where both agree, neither is wrong by itself. Last comes a real step on a text that every row can do, for the loss.
 
 # %%
-from recipes_lib.core.measure import PeakMemory, dry
 from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.report.ladders.length import LengthLadder
 from recipes_lib.workflows.longest import search
 
-ladder = LengthLadder("04_training_long_sequences", timed_at=sizes.common)
-text_ids = tokenizer(load_text(split="validation")[:200_000])["input_ids"]
-text = torch.tensor([text_ids], device=here.device)  # [1, S] of real text
+ladder = LengthLadder(
+    "04_training_long_sequences",
+    loss_at=sizes.common,
+    timed_at=sizes.cost,
+    against="flash attention",
+)
 found = {}  # by row: what the search has found
-adapted_by = {}  # by row: the function that applies its recipes
-optimizer_by = {}  # by row: what makes its optimizer
+ways = {}  # by row: what changes the model, its optimizer, what is around a step
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-
-
-def take_step(model, optimizer, tokens):
-    """One training step on a text of so many tokens; returns its loss."""
-    if dry():
-        row = torch.ones(1, tokens, dtype=torch.long)
-    else:
-        row = text[:, torch.arange(tokens) % text.shape[1]]
-    loss = model(input_ids=row, labels=row, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def real_step(adapt, make_optimizer):
-    """One step on `common` tokens of real text: its loss, and its peak bytes."""
-    model = adapt(load_model() if real_weights else build())
-    optimizer = make_optimizer(model)
-    take_step(model, optimizer, 16)  # makes the optimizer's states
-    with PeakMemory() as memory:
-        loss = take_step(model, optimizer, sizes.common).item()
-    return loss, memory.peak
-
-
-# %%
-def climb(row, terms, adapt, make_optimizer=adamw, lengths=sizes.lengths):
+def climb(row, terms, adapt, make_optimizer=adamw, around=None, lengths=()):
     """Predict the longest text of a row, search for it, and add the row."""
     seed_everything(0)
+    ways[row] = (adapt, make_optimizer, around)
     expected = longest_by(terms)
     begin = ladder.rows[-1].tokens if ladder.rows else sizes.common
 
-    def fresh_step():
-        model = adapt(build())
-        optimizer = make_optimizer(model)
-        return partial(take_step, model, optimizer), optimizer.zero_grad
+    def arrange():
+        step, optimizer = step_of(row, build())
+        return step, optimizer.zero_grad
 
-    # The longest texts of the picture are not tried where they are far too long.
-    wanted = [tokens for tokens in lengths if tokens < 20 * expected]
-    found[row] = search(fresh_step, start=begin, limit_bytes=sizes.limit, also=wanted)
-    loss, peak = real_step(adapt, make_optimizer)
-    adapted_by[row] = adapt
-    optimizer_by[row] = make_optimizer
-    longest = found[row].tokens
+    found[row] = search(arrange, start=begin, limit_bytes=sizes.limit, also=lengths)
+    # And a real step, on a text that every row can do.
+    model = (
+        load_model(sizes.trained) if sizes.layers is None and not on_gpu else build()
+    )
+    step, _ = step_of(row, model)
     ladder.add(
         row,
-        tokens=longest,
+        tokens=found[row].tokens,
         crossing=found[row].crossing,
         peak_bytes=found[row].peak_bytes,
         predicted=expected,
-        loss=loss,
-        least_seconds=step_operations(weightless, rows=1, length=longest) / rate,
+        loss=step(sizes.common)[0].item(),
+        least_seconds=step_operations(weightless, rows=1, length=found[row].tokens)
+        / rate,
     )
     print(ladder.line(row))
-    searched = found[row].peaks[sizes.common]
-    print(f"{sizes.common} tokens: {searched / 2**20:,.1f} MiB in the search, ", end="")
-    print(f"{peak / 2**20:,.1f} MiB in a real step")
+
+
+def a_model():
+    """With trained weights on a CPU, and random ones on a GPU."""
+    return build() if on_gpu else load_model(sizes.trained)
+
+
+def step_of(row, model):
+    """The loop with the recipes of a row: a function of the number of tokens."""
+    adapt, make_optimizer, around = ways[row]
+    model = adapt(model)
+    optimizer = make_optimizer(model)
+    options = {} if around is None else {"around": partial(around, model)}
+
+    def step(tokens):
+        return train(model, optimizer, [text_of(tokens)], **options)
+
+    return step, optimizer
 
 
 def eager(model):
@@ -286,14 +302,14 @@ def eager(model):
     return model
 
 
-climb("baseline", eager_terms, eager)
+climb("baseline", eager_terms, eager, lengths=sizes.grows)
 
 # %% [markdown]
 # ## Part A: the same numbers, in less memory
 #
 # ### 1. Flash attention
 #
-# **What is going on?** Eager attention keeps a score for every pair of tokens, in every head of every layer. Twice the text is four times the scores.
+# Eager attention keeps a score for every pair of tokens, in every head of every layer.
 #
 # ```text
 # eager    scores [H, S, S] -> softmax -> times V        S x S numbers wait for backward
@@ -302,105 +318,83 @@ climb("baseline", eager_terms, eager)
 #
 # **Guess first.** Without the scores, how many times as long can the text be?
 #
-# **The idea.** **Never store the scores: go through the keys block by block and keep a running softmax.** A softmax divides by a sum over *all* keys, and before that the largest score is subtracted, so that exp does not overflow. Block by block, neither is known yet. So we keep the largest score so far and the sum so far. If a later block has a larger score, what was summed before is multiplied by a correction. Backward makes each block of scores again from Q, K and the saved sums, so nothing of size S × S has to wait. The function below shows forward only.
-#
-# PyTorch has programs that do this, called *kernels*, for CPUs and GPUs, behind one function: `scaled_dot_product_attention`, SDPA for short. `apply_flash_attention` picks the best one here, and `best_kernel` will say which one it is and why.
+# **The idea.** A softmax divides by a sum over *all* keys, and before that the largest score is subtracted, so that exp does not overflow. Block by block, neither is known yet. So keep the largest score so far and the sum so far. If a later block has a larger score, what was summed before is multiplied by a correction.
 
 # %%
-from recipes_lib.attention.flash import (
-    apply_flash_attention,
-    best_kernel,
-    running_softmax_attention,
-)
-from recipes_lib.report.show import show
+from recipes_lib.attention.flash import best_kernel, running_softmax_attention
 
 show(running_softmax_attention)
 query, key, value = torch.randn(3, 1, 4, 100, 16)  # [B, H, S, E] each
 by_hand = running_softmax_attention(query, key, value, block_size=16)
-attention = torch.nn.functional.scaled_dot_product_attention
-library = attention(query, key, value, is_causal=True)
+library = F.scaled_dot_product_attention(query, key, value, is_causal=True)
 assert torch.allclose(by_hand, library.transpose(1, 2), atol=1e-5)
 print("by hand and by PyTorch: the same")
 
+# %% [markdown]
+# **The line you will write tomorrow** is `set_attn_implementation("sdpa")`, or nothing, because SDPA is the default of transformers. So this row is what most people have today. `best_kernel` says which kernel runs behind it, and why. Our `apply_flash_attention` does one thing more: it refuses or repairs what would silently take the slow kernel, such as grouped heads in fp32 on CUDA.
+
 
 # %%
-def flash_terms(tokens):
+def sdpa(model):
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def sdpa_terms(tokens):
     return equation.plain_step(weightless, rows=1, length=tokens)
 
 
-climb("flash attention", flash_terms, apply_flash_attention)
-
-# %% [markdown]
-# **Why not more?** The line *flash attention* above answers the guess. Something else fills the memory now: the logits, and the activations of all layers.
-#
-# One layer alone shows what flash attention is for. Here is the memory of one layer over forward and backward, without the output layer. On a CPU all pictures of memory and of lengths in this notebook are drawn from dry steps: their bytes are counted, and nothing is computed. A line *measured on* below a picture names the machine that counted.
+print(best_kernel(weightless).why)
+climb("flash attention", sdpa_terms, sdpa, lengths=sizes.grows)
 
 # %%
-import contextlib
+import math
 
-from recipes_lib.core.measure import dry_run
-from recipes_lib.core.measure.timeline import record_timeline
-from recipes_lib.report.timeline import timeline_chart
-
-# As in the search: dry steps on a CPU, real ones on a GPU.
-as_searched = dry_run if here.device == "cpu" else contextlib.nullcontext
-
-
-def timeline_of_one_layer(adapt, tokens):
-    """Live bytes over forward and backward of one layer."""
-    with as_searched():
-        model = adapt(build(layers=1)).base_model
-        row = torch.ones(1, tokens, dtype=torch.long, device=model.device)
-
-        def forward_and_backward():
-            hidden = model(input_ids=row, use_cache=False).last_hidden_state
-            hidden.sum().backward()
-
-        return record_timeline(forward_and_backward, model=model)
-
-
-timeline_chart(
-    {
-        "eager": timeline_of_one_layer(eager, sizes.eager_to),
-        "flash": timeline_of_one_layer(apply_flash_attention, sizes.eager_to),
-    },
-    title=f"One layer on {sizes.eager_to:,} tokens: the scores are the tower",
-)
-
-# %% [markdown]
-# The tower is made of the scores, of the probabilities that the softmax makes of them, and in backward of their gradients, which the figure counts as *other*. The ground at the bottom is the layer and the embedding. From left to right are operators, each as wide as any other, however long it takes.
-#
-# Now time and memory of the attention alone, without its projections, as the text grows. Times are medians of three measurements. TFLOP/s counts only the pairs that causal attention needs. The rows *fused* are flash attention, by the kernel that the first line names:
-
-# %%
 from recipes_lib.workflows.bench.kernels import measure_attention
 
+shortest = eager_terms(2)
+fixed = shortest.weights + shortest.states
+
+
+def exponent(peaks, lengths):
+    """Bytes beside the fixed ones grow as tokens to this power."""
+    small, large = [peaks[tokens] - fixed for tokens in lengths]
+    return math.log(large / small) / math.log(lengths[1] / lengths[0])
+
+
+slopes = {row: exponent(found[row].peaks, sizes.grows) for row in found}
+for row, slope in slopes.items():
+    print(f"{row:<16} memory grows as S^{slope:.2f}")
 layer = model_of_shape(sizes.shape, layers=1, dtype=dtype)
-print(best_kernel(layer).why)
-for tokens in sizes.one_layer:
-    with_scores = tokens <= sizes.eager_to
-    costs = measure_attention(layer, seq_len=tokens, eager=with_scores, rounds=3)
-    for kernel, (forward, backward, speed, peak) in costs.items():
+for tokens in sizes.attention:
+    both = measure_attention(layer, seq_len=tokens, rounds=sizes.rounds)
+    seconds = {}
+    for kernel, (forward, backward, _, peak) in both.items():
+        seconds[kernel] = forward + backward
         print(
-            f"{tokens:>6,} tokens, {kernel:<6}{forward + backward:8.3f} s "
-            f"{speed:7.2f} TFLOP/s {peak / 2**20:8,.0f} MiB"
+            f"{tokens:>6,} tokens, {kernel:<6}{seconds[kernel]:8.3f} s{peak / 2**20:8,.0f} MiB"
         )
-del layer
+    print(f"        eager takes {seconds['eager'] / seconds['fused']:.1f}× the time")
+gain = ladder["flash attention"].times_previous
+print(f"to the guess: {gain:.2f}× as long")
 
 # %% [markdown]
-# With twice the length, eager attention takes about four times the memory, and flash attention twice. The number of products becomes four times as large. The time of flash attention follows it, a little less steeply at short lengths. Eager attention also has to write its scores and to read them back, and its time can grow by more than four times.
+# Less than most people guess: without the scores memory grows with S and no longer with S², but the activations of all layers and the logits are still there. The saving is for what comes next: at the lengths of the rows below, eager attention would need hundreds of gigabytes.
 #
-# **How do I use it?** `attn_implementation="sdpa"`, which most models have by default, or `"flash_attention_2"`. `best_kernel` says which one runs here and why. On an H100, SDPA may choose by itself the kernel of cuDNN, NVIDIA's library; the setup prints its version there.
+# **When not.** You want to look at the attention weights, or scores are capped (Gemma 2): other kernels do that.
 #
-# **What does it cost?** Sums come in another order, which changes the last digits.
+# ### 2. Chunked loss
 #
-# ### 2. Chunked cross-entropy
+# Now the logits are the largest tensor: one number per token and entry of the vocabulary.
 #
-# **What is going on?** Now the logits are the largest tensor: as many numbers as the vocabulary has entries, for every token.
+# ```text
+# at once   hidden [T, D] -> logits [T, V] -> softmax [T, V] -> gradient [T, V]
+# chunks    for C tokens: logits [C, V] -> loss and both gradients at once -> free
+# ```
 #
 # **Guess first.** Without all logits at once, by which factor does the text grow?
 #
-# **The idea.** **Make the logits of a few hundred tokens at a time, and their gradient at once.** For one token that gradient is softmax(logits) minus one-hot(target): the probabilities, with 1 subtracted at the right entry. It needs no other token. The loss is one number, so all that backward adds later is one factor. So a chunk gives its part of the loss and of two gradients, those of the hidden states and of the output weights. Then its logits are freed. (T are tokens, C those of a chunk, D is the width of the model, V the vocabulary.)
+# **The idea.** The gradient of one token's logits is softmax(logits) minus one-hot(target). It needs no other token. The loss is one number, so all that backward adds later is one factor. So a chunk gives its part of the loss and of both gradients, and its logits are freed.
 
 # %%
 from recipes_lib.memory.chunked_cross_entropy import (
@@ -412,28 +406,25 @@ show(plain_chunked_loss)
 states = torch.randn(50, 16, requires_grad=True)  # [T, D]
 head = torch.randn(40, 16, requires_grad=True)  # [V, D]
 labels = torch.randint(0, 40, (50,))
+at_once = F.cross_entropy(states @ head.T, labels)
+exact = (at_once, *torch.autograd.grad(at_once, (states, head)))
 chunked = plain_chunked_loss(states, head, labels, chunk_size=16)
-at_once = torch.nn.functional.cross_entropy(states @ head.T, labels)
-gradients = torch.autograd.grad(at_once, (states, head))
-for ours, exact in zip(chunked, (at_once, *gradients)):
-    assert torch.allclose(ours, exact, atol=1e-5)
+for ours, expected in zip(chunked, exact):
+    assert torch.allclose(ours, expected, atol=1e-5)
 print("in chunks and at once: the same loss and the same gradients")
 
-
-# %%
-
-def lean(model):
-    return apply_chunked_cross_entropy(apply_flash_attention(model))
-
-
-def lean_terms(tokens):
-    return equation.with_chunked_loss(flash_terms(tokens))
-
-
-climb("+ chunked loss", lean_terms, lean)
+# %% [markdown]
+# **The line you will write tomorrow** is `F.linear_cross_entropy(states, head, labels, options=…)`, new in torch 2.13; or `use_liger_kernel=True` in the Trainer; or TRL, whose `SFTTrainer` has such a loss by default. Here they run beside ours, on the loss alone. *Value off by* is the relative error against fp64. On a CPU we see no tensors inside of one operator.
 
 # %%
 from recipes_lib.workflows.bench.kernels import compare_losses
+
+if hasattr(F, "linear_cross_entropy"):
+    chunks = torch.nn.LinearCrossEntropyOptions(
+        chunking_method=None, batch_chunk_size=16
+    )
+    theirs = F.linear_cross_entropy(states, head, labels, options=chunks)
+    assert torch.allclose(theirs, at_once)
 
 loss_tokens, width, vocabulary = sizes.loss
 beside = compare_losses(
@@ -442,29 +433,68 @@ beside = compare_losses(
 for which, cost in beside.items():
     print(f"{which:<18}{cost}")
 
+
 # %% [markdown]
-# **Why not more?** To the guess: on a CPU the text becomes about a third longer. The activations of all layers are now nearly all that grows.
+# The row *torch* has default options, whose chunks are small and slow; with chunks of 256 tokens it is about as fast as ours. In bf16 it also adds in bf16, and ours in fp32. That is what ours does more: it is one call on a model of any family, it checks itself against the model's own loss, and its sums are in fp32.
+
+
+# %%
+def lean(model):
+    return apply_chunked_cross_entropy(sdpa(model))
+
+
+def lean_terms(tokens):
+    return equation.with_chunked_loss(sdpa_terms(tokens))
+
+
+climb("+ chunked loss", lean_terms, lean)
+print(f"to the guess: {ladder['+ chunked loss'].times_previous:.2f}× as long")
+
+# %% [markdown]
+# The activations of all layers are now nearly all that grows. A model with a vocabulary of 128,256 and few layers gains far more: there the logits are most of a step, as the table of cards below shows.
 #
-# The second print compares the loss alone. The time of *ours* is about that of plain cross-entropy, which makes all logits, because the products are the same. PyTorch has such a loss, too, `linear_cross_entropy`. The row *torch* has its default options: their chunks are small, and it is slow. The row *torch, 256 rows* has chunks of 256 tokens. The row *TRL* is the loss of its `SFTTrainer`. It works in tiles of 32,768 entries of the vocabulary, keeps no gradients in forward, and makes all logits once more in backward, which takes time. With so few tokens its tiles take more memory than all logits at once. The row *TRL, 2,048 words* is the same with tiles of 2,048 entries, which need less memory. *Value off by* is the relative error against the same loss in fp64. On a CPU we see the tensors between operators and not those inside of one, so the memory of PyTorch's operator is *not seen*.
-#
-# **How do I use it?** `use_liger_kernel=True` in the Trainer; TRL's `SFTTrainer` has such a loss by default ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) trains beside it).
-#
-# **What does it cost?** The model returns a loss and no logits.
+# **When not.** You need the logits: the model returns a loss and none.
 #
 # ### 3. Activation checkpointing
 #
-# **What is going on?** Every block keeps its activations for backward.
+# Every block keeps its activations until backward reaches it. But backward visits one block at a time.
 #
-# **Guess first.** Of each block only its input stays. For each number of this input, a plain block keeps about 19 numbers. By which factor does the text grow?
+# ```text
+# plain        x0 [a0] x1 [a1] x2 [a2] -> loss      all [a] wait
+# checkpoints  x0      x1      x2      -> loss      [a2] once more from x2, used, freed, then [a1] …
+# ```
 #
-# **The idea.** **Keep the input of each block, recompute the rest in backward.** Recipe 2 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows how, by hand. Here it is the recipe that matters most.
+# **Guess first.** For each number of its input, a block of this model keeps 19 numbers. With the input alone, is the text 19 times as long?
+#
+# **The idea.** Forward without recording; in backward, forward once more with recording, and backward through that.
 
 # %%
-from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.activation_checkpointing import (
+    InputOnly,
+    checkpointed_by_hand,
+)
+
+show(checkpointed_by_hand, InputOnly)
+blocks = [torch.nn.Linear(8, 8) for _ in range(9)]
+hidden = torch.randn(1, 5, 8, requires_grad=True)
+plain = torch.nn.Sequential(*blocks)(hidden).sum()
+(expected,) = torch.autograd.grad(plain, hidden)
+(ours,) = torch.autograd.grad(checkpointed_by_hand(blocks, hidden).sum(), hidden)
+assert torch.equal(ours, expected)
+print("checkpointed and plain: the same gradient")
+
+# %% [markdown]
+# **The line you will write tomorrow** is `model.activation_checkpointing_enable()`, before transformers 5.17 `gradient_checkpointing_enable()`, and `gradient_checkpointing=True` in the Trainer. The row is the library's line. Ours can also keep the products (`mode="selective"`), and refuses a filled KV cache, which a second forward would fill twice.
+
+
+# %%
+def checkpointing(model):
+    model.activation_checkpointing_enable()
+    return model
 
 
 def checkpointed(model):
-    return apply_activation_checkpointing(lean(model))
+    return checkpointing(lean(model))
 
 
 def checkpoint_terms(tokens):
@@ -474,15 +504,34 @@ def checkpoint_terms(tokens):
 climb("+ checkpointing", checkpoint_terms, checkpointed)
 
 # %% [markdown]
-# **Why not more?** No other recipe multiplies the length by so much, as the column *× previous* of the table below will show: on a CPU the text becomes eleven times as long. But all inputs of blocks stay, and during backward one block has all its activations. The largest of these belong to the MLP.
+# Why 19 numbers, and a factor that is not 19? Count what one token leaves, in numbers as wide as the hidden state:
+
+# %%
+tokens = 16384  # any length: only what one more token adds counts
+terms = lean_terms(tokens)
+one_input = terms.sizes.hidden * terms.sizes.element  # bytes of a token's input
+in_blocks = terms.activations / tokens / one_input
+blocks_here = terms.sizes.blocks
+again = checkpoint_terms(tokens)
+with_recomputed = (again.activations + again.one_block) / tokens / one_input
+print(
+    f"a block keeps {in_blocks / blocks_here:.1f} inputs per token; {blocks_here} blocks:"
+)
+print(f"plain         {in_blocks:6.0f} inputs per token, and those of the loss")
+print(
+    f"checkpointed  {with_recomputed:6.0f}: {blocks_here} inputs, and one block once more"
+)
+print(f"so at most {in_blocks / with_recomputed:.0f}×")
+print(f"the search found {ladder['+ checkpointing'].times_previous:.1f}×")
+
+# %% [markdown]
+# The inputs stay, and one block is there in full with the gradients in it. In a deeper or narrower model the first part counts more, and the factor comes closer to 19. No other recipe multiplies the length by so much.
 #
-# **How do I use it?** `gradient_checkpointing=True` in the Trainer; newer versions call it `activation_checkpointing`.
-#
-# **What does it cost?** About one more forward pass.
+# **When not.** Activations are not at the peak: then it costs a forward pass and saves nothing. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows such a case.
 #
 # ### 4. Tiled MLP
 #
-# **What is going on?** In the block that is being recomputed, the MLP holds the widest tensors: tokens × feed-forward width, S × F.
+# In the block that is computed again, the MLP has the widest tensors: tokens × feed-forward width.
 #
 # ```text
 # whole    x [S, D] -> up, gate [S, F] -> down -> [S, D]       all S rows at once
@@ -491,18 +540,15 @@ climb("+ checkpointing", checkpoint_terms, checkpointed)
 #
 # **Guess first.** What is larger now: the inputs of all blocks, or one block with its MLP?
 #
-# **The idea.** **An MLP treats each token by itself, so it can run tile by tile,** and be recomputed tile by tile in backward. No tensor of length × feed-forward width ever exists.
+# **The idea.** An MLP treats each token by itself, so it can run tile by tile, and be computed again tile by tile in backward.
 
 # %%
-from recipes_lib.memory.tiled_mlp import (
-    apply_tiled_mlp,
-    tiled_by_hand,
-)
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp, tiled_by_hand
 
 show(tiled_by_hand)
-wide = torch.nn.Linear(8, 32)
-narrow = torch.nn.Linear(32, 8)
-mlp = torch.nn.Sequential(wide, torch.nn.SiLU(), narrow)
+mlp = torch.nn.Sequential(
+    torch.nn.Linear(8, 32), torch.nn.SiLU(), torch.nn.Linear(32, 8)
+)
 hidden = torch.randn(1, 50, 8)
 assert torch.allclose(tiled_by_hand(mlp, hidden, tile_size=16), mlp(hidden), atol=1e-6)
 print("in tiles and whole: the same")
@@ -510,44 +556,44 @@ print("in tiles and whole: the same")
 
 # %%
 def tiled(model, **options):
-    """On a CPU the real steps are so short that one tile would hold them: they get smaller ones."""
+    """The real steps are so short that one tile would hold them: they get smaller ones."""
     tile_size = sizes.tile
-    if here.device == "cpu" and not dry():
+    if not on_gpu and not dry():
         tile_size = sizes.small_tile
     return apply_tiled_mlp(lean(model), tile_size=tile_size, **options)
 
 
-def tiled_and_checkpointed(model):
-    return apply_activation_checkpointing(tiled(model))
-
-
-def tiled_terms(tokens):
-    in_tiles = equation.with_tiled_mlp(lean_terms(tokens), tile=sizes.tile)
+def tiled_terms(tokens, **options):
+    in_tiles = equation.with_tiled_mlp(lean_terms(tokens), tile=sizes.tile, **options)
     return equation.with_checkpointing(in_tiles)
 
 
-shortest = sizes.lengths[:1]  # this row is not in the picture of growth
-climb("+ tiled MLP", tiled_terms, tiled_and_checkpointed, lengths=shortest)
+climb("+ tiled MLP", tiled_terms, lambda model: checkpointing(tiled(model)))
+before, after = checkpoint_terms(tokens), tiled_terms(tokens)
+print(f"to the guess, of {tokens:,} tokens:")
+print(f"  inputs of the blocks {before.activations / 2**20:6,.0f} MiB")
+print(f"  one block            {before.one_block / 2**20:6,.0f} MiB")
+print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 
 # %% [markdown]
-# **Why not more?** The small gain answers the guess: the inputs of the blocks are larger. They are still there, and a tile does not touch them.
+# The inputs are larger, and a tile does not touch them: hence the small gain. In a wide model with few blocks it is the other way round.
 #
-# **How do I use it?** Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`.
+# **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`. Neither is installed here, and transformers has none, so the row is ours.
 #
-# **What does it cost?** Without checkpointing, the MLP is computed once more. With it no product is added: the block's own recomputation stops where the MLP begins, and the tiles do the rest. But the products become smaller, and each tile adds to the gradients of the weights. On a CPU the short real steps have tiles of 128 tokens only, and the column *time* of the table below is measured with such tiles.
+# **When not.** No block is checkpointed yet: then the MLP is computed once more for nothing.
 #
 # ### 5. Nested checkpoints
 #
-# **What is going on?** What still grows with the text is the input of every block: L tensors of tokens × width.
+# What still grows is the input of every block: L tensors of tokens × width.
 #
 # ```text
 # checkpoints   x1  x2  x3  x4  x5  x6  x7  x8  x9       L inputs
-# nested        x1          x4          x7               L / k inputs, and k - 1 more inside of one group
+# nested        x1          x4          x7               L / k, and k - 1 more inside of one group
 # ```
 #
 # **Guess first.** With 30 blocks, which k keeps the fewest inputs?
 #
-# **The idea.** **Checkpoints inside checkpoints: keep the input of every k-th block only.** Backward recomputes a group of k blocks, keeping their inputs, then each block once more. With L blocks, L inputs become about L/k + k - 1: one per group, and those of one group, whose first is counted already. That is fewest near √L. The price is another forward pass, except for the last block of each group, which is computed once less. So among equally good groups the smallest recomputes the least.
+# **The idea.** Checkpoints inside checkpoints. Backward computes a group of k blocks again, keeping their inputs, and then each block once more.
 
 # %%
 from recipes_lib.memory.nested_checkpointing import (
@@ -557,34 +603,22 @@ from recipes_lib.memory.nested_checkpointing import (
 )
 
 show(nested_by_hand)
-blocks = [torch.nn.Linear(8, 8) for _ in range(9)]
 hidden = torch.randn(1, 5, 8, requires_grad=True)
 plain = torch.nn.Sequential(*blocks)(hidden).sum()
+gradients = torch.autograd.grad(plain, hidden)
 by_hand = nested_by_hand(blocks, hidden, group=3).sum()
-gradients = [torch.autograd.grad(loss, hidden)[0] for loss in (plain, by_hand)]
-assert torch.equal(*gradients)
+assert torch.equal(*gradients, *torch.autograd.grad(by_hand, hidden))
 print("nested and plain: the same gradient")
+group = best_group(blocks_here)
+for k in (1, group - 1, group, group + 1, blocks_here):
+    if k > 0:
+        print(f"k = {k:2}: about {math.ceil(blocks_here / k) + k - 1} inputs")
+print(f"taken: k = {group}, the smallest of the best, which computes the least again")
 
-# %% [markdown]
-# Which group is best? For each k, here are the inputs that are alive at the worst moment of backward:
 
 # %%
-group = best_group(weightless.config.num_hidden_layers)
-blocks = weightless.config.num_hidden_layers
-for k in range(1, 11):
-    # When backward is in block i, the inputs of the groups up to its own are alive, and
-    # those of its group's blocks after the first, up to i.
-    alive = []
-    for i in range(blocks):
-        of_groups = i // k + 1
-        inside_of_its_group = i % k
-        alive.append(of_groups + inside_of_its_group)
-    print(f"k = {k:2}: {max(alive):2} inputs")
-print(f"taken: k = {group}, the smallest of the best, which recomputes the least")
-
-
-def nested(model, **options):
-    return apply_nested_checkpointing(tiled(model, **options), group=group)
+def nested(model):
+    return apply_nested_checkpointing(tiled(model), group=group)
 
 
 def nested_terms(tokens):
@@ -592,144 +626,163 @@ def nested_terms(tokens):
     return equation.with_checkpointing(in_tiles, group=group)
 
 
-climb("+ nested checkpoints", nested_terms, nested, lengths=shortest)
+climb("+ nested checkpoints", nested_terms, nested)
 
 # %% [markdown]
-# **Why not more?** The inputs that are left still grow with the text, and so does the one block that is computed again.
+# **The line you will write tomorrow**: we know of no flag for it in a training library, because they send the inputs away instead. That is the next recipe.
 #
-# **How do I use it?** We know of no flag for it in a training library. Megatron-LM comes near: `--recompute-method uniform --recompute-num-layers k` keeps the inputs of groups, but in backward all activations of one group. Other libraries send the inputs of the blocks to host memory instead: the Trainer with `gradient_checkpointing_kwargs={"offload": True}`, TRL with `activation_offloading=True`. Recipe 3 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) does it with `offload_activations`. On a CPU, host memory is what runs out, and only the disk is left.
+# **When not.** The inputs fit into host memory.
 #
-# **What does it cost?** Nearly one more forward pass.
+# ### 6. Offloaded inputs
+#
+# The same inputs can wait elsewhere: a GPU has the host's memory, a CPU has the disk.
+#
+# ```text
+# forward       block 0  ->  block 1  -> … ->  block L-1  -> loss
+#                 | x0         | x1               | stays: backward needs it first
+# host or disk    v            v                  |
+#                 | back       | back             |
+# backward      block 0  <-  block 1  <- … <-  block L-1
+# ```
+#
+# **Guess first.** All L inputs are gone, in place of all but 2√L. Is that twice the length, or the limit of everything?
+#
+# **The idea.** Autograd asks a pair of hooks where to keep each saved tensor.
+
+# %%
+from recipes_lib.memory.activation_offload import offload_activations, offloaded_by_hand
+
+show(offloaded_by_hand)
+elsewhere = "host" if on_gpu else "disk"
+
+
+def away(model):
+    """Inputs of checkpointed blocks are all that autograd keeps, so they are all that goes."""
+    return offload_activations(model, to=elsewhere, min_bytes=4096, in_flight=0)
+
+
+def inputs_away(tokens):
+    return equation.with_inputs_elsewhere(tiled_terms(tokens))
+
+
+climb(
+    "+ offloaded inputs",
+    inputs_away,
+    lambda model: checkpointing(tiled(model)),
+    around=away,
+)
+gain = ladder["+ offloaded inputs"].tokens / ladder["+ tiled MLP"].tokens
+print(f"to the guess: {gain:.1f}× as long as with all inputs in memory")
+
+# %% [markdown]
+# This row has no nested checkpoints: it is the other answer to the same question, without the additional forward pass. Something new is at the peak. Backward reaches the first block last, and by then the gradients of all others are there.
+#
+# **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since transformers 5.17. It copies to pinned host memory and takes turns with the computation; ours copies beside it, and can go to disk. Here is what it says on this machine:
+
+# %%
+model = model_of_shape("tiny-llama")
+model.activation_checkpointing_enable(offload=True)
+ids = torch.ones(1, 8, dtype=torch.long, device=here.device)
+try:
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    print("runs, with the inputs in host memory")
+except Exception as error:
+    print(f"{type(error).__name__}: {str(error).splitlines()[0][:76]}")
+del model
+
+# %% [markdown]
+# **When not.** The link is slow beside the computation. At the lengths where it is needed it is not: per block, computing grows with S², and the transfer with S. Published for this switch: at 8,192 tokens no gain and 1.38 → 1.86 s; at a million tokens 25 % less memory for 0.6 % of time.
 #
 # ## Everything combined
 #
-# Two things are left. The norms can run in tiles like the MLP. And the optimizer can step in backward and free each gradient, which is recipe 6 of [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb).
+# The best way to the longest text: recipes 1 to 4, the inputs away, norms in tiles like the MLP, and the optimizer's step inside of backward, so that each gradient is used and freed at once ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), *step in backward*). Nested checkpoints are not in it: with the inputs away they would only cost time.
 
 # %%
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 
 
+def everything(model):
+    return checkpointing(tiled(model, norms=True))
+
+
 def everything_terms(tokens):
-    in_tiles = equation.with_tiled_mlp(lean_terms(tokens), tile=sizes.tile, norms=True)
-    return equation.with_step_in_backward(equation.with_checkpointing(in_tiles, group=group))
+    in_backward = equation.with_step_in_backward(tiled_terms(tokens, norms=True))
+    return equation.with_inputs_elsewhere(in_backward)
 
 
 climb(
     "everything combined",
     everything_terms,
-    partial(nested, norms=True),
+    everything,
     partial(apply_optimizer_in_backward, lr=2e-5, fused=True),
+    around=away,
 )
 
 # %% [markdown]
-# **Why not more?** What is left is what was left before, a little smaller: the inputs that are kept, and the one block that is computed again.
+# ## What it costs, where it is needed
 #
-# For still longer texts, [head_groups.py](../recipes_lib/attention/head_groups.py) lets attention work on one group of heads after the other. With it, one step of QLoRA (recipe 10 of notebook 01) on a model of 8 billion weights should hold 262,144 tokens on a card of 24 GB. This is a prediction, from a dry run and arithmetic. [This page](../docs/long-card.md) has the numbers. Nobody has measured it on a card yet. Several GPUs share a text by ring attention, in [notebook 02](../notebooks/02_multi_gpu_training.ipynb).
-#
-# ## The ladder
-#
-# What do these recipes cost in time? All rows take *turns*: one forward and backward of each, then all again, three rounds on a CPU. So a change of the machine meets every row. The text has the length that every row can do. The optimizer is not timed.
-#
-# In the table, *off by* is positive where the prediction was too long. *Time* and *loss* are those of the short text. *Time* is the fastest turn of a row over the fastest of the baseline; in brackets are the lowest and the highest ratio of a single round. *A step there, at least* is a lower bound for one step of the longest text: its operations divided by the rate of the setup.
+# A price at 512 tokens would say nothing: there the products are small, and nobody needs a recipe. Here forward and backward run through as many blocks as one group of nested checkpoints has, on a text that is too long for the plain step, without the loss (its price stands at recipe 2). The rows take turns, the fastest turn of each counts, and the range of the rounds stands in brackets.
 
 # %%
-import time
+timed = [row for row in ways if row != "+ chunked loss"]
+slice_of = partial(model_of_shape, sizes.shape, layers=max(group, 2), dtype=dtype)
 
-ids = text[:, : sizes.common]
 
+def blocks_of(row):
+    """Forward and backward through some blocks of a row."""
+    adapt, _, around = ways[row]
+    model = adapt(slice_of())
+    surroundings = partial(around, model) if around else contextlib.nullcontext
+    ids = text_of(sizes.cost)
 
-def seconds_of(row):
-    """Forward and backward of one row, after those of a short text, which warm up."""
-    model = adapted_by[row](load_model() if real_weights else build())
-    for tokens in (64, sizes.common):
-        part = ids[:, :tokens]
-        started = time.perf_counter()
-        model(input_ids=part, labels=part, use_cache=False).loss.backward()
-        if here.device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+    def turn():
+        with surroundings():
+            model.base_model(
+                input_ids=ids, use_cache=False
+            ).last_hidden_state.sum().backward()
         model.zero_grad()
-    return seconds
+        synchronize()
+
+    return turn
 
 
-took = {row: [] for row in adapted_by}
-for _ in range(sizes.rounds):
-    for row, seconds in took.items():
-        seconds.append(seconds_of(row))
+took = in_turns({row: blocks_of(row) for row in timed}, rounds=sizes.rounds)
 ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# At this length flash attention and the chunked loss cost hardly any time, or save a little. Where a bracket reaches from below 1 to above it, this run does not say whether the row or the baseline is faster. Checkpointing and nested checkpoints each compute a part once more, and tiles make the products smaller. But from *+ checkpointing* on, the brackets of neighbouring rows overlap: this run does not say what tiles and nested checkpoints cost each.
-#
-# The lower bound assumes that everything runs at the rate of large products. Checkpoints compute some parts twice, nested ones up to three times, and attention is slower (compare the TFLOP/s of recipe 1). Still, at the end of the table a single step takes many minutes on two CPU cores: memory is no longer what limits the length, time is. That is why there is a part B.
-#
-# ## The pictures
-#
-# The longest text of each row. The black mark is the prediction. The axis is linear: it shows how many tokens each recipe adds. The factor of each recipe is in the column *× previous*.
+# In the table, *off by* compares the prediction with *found*, where the bytes reach the limit. *Time* is that of the blocks, against SDPA. *A step there, at least* is a lower bound: the operations of one step divided by the rate of the setup, without what is computed again.
+
+# %%
+for row in timed[2:]:
+    length, time_ratio = ladder[row].times_baseline, ladder[row].ratio
+    print(f"{row:<22} {length:6.1f}× the length, {time_ratio - 1:+.0%} time")
+forwards = {"+ checkpointing": 1, "+ nested checkpoints": 2 - 1 / group}
+for row, more in forwards.items():
+    print(f"{row}: {more:.2f} more forwards are {more / 3:+.0%} of the operations")
 
 # %%
 ladder.chart()
 
-# %%
-import math
-
-from recipes_lib.report.lines import lines
-from recipes_lib.report.style import INK, LINES
-
-
-def slope(peaks):
-    """The exponent of the growth between the two longest texts, without the fixed part."""
-    (before, small), (last, large) = sorted(known(peaks).items())[-2:]
-    return math.log((large - fixed) / (small - fixed)) / math.log(last / before)
-
-
-def known(peaks):
-    """The lengths that did not run out of memory."""
-    return {tokens: size for tokens, size in peaks.items() if size is not None}
-
-
-shortest_text = eager_terms(2)
-fixed = shortest_text.weights + shortest_text.states
-shown = ["baseline", "flash attention", "+ chunked loss", "+ checkpointing"]
-shown.append("everything combined")
-curves = {}
-names = {}
-slopes = {row: slope(found[row].peaks) for row in shown}
-for row in shown:
-    peaks = sorted(known(found[row].peaks).items())
-    curves[row] = [(tokens, size / 2**30) for tokens, size in peaks]
-    names[row] = f"{row}: slope {slopes[row]:.2f}"
-figure = lines(
-    curves,
-    names=names,
-    title="How memory grows with the text (dashed: the limit; weights and states)",
-    source="each dot is one step under the memory account",
-    height=4,
-    xscale="log",
-    yscale="log",
-    ylim=(fixed / 2**31, 1.5 * sizes.limit / 2**30),
-    xlabel="tokens in the sequence",
-    ylabel="peak, GiB",
-)
-for size in (sizes.limit, fixed):
-    figure.axes[0].axhline(size / 2**30, color=INK, linestyle="--", linewidth=1)
-figure
-
 # %% [markdown]
-# Each dot is one step: of the search, or at one of the lengths that were asked for. The upper dashed line is the limit. The lower one is what is there at any length: weights and states. The number at the end of a curve is its slope between its last two dots, for the bytes above the lower line. With slope 2, twice the text takes four times the memory; with slope 1 it takes twice the memory. The baseline is on its way to 2, because its scores grow with the square. Without the scores all curves end close to 1. *Everything combined* is a little lower, because a part of its memory does not grow with the text: a tile has the same number of tokens in any long text. So after flash attention a recipe moves the curve down, and hardly changes how steep it becomes in the end. A curve ends early where a longer text would be more than twenty times too long.
-#
-# **Before and after.** Both steps fill the same memory, one with the text of the first row and one with that of the last:
+# **Before and after.** Both steps fill the same memory, one with the longest text of the first row and one with that of the last.
 
 # %%
+from recipes_lib.core.measure.timeline import record_timeline
+from recipes_lib.report.timeline import timeline_chart
+
+# As in the search: dry steps on a CPU, real ones on a GPU.
+as_searched = contextlib.nullcontext if on_gpu else dry_run
+
+
 def timeline_of(row):
     """Live bytes over one step at the longest length of a row."""
     with as_searched():
-        model = adapted_by[row](build())
-        optimizer = optimizer_by[row](model)
-        take_step(model, optimizer, 16)
-        step = partial(take_step, model, optimizer, ladder[row].tokens)
-        return record_timeline(step, model=model, optimizer=optimizer)
+        model = build()
+        step, optimizer = step_of(row, model)
+        step(16)  # makes the optimizer's states
+        longest = partial(step, ladder[row].tokens)
+        return record_timeline(longest, model=model, optimizer=optimizer)
 
 
 before_and_after = {}
@@ -738,24 +791,190 @@ for row in ("baseline", "everything combined"):
 timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 
 # %% [markdown]
-# In the first picture activations pile up during forward, layer upon layer. In the second, forward leaves only the inputs of groups. The flat part in the middle is the loss, chunk by chunk: it consists of many operators, and each is drawn equally wide. In backward each tooth is a block that is computed again, and k of them are a group. The last group, with which backward begins, can be smaller. There is no phase *step*: each weight is updated during backward.
+# Above, activations pile up in forward, layer upon layer. Below, each block leaves nothing behind: its teeth are all alike, in forward and, larger, in backward. What fills the memory is one block, and its width is the model's. From left to right are operators, each as wide as any other, however long it takes.
+#
+# ## Time is the next limit
+#
+# A token takes longer in a long text, because it reads all tokens before it: seconds per token are a straight line in S. One block with the recipes of the last row shows it.
+
+# %%
+from recipes_lib.report.lines import lines
+
+one_block = everything(model_of_shape(sizes.shape, layers=1, dtype=dtype))
+
+
+def through_one_block(tokens):
+    ids = text_of(tokens)
+    one_block.base_model(
+        input_ids=ids, use_cache=False
+    ).last_hidden_state.sum().backward()
+    one_block.zero_grad()
+    synchronize()
+
+
+through_one_block(sizes.along[0])  # warms up
+per_token = {}
+for tokens in sizes.along:
+    turns = []
+    for _ in range(2):
+        started = time.perf_counter()
+        through_one_block(tokens)
+        turns.append(time.perf_counter() - started)
+    per_token[tokens] = min(turns) / tokens
+*shorter, longest = sizes.along
+slope = (per_token[shorter[-1]] - per_token[shorter[0]]) / (shorter[-1] - shorter[0])
+
+
+def on_the_line(tokens):
+    """Seconds per token and block, from the shortest and the last but one length."""
+    return per_token[shorter[0]] + slope * (tokens - shorter[0])
+
+
+off = on_the_line(longest) / per_token[longest] - 1
+print(f"the line from shorter texts says {off:+.0%} of what {longest:,} tokens take")
+curves = {
+    "measured": [(tokens / 1000, 1e6 * each) for tokens, each in per_token.items()],
+    "the line": [(tokens / 1000, 1e6 * on_the_line(tokens)) for tokens in sizes.along],
+}
+lines(
+    curves,
+    title="The longer the text, the longer each token takes",
+    xlabel="thousand tokens",
+    ylabel="µs per token and block",
+    ylim=(0, None),
+)
+
+# %% [markdown]
+# So this is what a step of the longest text takes here, and what a token takes there beside one in a plain step of a short text:
+
+# %%
+plain_step, _ = step_of("flash attention", a_model())
+turns = []
+for _ in range(sizes.rounds):
+    started = time.perf_counter()
+    plain_step(sizes.common)
+    synchronize()
+    turns.append(time.perf_counter() - started)
+short = min(turns) / sizes.common
+tokens = ladder["everything combined"].tokens
+loss_per_token = beside["ours"].seconds / loss_tokens
+long = blocks_here * on_the_line(tokens) + loss_per_token
+print(
+    f"{sizes.common:>8,} tokens, plain step: {1e3 * short:6.1f} ms per token, measured"
+)
+print(
+    f"{tokens:>8,} tokens: {1e3 * long:18.1f} ms per token, {long / short:.1f}× as long"
+)
+print(f"one step of {tokens:,} tokens: {tokens * long / 60:,.0f} minutes, by this line")
+
+# %% [markdown]
+# That step was not computed: its bytes were counted, and its time lies on a line beyond the dots. Memory is no longer what limits the length. In a wide model time becomes the limit later: of an 8B step, attention is 3 % at 2,048 tokens.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
 #
+# ## Your model, your card
+#
+# The same question for other models and for cards that are not here. A dry step takes the kernels that PyTorch would choose on the card, in bf16. Few blocks are enough: bytes at each moment grow evenly with the blocks. Here is one answer, computed now:
+
+# %%
+from recipes_lib.core.predict import CARDS
+from recipes_lib.core.predict.any_size import any_size
+from recipes_lib.precision.pure_bf16 import bf16_adamw
+
+shape, card, tokens, tile = sizes.card
+
+
+def step_on_a_card(layers, tokens):
+    """`build` of `core.predict`: a model, its optimizer, and a function that takes a step."""
+
+    def build():
+        model = model_of_shape(shape, layers=layers, dtype=torch.bfloat16, device="cpu")
+        model = apply_tiled_mlp(lean(model), tile_size=tile, norms=True)
+        rounded = partial(bf16_adamw, rounding="stochastic")
+        optimizer = apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
+        ids = torch.ones(1, tokens, dtype=torch.long)
+
+        def step(model, optimizer):
+            train(model, optimizer, [ids], around=partial(away, model))
+
+        return checkpointing(model), optimizer, step
+
+    return build
+
+
+all_blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
+peaks = []
+for length in (tokens // 2, tokens):
+    step = any_size(
+        partial(step_on_a_card, tokens=length), layers=(2, 3), card=CARDS[card]
+    )
+    peaks.append(step.peak(layers=all_blocks))
+bytes_per_token = (peaks[1] - peaks[0]) / (tokens - tokens // 2)
+room = 0.95 * CARDS[card].for_tensors
+fits = tokens + (room - peaks[1]) / bytes_per_token
+print(
+    f"{shape}, all weights in bf16, on a {card}: {bytes_per_token / 1024:,.0f} KiB per token"
+)
+print(f"a text of about {round(fits, -3):,.0f} tokens fits")
+
+# %% [markdown]
+# <!-- numbers:long_cards-04 -->
+# <!-- end -->
+#
+# The doctor asks the same for your own model: `python -m recipes_lib doctor --model llama-3.1-8b --card L4 --batch_size 1 --seq_len 32768 --dtype bf16`.
+#
+# ### Hybrid models
+#
+# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences: they carry a state from token to token, and their memory and time grow with S and not with S². For long texts that is the better architecture, with two traps. Without the package of their kernels, transformers computes a loop in fp32 (published: 1.22 s a step, with the kernels 0.49 s). Until 5.22 it did so in silence. And a state runs past every mask, so packed documents read each other.
+
+# %%
+import transformers
+
+from recipes_lib.core.model.recurrence import missing_kernels
+from recipes_lib.training.sequence_packing import check_document_mask
+
+small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+small |= dict(num_attention_heads=4, num_key_value_heads=2)
+small |= dict(initializer_range=0.2)  # with weights near zero every state is near zero
+kinds = dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+families = {
+    "Llama": transformers.LlamaConfig(**small),
+    "LFM2": transformers.Lfm2Config(**small, **kinds),
+    "Qwen3-Next": transformers.Qwen3NextConfig(
+        **small,
+        num_experts=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+}
+packing = transformers.DataCollatorWithFlattening()
+documents = [{"input_ids": list(range(1, 9))}, {"input_ids": list(range(9, 20))}]
+packed = packing(documents)  # one row, and positions that begin again in each document
+transformers.logging.set_verbosity_error()
+for family, config in families.items():
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lacking = ", ".join(missing_kernels(model)) or "nothing"
+    try:
+        check_document_mask(model, packed)
+        verdict = "keeps packed documents apart"
+    except RuntimeError:
+        verdict = "packed documents read each other"
+    print(f"{family:<11} lacks {lacking:<39} {verdict}")
+transformers.logging.set_verbosity_warning()
+
+# %% [markdown]
+# `load_model` and the doctor warn of the loop, once; `finetune` and `check_document_mask` refuse to pack. With the kernels installed, the borders must still reach them: `DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)`. Everything of Part A but recipe 1 works as it is on such a model, and recipe 1 for its attention layers.
+#
 # ## Part B: less time, another model
 #
-# So far the model learned the same: the loss is the same number in each row, and the tests of each recipe compare the gradients. But exact attention still takes S² time. In this narrow model it soon is a large part of a step; in a wide model that point comes later. Recipe 7 prints the shares of three models, in rows of 2,048.
+# ### 7. Sliding window and block-sparse attention
 #
-# ### 6. Sliding window and block-sparse attention
-#
-# **What is going on?** Flash attention stores no scores, but it still computes one for every pair of tokens, however far they are apart.
+# Flash attention stores no scores, but it still computes one for every pair of tokens, however far they are apart.
 #
 # **Guess first.** With a window of a sixteenth of the text: how many times as fast is attention?
 #
-# **The idea.** **Let each token read its last W tokens only.** That leaves about S × W pairs in place of S²/2. They lie in a band, which is computed as many small dense products. A token still gets something from beyond its window, through the layers: the tokens that it reads have read their own windows one layer below.
-#
-# *Sinks* are a few first tokens that stay readable beside the window. A *block-sparse* pattern lets a block of tokens read the blocks just before it, and a few that all tokens read. Here are four patterns on a text of 64 tokens. Each line from left to right is one token that reads, each column is a token that can be read:
+# **The idea.** Let each token read its last W tokens only: about S × W pairs in place of S²/2. A token still gets something from beyond its window, through the layers. *Sinks* are a few first tokens that stay readable. A *block-sparse* pattern lets a block read the blocks just before it and a few that all read. Each line is a token that reads, each column one that can be read:
 
 # %%
 from recipes_lib.attention.block_sparse import (
@@ -771,29 +990,41 @@ distance = positions[:, None] - positions  # of a query (down) from a key (right
 causal = distance >= 0
 in_window = causal & (distance < 16)
 sinks = causal & (positions < 4)
-pattern_chart(
-    {
-        "full": causal,
-        "window of 16": in_window,
-        "window and 4 sinks": in_window | sinks,
-        "block-sparse": block_sparse_mask(
-            seq_len=64, block_size=4, local=3, global_blocks=1
-        ),
-    },
-    title="Which keys each query reads",
-)
+sparse = block_sparse_mask(seq_len=64, block_size=4, local=3, global_blocks=1)
+patterns = {"full": causal, "window of 16": in_window}
+patterns |= {"window and 4 sinks": in_window | sinks, "block-sparse": sparse}
+pattern_chart(patterns, title="Reading less: which keys each query reads")
+
+# %% [markdown]
+# **The line you will write tomorrow** is FlexAttention: a rule for pairs, made into a kernel by `torch.compile` on a GPU. Here it runs without compilation, on 64 tokens, beside ours.
 
 # %%
+import warnings
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from recipes_lib.attention.sliding_window import (
     apply_sliding_window,
     predicted_speedup,
     sliding_window_attention,
 )
-from recipes_lib.core.measure import in_turns
 
+
+def in_the_window(batch, head, query, key):
+    return (query >= key) & (query - key < 16)
+
+
+rule = create_block_mask(in_the_window, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+query, key, value = torch.randn(3, 1, 4, 64, 16)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # "not compiled": on purpose
+    theirs = flex_attention(query, key, value, block_mask=rule)
+ours = sliding_window_attention(query, key, value, window=16)
+assert torch.allclose(theirs, ours, atol=1e-5)
+print("FlexAttention and ours: the same")
+
+# %%
 tokens = sizes.long_text
-window = sizes.window
 config = weightless.config
 key_heads = config.num_key_value_heads
 heads = [config.num_attention_heads, key_heads, key_heads]  # of Q, K and V
@@ -802,145 +1033,84 @@ for count in heads:
     shape = (1, count, tokens, config.head_dim)  # [B, H, S, E]
     qkv.append(torch.randn(shape, device=here.device, dtype=dtype, requires_grad=True))
 # A block reads itself and the 3 blocks before it, and the first block of the text.
-pattern = {"block_size": window // 4, "local": 4, "global_blocks": 1}
-ways = {
+pattern = {"block_size": sizes.window // 4, "local": 4, "global_blocks": 1}
+attentions = {
     # With a window as long as the text it is PyTorch's causal attention.
     "full": partial(sliding_window_attention, window=tokens),
-    "sliding window": partial(sliding_window_attention, window=window),
+    "sliding window": partial(sliding_window_attention, window=sizes.window),
     "block-sparse": partial(block_sparse_attention, **pattern),
 }
 
 
-def forward_and_backward(way):
-    ways[way](*qkv).sum().backward()
+def forward_and_backward(attention):
+    attention(*qkv).sum().backward()
 
 
-turns = in_turns(
-    {way: partial(forward_and_backward, way) for way in ways}, rounds=sizes.rounds
-)
+steps = {way: partial(forward_and_backward, each) for way, each in attentions.items()}
+turns = in_turns(steps, rounds=sizes.rounds)
 fewer_pairs = {
-    "sliding window": predicted_speedup(seq_len=tokens, window=window),
+    "sliding window": predicted_speedup(seq_len=tokens, window=sizes.window),
     "block-sparse": 1 / predicted_share_of_pairs(seq_len=tokens, **pattern),
 }
 speedup = {}
-all_pairs = tokens * (tokens + 1) / 2  # of one head
-for way, fewer in ({"full": 1} | fewer_pairs).items():
-    # The fastest turns of both; the range is that of single rounds.
+for way, fewer in fewer_pairs.items():
     ratios = [full / mine for full, mine in zip(turns["full"], turns[way])]
-    pairs_per_second = heads[0] * all_pairs / fewer / min(turns[way])
-    faster = min(turns["full"]) / min(turns[way])
+    speedup[way] = min(turns["full"]) / min(turns[way])
     print(
-        f"{way:<14} on {tokens:,} tokens: {faster:4.1f}× as fast "
-        f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer pairs; "
-        f"{pairs_per_second / 1e9:.2f} billion pairs per second"
+        f"{way:<14} on {tokens:,} tokens: {speedup[way]:4.1f}× as fast "
+        f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer pairs"
     )
-    if way in fewer_pairs:
-        speedup[way] = faster
 
 # %% [markdown]
-# *As fast* answers the guess: the fastest turns of both, and in brackets the lowest and the highest ratio of a round. A window of a sixteenth leaves about an eighth of the pairs. But both patterns are computed in blocks, and a mask hides a part of what is computed. For the sliding window, *fewer pairs* counts all pairs that are computed, hidden ones too. For block-sparse attention it counts those that are read. With its hidden pairs, it computes about as many as the window. The last column divides the counted pairs by the seconds. A pair that is computed takes about as long in all three ways, and in the two patterns a little less. Why less was not measured.
-#
-# All these patterns are exact for what they read; but the model was trained to read more. What does that cost without further training? Here is the loss on one text of 2,048 tokens, with a window of 512 (sizes of a CPU).
+# That answers the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. These patterns are exact for what they read, but the model was trained to read more. What does that cost without further training?
 
 # %%
 last_quarter = sizes.reads // 4
-variants = {
-    "full": None,
+reads_less = {
+    "full": sdpa,
     "window": partial(apply_sliding_window, window=last_quarter),
     "window and 4 sinks": partial(apply_sliding_window, window=last_quarter, sinks=4),
     "block-sparse": partial(
         apply_block_sparse, block_size=sizes.reads // 16, local=3, global_blocks=1
     ),
 }
-read_ids = text[:, : sizes.reads]
+read_ids = text_of(sizes.reads)
 price = {}
-for which, adapt in variants.items():
-    model = load_model(sizes.trained).eval()
-    if adapt is not None:
-        adapt(model)
+for which, adapt in reads_less.items():
+    model = adapt(load_model(sizes.trained).eval())
     with torch.no_grad():
         price[which] = model(input_ids=read_ids, labels=read_ids).loss.item()
     print(f"{which:<18} loss {price[which]:.3f}")
 del model
 
 # %% [markdown]
-# **Why not more?** On this text, reading less makes the model worse at once, and four sinks repair most of it. The usual explanation (Xiao et al., 2023): a softmax must add up to one, so a head that needs no token sends its attention to the first ones. The block-sparse pattern has such first tokens, too, in its global block. Without further training no pattern reaches full attention. They are for models that are trained with them. The first Mistral 7B was trained with a window, and Gemma 3 in most of its layers.
+# Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). The first Mistral 7B was trained with a window, and Gemma 3 in most of its layers.
 #
-# **How do I use it?** `sliding_window` in config.json of a model that was trained with it; FlexAttention for other patterns.
+# **When not.** Far tokens decide, or the model will not be trained further.
 #
-# **What does it cost?** Further training, before the model is as good as it was.
-#
-# ### 7. Curriculum: short texts first
-#
-# **What is going on?** From the first step on, every row has its full length, and attention its full price.
-#
-# **Guess first.** At equal compute, how many more steps does a curriculum get?
-#
-# **The idea.** **Most of what a model learns early should need no long context,** and short rows cost less attention. The schedule lengthens the rows while the tokens of a step stay the same.
-#
-# Here one small model reads source code as single characters. It is trained in two ways: always on rows of full length, and with a curriculum, which has rows of a sixteenth for 40 % of the steps, of a quarter for 30 %, and of full length for the rest. Both get the same compute, three seeds each. The loss on long held-out rows decides.
+# **Short texts first** is the other way to save time: a *curriculum* lengthens the rows during training. What it can save is attention's share of a step, so at equal compute it buys this many steps in place of 60, with rows of a sixteenth for 40 % of the steps and of a quarter for 30 %:
 
 # %%
-from recipes_lib.training.curriculum import flops_per_token
-from recipes_lib.workflows.bench.curriculum import (
-    compare_at_equal_compute,
-    steps_at_equal_compute,
-)
+from recipes_lib.training.curriculum import flops_per_token, steps_at_equal_compute
 
-row = sizes.row
-schedules = {
-    "fixed length": [(row, 1.0)],
-    "curriculum": [(row // 16, 0.4), (row // 4, 0.3), (row, 0.3)],
-}
-letters = {}
-for split in ("train", "validation"):
-    characters = load_text(split=split).encode("ascii", "ignore")[:4_000_000]
-    letters[split] = torch.tensor(list(characters))
-rows = letters["validation"].unfold(0, row, row)
-held_out = rows[:: len(rows) // 8][:8]  # spread over many modules
-reached = compare_at_equal_compute(
-    partial(model_of_shape, "tiny-llama", layers=2, device="cpu"),
-    letters["train"],
-    held_out,
-    schedules=schedules,
-    steps=sizes.steps,
-    seeds=sizes.seeds,
-    learning_rate=3e-3,
-)
-for schedule, losses in reached.items():
-    words = " ".join(f"{loss:.3f}" for loss in losses)
-    print(f"{schedule:<13} loss on rows of {row} characters: {words}")
-
-# %% [markdown]
-# Compare the two lines seed by seed: in the recorded run on a CPU the curriculum ended lower with each of them. But at equal compute the curriculum also takes more steps. How many more depends on how much of a step is attention, the only part that is cheaper in short rows:
-
-# %%
-for shape, layers in (("tiny-llama", 2), ("smollm2-135m", None), ("llama-3.1-8b", None)):
-    model = model_of_shape(shape, layers=layers, device="meta")
-    without_attention = flops_per_token(model, seq_len=1)
-    attention = 1 - without_attention / flops_per_token(model, seq_len=row)
-    steps = steps_at_equal_compute(
-        model, schedules["curriculum"], sizes.steps, full_length=row
-    )
+stages = [(128, 0.4), (512, 0.3), (2048, 0.3)]
+bought = {}
+for shape in ("smollm2-135m", "llama-3.1-8b"):
+    model = model_of_shape(shape, device="meta")
+    linear = flops_per_token(model, seq_len=1) / flops_per_token(model, seq_len=2048)
+    bought[shape] = steps_at_equal_compute(model, stages, 60, full_length=2048)
     print(
-        f"{shape:<13} attention is {attention:3.0%} of a step with rows of {row}; "
-        f"{sizes.steps} steps buy {steps} of the curriculum"
+        f"{shape:<13} attention is {1 - linear:3.0%} of a step: {bought[shape]} steps"
     )
 
 # %% [markdown]
-# **Why not more?** The model that was trained here is narrow: attention is most of its work, so short rows are much cheaper, and the same compute buys many more steps. In a wide model they are only a little cheaper, and there are few additional steps. The curriculum can then gain only if early steps learn as much from short rows as from long ones. Nothing here measures that for a wide model.
-#
-# **How do I use it?** DeepSpeed `curriculum_learning`, Composer `SeqLengthWarmup`. By default both cut the rows shorter and keep their number, so a short step has fewer tokens there.
-#
-# **What does it cost?** A schedule to tune.
-#
 # ### 8. RoPE scaling: beyond the trained length
 #
-# **What is going on?** Attention itself does not know the order of the tokens. In RoPE, *rotary position embeddings*, each pair of numbers of a query and of a key is turned by an angle: position × frequency. The first pairs turn fast, the last ones slowly. In a text longer than those of the training come angles that the model has never seen. No error is raised there, so `check_length` raises one before the text runs.
+# In RoPE, *rotary position embeddings*, each pair of numbers of a query and of a key is turned by an angle: position × frequency. In a text longer than those of the training come angles that the model has never seen. No error is raised there, so `check_length` raises one before the text runs.
 #
 # **Guess first.** Where does the loss begin to climb: at the trained length, or later?
 #
-# **The idea.** **Turn the pairs more slowly, so that the angles stay among those that are known.** There are three ways. *linear*: all pairs turn slower. *dynamic* (NTK): a larger base, which is the number whose powers are the frequencies. It slows the slow pairs most, and how large it becomes depends on the length of the text. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part. It also sharpens the softmax a little.
+# **The idea.** Turn the pairs more slowly. *linear*: all of them. *dynamic* (NTK): a larger base, the number whose powers are the frequencies. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part.
 
 # %%
 from recipes_lib.architecture.rope import (
@@ -958,31 +1128,28 @@ frequencies, _ = rope_frequencies(head_dim=16, base=10_000.0)
 for near, far in ((3, 7), (1003, 1007)):
     turned = rotate(query, torch.tensor([far]), frequencies)
     turned_key = rotate(key, torch.tensor([near]), frequencies)
-    score = (turned * turned_key).sum()
-    print(f"query at {far}, key at {near}: score {score:.4f}")
+    print(f"query at {far}, key at {near}: score {(turned * turned_key).sum():.4f}")
 try:
     check_length(load_model(sizes.trained), 16_384)
 except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# The score depends on the distance of the two tokens only. A scaling changes the frequencies. YaRN also multiplies queries and keys by a number a little above 1.
-#
-# Texts that are longer than those of the training take minutes on a CPU. So on a CPU the curves come from a recorded run of the same steps (`python -m benchmarks.gpu --parts rope`, also on two CPU cores). On a GPU they are measured now. The scalings are made for twice the trained length.
-
+# The score depends on the distance only. Texts of 12,288 tokens take minutes on a CPU, so there the curves are recorded (`python -m benchmarks.gpu --parts rope`). Texts differ more than the scalings do, so the picture shows the difference to no scaling on the same text.
 
 # %%
-from recipes_lib.report.figure import new_figure
-from recipes_lib.report.lines import draw_lines
 from recipes_lib.report.records import recorded
+from recipes_lib.report.style import INK
 
 
-def along(kind, tokens, window, texts):
+def losses_along(kind, tokens, window, texts):
     """The losses along long texts, with this kind of scaling: one list per text."""
-    model = apply_flash_attention(load_model(sizes.trained).eval())
+    model = sdpa(load_model(sizes.trained).eval())
     if kind in KINDS:
         apply_rope_scaling(model, kind=kind, factor=2)
-    rows = text[:, : texts * tokens].view(texts, 1, tokens)
+    rows = torch.tensor(book[: texts * tokens], device=here.device).view(
+        texts, 1, tokens
+    )
     return [position_losses(model, row, window=window) for row in rows]
 
 
@@ -990,120 +1157,108 @@ if sizes.stretched is None:
     rope = recorded("rope")
 else:
     rope = {"window": sizes.stretched[1], "measured_on": f"measured now on {here.name}"}
-    rope["losses"] = {kind: along(kind, *sizes.stretched) for kind in ("none", *KINDS)}
+    rope["losses"] = {
+        kind: losses_along(kind, *sizes.stretched) for kind in ("none", *KINDS)
+    }
 losses = {kind: torch.tensor(each) for kind, each in rope["losses"].items()}
-texts, windows = losses["none"].shape
-middles = [rope["window"] * (number + 0.5) for number in range(windows)]
-figure, (above, below) = new_figure(
-    f"SmolLM2-135M beyond its trained length (dashed); texts: {texts}",
-    height=5.4,
+curves = {}
+for kind, each in losses.items():
+    change = (each - losses["none"]).mean(0).tolist()
+    places = [rope["window"] * (number + 0.5) for number in range(len(change))]
+    curves[kind] = list(zip(places, change))
+figure = lines(
+    curves,
+    title="Behind the trained length (dashed) YaRN and a larger base keep the loss low",
     source=rope["measured_on"],
-    nrows=2,
-)
-draw_lines(
-    above,
-    {kind: list(zip(middles, each.mean(0).tolist())) for kind, each in losses.items()},
-    ylabel="loss, nats per token",
-)
-# Texts differ more than the scalings do, so below is the difference on the same text.
-changes = {kind: each - losses["none"] for kind, each in losses.items()}
-for color, change in zip(LINES, changes.values()):
-    lowest, highest = change.amin(0), change.amax(0)
-    below.fill_between(middles, lowest, highest, color=color, alpha=0.2, linewidth=0)
-draw_lines(
-    below,
-    {kind: list(zip(middles, change.mean(0).tolist())) for kind, change in changes.items()},
     xlabel="position in the text, tokens",
-    ylabel="minus 'none'",
+    ylabel="loss minus 'none', nats",
 )
-for axes in (above, below):
-    axes.axvline(8192, color=INK, linestyle="--", linewidth=1)
+figure.axes[0].axvline(8192, color=INK, linestyle="--", linewidth=1)
 figure
 
-# %% [markdown]
-# The upper picture shows means over the texts; *none* is the model without scaling. It answers the guess. At the dashed line all curves rise together: that is the text, not the position. About 2,000 tokens behind the line, *none* leaves *yarn* and *dynamic*, and its loss climbs fast. The lower picture shows what a scaling changes on the same text: its mean, and a band from the text with the lowest difference to that with the highest. Linear scaling changes every angle. Without further training it costs much over most of the text; only at the very end it is better than no scaling, because there the unscaled model has lost its way. YaRN and the larger base (*dynamic*) stay close to the unscaled model in the trained part, and keep their loss low behind it. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows that *dynamic* leaves a short text alone, and YaRN does not.
-#
-# **How do I use it?** `rope_parameters` in config.json; vLLM `--hf-overrides` with the same.
-#
-# **What does it cost?** A little in the trained part; with linear scaling, much.
-#
-# ### Several GPUs: context parallelism
-#
-# When one card is not enough, the sequence itself is split: each of N GPUs holds S/N tokens of every text, and keys and values travel around a ring. In each step of the ring a GPU computes with the keys and values that it has, and meanwhile sends them on to its neighbour. If sending takes less time than computing, it costs nothing: it is *hidden*. Computing grows with the square of the tokens per GPU, sending only with their number. So from a certain length on, sending is hidden. The two rates in the next cell are assumptions: put in yours. The formula counts all pairs of two parts, in forward. With a causal mask and the work dealt out evenly a GPU computes half of them, and needs twice as many tokens.
-
 # %%
-config = model_of_shape("llama-3.1-8b", layers=1, device="meta").config
-attention_rate = 400e12  # operations per second that attention reaches: an assumption
-link = 50e9  # bytes per second between two cards: another one
-query_width = config.num_attention_heads * config.head_dim
-key_width = config.num_key_value_heads * config.head_dim
-# computing:                    4 (S/N)² query_width / attention_rate
-# sending K and V in 16 bits:   4 (S/N) key_width / link
-hidden_from = attention_rate / link * key_width / query_width
-print(f"hidden from {hidden_from:,.0f} tokens per GPU on")
+last = {kind: each.mean(0)[-1].item() for kind, each in losses.items()}
+print("loss in the last window:", ", ".join(f"{k} {v:.2f}" for k, v in last.items()))
+apart = (losses["none"] - losses["yarn"]).mean(0) > 0.1
+if apart.any():
+    print(f"'none' leaves YaRN at {places[apart.nonzero()[0].item()]:,.0f} tokens")
 
 # %% [markdown]
-# [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs this ring on two ranks, and *Ulysses* as well, which exchanges tokens for heads. It counts the bytes that they send, and compares their loss with that of one process.
+# The loss begins to climb a little later than the trained length. Linear scaling changes every angle, and costs much over most of the text. YaRN and the larger base stay close to the unscaled model in the trained part. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read; ours writes it and checks it.
+#
+# **When not.** The texts are not longer than the training's.
+#
+# ## What did not make it into the ladder
+#
+# - **Attention by groups of heads** ([head_groups.py](../recipes_lib/attention/head_groups.py)): one more forward of attention for a smaller block. It is in the table of cards, and in [a step of 262,144 tokens](../docs/long-card.md) on 24 GB.
+# - **Several GPUs**: ring attention and Ulysses split one text. [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs both on two ranks.
+# - **Packing** short texts: [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb).
 #
 # ## Take this into your code
 #
-# These lines are not run here, for they need the hub and a GPU:
+# These lines are not run here, for they need the hub and a GPU. Weights stay in fp32, and autocast computes in bf16: without it a GPU takes no flash kernel. On a CPU or a T4 leave autocast out.
 #
 # ```python
 # import torch
 # from transformers import AutoModelForCausalLM, AutoTokenizer
 #
-# from recipes_lib.attention.flash import apply_flash_attention
+# from recipes_lib.memory.activation_offload import offload_activations
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-# from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
 # name = "Qwen/Qwen3-0.6B"
 # text = open("my_text.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda().train()
-# apply_flash_attention(model)
 # apply_chunked_cross_entropy(model)
 # apply_tiled_mlp(model, norms=True)
-# apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
+# model.activation_checkpointing_enable()
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-# model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+# with offload_activations(model, to="host"), torch.autocast("cuda", torch.bfloat16):
+#     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+#     loss.backward()
 # optimizer.step()
 # ```
 #
-# The same with libraries: `TrainingArguments(gradient_checkpointing=True, use_liger_kernel=True)` and a model that is loaded with `attn_implementation="sdpa"` give recipes 1 to 3. For tiled MLPs there is ALST (*Arctic Long Sequence Training*) in ArcticTraining and DeepSpeed. The [cheatsheet](../CHEATSHEET.md) has all switches side by side.
+# [train_long_sequences.py](../scripts/train_long_sequences.py) is the same as a program, with checkpoints, on a CPU, a T4 and larger cards.
 #
 # ## What it costs, and when not to use it
 #
 # | recipe | price | not when |
 # |---|---|---|
-# | flash attention | sums in another order; a short text gains little time | you want to look at the attention weights; scores are capped (Gemma 2): other kernels do that |
-# | chunked cross-entropy | no logits in the output | you need the logits |
-# | activation checkpointing | about one more forward pass | activations are not at the peak |
-# | tiled MLP | small products; without checkpointing, the MLP once more | no block is checkpointed yet: do that first |
-# | nested checkpoints | another forward pass | block inputs are not what fills the memory |
-# | sliding window, block-sparse | another model, to be trained that way | far tokens decide |
-# | curriculum | a schedule to tune | fine-tuning on one length |
-# | RoPE scaling | a little worse in the trained part (linear: much worse) | the texts are not longer than the training's |
-#
-# **Two recipes that gain less than one expects.** *Flash attention* alone moves the limit little, as the ladder shows, because the other activations and the logits are there as well. The *curriculum* ended lower here, but in a model in which attention is most of the work. By arithmetic, a wide model gets few additional steps.
-#
-# **What goes together.** The rows of the ladder, in their order: each is measured on top of those above it. **What does not go together.** The optimizer's step in backward does not go with accumulation or clipping, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) says. Packed rows hold several documents ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) explains them). A sliding window refuses them; block-sparse attention keeps the documents of a row apart. Tiles refuse selective checkpointing, which keeps some results of a block.
+# | flash attention | sums in another order | you need the attention weights |
+# | chunked loss | no logits in the output | you need the logits |
+# | checkpointing | about one more forward pass | activations are not at the peak |
+# | tiled MLP | small products | no block is checkpointed yet |
+# | nested checkpoints | another forward pass | the inputs fit into host memory |
+# | offloaded inputs | two transfers of each | a slow link and a short text |
+# | window, block-sparse | another model, to be trained that way | far tokens decide |
+# | RoPE scaling | a little worse in the trained part | texts are not longer |
 #
 # ## Exercises
 #
-# 1. Predict, then measure: how does the longest sequence change with half the layers? Set `layers` in the sizes and compare.
-# 2. Freeze the embedding (`requires_grad_(False)`). Which terms of the equation shrink, and which rows gain?
-# 3. Find the group size from which nested checkpoints stop helping. What does the formula say?
-#
+# 1. With half the layers, which row gains the most? Predict it with `longest_by`, before you set `layers` in the sizes. *(The rows without checkpoints: their activations are a sum over layers.)*
+# 2. Llama 3.2 1B has a vocabulary of 128,256 and 16 layers. Which of recipes 2 and 3 gains more there? *(Change `shape`, and run the first four rows.)*
+# 3. From which k on do nested checkpoints stop helping? *(L/k + k − 1 is back at L when k = L.)*
+
+# %%
+longer = {}
+for layers in (blocks_here, max(blocks_here // 2, 1)):
+    weightless = build(layers=layers, device="meta")
+    for name, terms in (("plain", sdpa_terms), ("checkpointed", checkpoint_terms)):
+        longer.setdefault(name, []).append(longest_by(terms))
+for name, (whole, half) in longer.items():
+    print(f"exercise 1, {name:<13} {half / whole:.2f}× as long with half the layers")
+weightless = build(device="meta")
+
+# %% [markdown]
 # ## References
 #
 # - Dao et al., *FlashAttention*, 2022; Dao, *FlashAttention-2*, 2023
 # - Hsu et al., *Liger Kernel*, 2024; Wijmans et al., *Cut Your Losses*, 2024
 # - Bekman et al., *Arctic Long Sequence Training*, 2025: tiled MLP and loss, checkpoints on the host
-# - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016: nested checkpoints
+# - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016
 # - Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2023
-# - Beltagy et al., *Longformer*, and Zaheer et al., *Big Bird*, 2020
 # - Su et al., *RoFormer*, 2021; Peng et al., *YaRN*, 2023
 #
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
@@ -1116,23 +1271,27 @@ loss_error = max(abs(row.loss - rows[0].loss) for row in rows)
 ladder.note(
     model=sizes.shape,
     limit_bytes=sizes.limit,
-    timed_at=sizes.common,
+    timed_at=sizes.cost,
+    loss_at=sizes.common,
     loss_error=loss_error,
     slopes=slopes,
+    per_token={"short": short, "long": long},
+    measured_to=longest,
     local={"tokens": sizes.long_text, "speedup": speedup, "ideal": fewer_pairs},
     price=price,
-    curriculum=reached,
+    curriculum=bought,
     loss={which: vars(cost) for which, cost in beside.items()},
 )
-most_error = 1e-4 if here.device == "cpu" else 2e-2
+most_error = 2e-2 if on_gpu else 1e-4
 assert loss_error < most_error, "the same loss"
 lengths = [row.tokens for row in rows]
 assert lengths == sorted(lengths), "each row is longer"
 if not fast():  # lengths as short as those of FAST mode say nothing
     assert all(abs(row.prediction_error) < 0.1 for row in rows), "the predictions hold"
-    if here.device == "cpu":
-        assert slopes["baseline"] > sizes.least_slope, "with all scores: with the square"
+    if not on_gpu:
+        assert slopes["baseline"] > 1.5, "with all scores: towards the square"
         assert slopes["flash attention"] < 1.1, "and without them with the length"
     assert ladder.gain("everything combined") > 10
-    assert min(speedup.values()) > sizes.least_speedup, "reading less is faster"
+    assert long > short, "a token of a long text takes longer"
+    assert min(speedup.values()) > 1, "reading less is faster"
 print(f"all checks passed: {ladder.gain('everything combined'):.0f}× as long")

@@ -201,3 +201,15 @@ def predicted_share_of_compute(model: Any, *, stages: Stages) -> float:
     cost = sum(share * flops_per_token(model, seq_len=length) for length, share in stages)
     longest, _ = stages[-1]
     return cost / flops_per_token(model, seq_len=longest)
+
+
+def steps_at_equal_compute(model: Any, stages: Stages, steps: int, *, full_length: int) -> int:
+    """How many steps of the schedule cost what `steps` at the full length cost.
+
+    Every step has the same number of tokens.
+    """
+    full = flops_per_token(model, seq_len=full_length)
+    longest, _ = stages[-1]
+    # The share refers to the schedule's own longest rows, which may be shorter than the full ones.
+    at_longest = flops_per_token(model, seq_len=longest)
+    return round(steps * full / (at_longest * predicted_share_of_compute(model, stages=stages)))

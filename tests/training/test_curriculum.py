@@ -9,6 +9,7 @@ from recipes_lib.training.curriculum import (
     flops_per_token,
     predicted_share_of_compute,
     rows_that_grow,
+    steps_at_equal_compute,
 )
 
 STAGES = [(16, 0.4), (32, 0.3), (64, 0.3)]
@@ -137,6 +138,15 @@ def test_predicted_share_is_that_of_the_counted_operations(llama):
     assert predicted_share_of_compute(llama, stages=stages) == pytest.approx(share, rel=0.01)
     assert share < 0.8
     assert predicted_share_of_compute(llama, stages=[(512, 1.0)]) == 1
+
+
+def test_steps_at_equal_compute_cost_the_same(llama):
+    """The mistake: a schedule that never sees the full length gets too few steps."""
+    per_step = flops_per_token(llama, seq_len=256)
+    for stages in ([(32, 0.5), (256, 0.5)], [(32, 1.0)]):
+        steps = steps_at_equal_compute(llama, stages, 200, full_length=256)
+        spent = sum(steps * share * flops_per_token(llama, seq_len=n) for n, share in stages)
+        assert spent == pytest.approx(200 * per_step, rel=0.01)
 
 
 @pytest.mark.parametrize(

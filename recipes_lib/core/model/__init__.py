@@ -21,6 +21,7 @@ output_layer  a causal LM up to its output layer, for losses that make the logit
 probe  a technique proves itself on the model that it is given, or leaves it as it was
 recompute  what checkpointed blocks have in common: a KV cache must not be filled twice
 recomputed_parts  a part of a block in parts of its own, each once more in backward
+recurrence  which kernels the recurrences of a hybrid model want, and which are missing
 second_derivatives  a backward written by hand refuses create_graph=True
 shapes  the sizes of public models, and random weights of them
 sizes  bytes of tensors, parameters and optimizer states

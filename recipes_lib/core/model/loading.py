@@ -14,6 +14,7 @@ import torch
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.default_model import SMOLLM2, offline, quiet, resolve
+from recipes_lib.core.model.recurrence import warn_of_slow_recurrence
 from recipes_lib.core.model.shapes import SHAPES, model_of_shape
 
 LONGEST_REASON = 200  # characters of a library's error, in a message
@@ -24,7 +25,8 @@ def load_model(
 ) -> Any:
     """Load a causal LM in training mode: `smollm2`, a hub id, a local folder or a key of `SHAPES`.
 
-    A shape has random weights. Raises ValueError if there is no such model.
+    A shape has random weights. Warns of a hybrid model without its kernels. Raises ValueError if
+    there is no such model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -37,6 +39,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, adapter_kwargs=local, **_how_to_fetch(where)
         )
+    warn_of_slow_recurrence(model)
     if name == "smollm2":
         # What is saved later names the hub as its base, and not a folder of this machine.
         model.name_or_path = SMOLLM2

@@ -212,6 +212,23 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
     )
 
 
+def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
+    """The inputs of checkpointed blocks wait on the host or on disk; that of the last block stays.
+
+    This comes last. Nothing is left that backward uses up, so its highest moment is in the first
+    block, beside the gradients of all others.
+    """
+    sizes = step.sizes
+    one = sizes.tokens * sizes.hidden * sizes.element
+    away = sizes.blocks - 1
+    of_blocks = min(step.gradients, sizes.linears * sizes.element)
+    return replace(
+        step,
+        activations=step.activations - away * one,
+        one_block=step.one_block + of_blocks * away // sizes.blocks,
+    )
+
+
 def with_chunked_loss(step: StepBytes, *, chunk: int | None = None) -> StepBytes:
     """Not all logits: those of `chunk` tokens and their gradients, or 64 MiB of both; and the
     gradients of the output layer and of what it reads [T, D]."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.report.bars import Bars, of_rows
 from recipes_lib.report.ladder import Column, Ladder, Row
+from recipes_lib.report.points import points
 from recipes_lib.report.style import (
     FACTOR,
     WHOLE,
@@ -17,14 +17,21 @@ class LengthLadder(Ladder):
     """How long a sequence each step allows within one limit of bytes.
 
     `tokens` is the longest that fits, `crossing` where the bytes reach the limit, with which the
-    prediction is compared. Times, ratio and loss are those of a step of `timed_at` tokens, which
-    every row can do; `least_seconds` is what a step of the longest takes at least.
+    prediction is compared. The loss is that of a text of `loss_at` tokens, which every row can do.
+    Times are those of `timed_at` tokens, beside the row `against`; `least_seconds` is what a step
+    of the longest takes at least.
     """
 
     def __init__(
-        self, name: str, *, timed_at: int | None = None, folder: Path | None = None
+        self,
+        name: str,
+        *,
+        loss_at: int,
+        timed_at: int,
+        against: str = "",
+        folder: Path | None = None,
     ) -> None:
-        length = "" if timed_at is None else f" at {timed_at:,}"
+        self.against = against
         columns = (
             Column("predicted_tokens", "predicted", "tokens", WHOLE),
             Column("crossing", "found", "tokens", WHOLE),
@@ -32,8 +39,8 @@ class LengthLadder(Ladder):
             Column("times_previous", "× previous", "×", FACTOR),
             Column("times_baseline", "× baseline", "×", "{:.1f}".format),
             Column("least_seconds", "a step there, at least", "s", duration),
-            Column("ratio", f"time{length}, ×", "×", FACTOR),
-            Column("loss", f"loss{length}", "nats", "{:.4f}".format),
+            Column("ratio", f"time at {timed_at:,}, ×", "×", FACTOR),
+            Column("loss", f"loss at {loss_at:,}", "nats", "{:.4f}".format),
             Column("tokens", unit="tokens", better="higher"),
             Column("peak_bytes", unit="B"),
             Column("seconds", unit="s"),
@@ -66,26 +73,33 @@ class LengthLadder(Ladder):
             row.times_previous = tokens / self.rows[-1].tokens
         return self.append(row)
 
+    def first_of(self, row: Row) -> Row:
+        """The row that times are compared with."""
+        named = [each for each in self.rows if each.name == self.against]
+        return [*named, self.rows[0]][0]
+
     def gain(self, name: str) -> float:
         """How many times as long as the baseline's."""
         return self[name].times_baseline
 
     def chart(self, *, title: str | None = None) -> Any:
-        """The longest sequences with the predictions as ticks. Without a title it says how long
-        the longest is.
+        """The longest sequence of each row, on a logarithmic axis: a factor has one width.
+
+        Without a title it says how long the longest is.
         """
-        tokens = [row.tokens for row in self.rows]
-        labels = [f"{row.tokens:,}  ×{row.times_baseline:.1f}" for row in self.rows]
-        column = Bars(
-            "longest sequence that fits, tokens",
-            tokens,
-            labels,
-            marks=[row.predicted_tokens for row in self.rows],
-            colors=of_rows(len(tokens)),
+        places = {}
+        for number, row in enumerate(self.rows):
+            name = f"{row.name}: {row.tokens:,}, ×{row.times_baseline:.1f}"
+            places[name] = (row.tokens, -number)
+        longest = max(row.tokens for row in self.rows)
+        return points(
+            places,
+            title=title or f"The longest sequence that fits: {longest:,} tokens",
+            height=0.3 * len(places) + 1,
+            xscale="log",
+            xlabel="longest sequence that fits, tokens",
+            yticks=[],
         )
-        message = f"The longest sequence that fits: {max(tokens):,} tokens"
-        predicted = "predicted before the search"
-        return self.draw(column, title=title or message, predicted=predicted)
 
 
 def duration(seconds: float) -> str:

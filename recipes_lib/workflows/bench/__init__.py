@@ -4,5 +4,4 @@ run           one technique and the plain step on one batch: `python -m recipes_
 entries       one entry per technique: its shortest use in a training step
 kernels       losses, attention and norms in all ways that are here: seconds, bytes, error
 small_models  small models trained side by side: norm, gate, heads of keys, tied tables
-curriculum    short rows first beside rows of one length, at equal compute
 """

@@ -36,6 +36,7 @@ import psutil
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.recurrence import slow_recurrence
 from recipes_lib.core.predict import CARDS, Card
 from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
@@ -266,6 +267,9 @@ def _findings_about(
             f"The optimizer offload needs {readable(host_bytes(model))} of host memory; this "
             f"machine has {readable(psutil.virtual_memory().total)}."
         )
+    slow = slow_recurrence(model)
+    if slow:
+        findings.append(slow)
     for name, reason in tried.refused.items():
         findings.append(f"Not with {name}: {reason}.")
     first = first_that_fits(rows)

@@ -11,6 +11,7 @@ from recipes_lib.core.predict.any_size import any_size
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
@@ -97,19 +98,35 @@ def eager(model):
     return model
 
 
-def long_text(step):
-    """The terms of notebook 04's last row."""
+def nested_terms(step):
+    """The terms of nested checkpoints, with tiles of MLPs and norms."""
     in_tiles = equation.with_tiled_mlp(equation.with_chunked_loss(step), tile=8192, norms=True)
     return equation.with_step_in_backward(equation.with_checkpointing(in_tiles, group=5))
 
 
+def offloaded_terms(step):
+    """The terms of inputs on disk, with tiles of MLPs."""
+    in_tiles = equation.with_tiled_mlp(equation.with_chunked_loss(step), tile=8192)
+    return equation.with_inputs_elsewhere(equation.with_checkpointing(in_tiles))
+
+
+def offloaded_step(model, optimizer, *, ids):
+    away = offload_activations(model, to="disk", min_bytes=4096, in_flight=0)
+    with away:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 nested = partial(apply_nested_checkpointing, group=5, check=False)
 tiled = partial(apply_tiled_mlp, tile_size=8192, norms=True, check=False)
+in_tiles = partial(apply_tiled_mlp, tile_size=8192, check=False)
 lean = partial(apply_chunked_cross_entropy, check=False)
 in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
 LONG = {
     "eager": ((eager,), adamw, equation.with_eager_attention, 891),
-    "everything": ((lean, tiled, nested), in_backward, long_text, 54_000),
+    "nested": ((lean, tiled, nested), in_backward, nested_terms, 54_000),
+    "offloaded": ((lean, in_tiles, checkpointed), adamw, offloaded_terms, 48_000),
 }
 
 
@@ -125,7 +142,10 @@ def test_long_texts(row):
             model = model_of_shape("smollm2-135m", layers=layers, device="cpu")
             for change in changes:
                 model = change(model)
-            return model, optimizer(model), plain_step({"input_ids": ids, "labels": ids})
+            step = plain_step({"input_ids": ids, "labels": ids})
+            if row == "offloaded":
+                step = partial(offloaded_step, ids=ids)
+            return model, optimizer(model), step
 
         return build
 

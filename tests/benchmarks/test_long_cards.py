@@ -1,0 +1,56 @@
+"""The table of the longest texts by model, method and card."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from benchmarks import long_cards
+from benchmarks.long_cards import METHODS, MODELS, ROOMS, WAYS, Lengths, build_of, room_of
+from benchmarks.record import newest
+from benchmarks.render import thousands
+from recipes_lib.core.model import SHAPES
+from recipes_lib.core.predict import CARDS, predict
+
+TILE = 64
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_longest_text_fills_its_room(method, monkeypatch):
+    """The mistake: a line through lengths of which one is less than a tile, or too few blocks."""
+    monkeypatch.setattr(long_cards, "LENGTHS", (32, 2 * TILE, 4 * TILE))
+    lengths = Lengths("tiny-llama", method, "every recipe", tile=TILE)
+    monkeypatch.setattr(lengths, "layers", 5)
+    room = 2 * lengths.peak(4 * TILE)
+    tokens = lengths.longest(room) // TILE * TILE
+    step = partial(build_of, "tiny-llama", method, "every recipe", tile=TILE)
+    found = predict(step(layers=5, tokens=tokens), card=CARDS["L4"]).peak
+    assert found == pytest.approx(room, rel=0.05)
+    assert lengths.breaks_first(room) == "one block"
+    nothing = lengths.peak(32) - 1
+    assert (lengths.longest(nothing), lengths.breaks_first(nothing)) == (0, "weights and states")
+
+
+def test_the_record_has_every_model_on_every_card():
+    rows = newest("long_cards").rows
+    assert set(rows) == {f"{m}, {k}, {w}" for m in MODELS for k in METHODS for w in WAYS}
+    for model in MODELS:
+        for method in METHODS:
+            few, more = (rows[f"{model}, {method}, {way}"] for way in WAYS)
+            assert all(more[size]["longest"] >= few[size]["longest"] for size in ROOMS)
+
+
+def test_rooms_are_below_the_cards():
+    for size, card in ROOMS.items():
+        assert 0.85 < room_of(CARDS[card]) / CARDS[card].memory_bytes < 0.95, size
+    assert set(MODELS) < set(SHAPES)
+
+
+def test_tokens_in_words():
+    assert [thousands(each) for each in (480, 7_633, 139_143, 2_067_964)] == [
+        "480",
+        "7.6K",
+        "139K",
+        "2.1M",
+    ]

@@ -1,0 +1,48 @@
+"""Which kernels a hybrid model lacks, and who says so."""
+
+import warnings
+
+import pytest
+
+from recipes_lib.core.model import load_model, recurrence
+from recipes_lib.core.model.recurrence import missing_kernels, recurrence_packages
+from recipes_lib.workflows.out_of_memory_doctor import diagnose
+from tests.families.configs import tiny_model
+
+WANTED = {
+    "qwen3_5_text": ["causal-conv1d", "flash-linear-attention"],
+    "qwen3_next": ["causal-conv1d", "flash-linear-attention"],
+    "lfm2": ["causal-conv1d"],
+    "mamba2": ["causal-conv1d", "mamba-ssm"],
+    "llama": [],
+}
+
+
+@pytest.mark.parametrize("family", WANTED)
+def test_the_packages_of_a_family(family):
+    """The mistake: transformers names its kernels in another way, and no model lacks any."""
+    assert recurrence_packages(tiny_model(family)) == WANTED[family]
+
+
+def test_what_is_installed_is_not_missing(monkeypatch):
+    """The mistake: a name for pip is looked for as a module."""
+    monkeypatch.setattr(recurrence.importlib.util, "find_spec", lambda name: name == "fla" or None)
+    assert missing_kernels(tiny_model("qwen3_next")) == ["causal-conv1d"]
+
+
+def test_loading_says_it(tmp_path, monkeypatch):
+    """The mistake: a training of hours in a loop in fp32, of which nobody knows."""
+    monkeypatch.setattr(recurrence.importlib.util, "find_spec", lambda name: None)
+    tiny_model("lfm2").save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="pip install causal-conv1d"):
+        load_model(str(tmp_path), device="cpu")
+    tiny_model("llama").save_pretrained(tmp_path / "llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load_model(str(tmp_path / "llama"), device="cpu")
+
+
+def test_the_doctor_says_it(monkeypatch):
+    monkeypatch.setattr(recurrence.importlib.util, "find_spec", lambda name: None)
+    found = diagnose(model=tiny_model("lfm2"), batch_size=1, seq_len=32, memory_bytes=2**30)
+    assert "slow loop in fp32" in str(found).replace("\n  ", " ")
