@@ -105,7 +105,7 @@ cpu = dict(
     layers=None,  # all of them
     limit=4 * GIB,
     common=512,  # tokens of a text that every row can train on
-    grows=(512, 8192),  # lengths between which we see how bytes grow
+    grows=(2048, 8192),  # lengths between which we see how bytes grow
     tile=8192,  # tokens of a tile
     small_tile=128,  # for the real steps of `common` tokens
     attention=(1024, 4096),  # lengths at which attention alone is timed
@@ -232,7 +232,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 #
 # The plain formula of attention is softmax(QKᵀ/√E) V, with a query, a key and a value per token. It is called *eager*: all scores are made, and they wait for backward.
 #
-# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic, and then searches for it without knowing the prediction. A step of the longest texts would take an hour here, so on a CPU the search takes **dry steps**: the loop above on tensors that have shapes and no data. Every byte is counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation: where both agree, neither is wrong by itself. Last comes a real step on a text that every row can do, for the loss.
+# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic, and then searches for it without knowing the prediction. A step of the longest texts would take hours here, so on a CPU the search takes **dry steps**: the loop above on tensors that have shapes and no data. Every byte is counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation: where both agree, neither is wrong by itself. Last comes a real step on a text that every row can do, for the loss.
 
 # %%
 from recipes_lib.core.predict.operations import step_operations
@@ -249,7 +249,7 @@ found = {}  # by row: what the search has found
 ways = {}  # by row: what changes the model, its optimizer, what is around a step
 
 
-def climb(row, terms, adapt, make_optimizer=adamw, around=None, lengths=()):
+def climb(row, terms, adapt, make_optimizer=adamw, around=None, also=()):
     """Predict the longest text of a row, search for it, and add the row."""
     seed_everything(0)
     ways[row] = (adapt, make_optimizer, around)
@@ -260,7 +260,8 @@ def climb(row, terms, adapt, make_optimizer=adamw, around=None, lengths=()):
         step, optimizer = step_of(row, build())
         return step, optimizer.zero_grad
 
-    found[row] = search(arrange, start=begin, limit_bytes=sizes.limit, also=lengths)
+    options = {"limit_bytes": sizes.limit, "resolution": 0.02, "also": also}
+    found[row] = search(arrange, start=begin, **options)
     # And a real step, on a text that every row can do.
     model = (
         load_model(sizes.trained) if sizes.layers is None and not on_gpu else build()
@@ -302,7 +303,7 @@ def eager(model):
     return model
 
 
-climb("baseline", eager_terms, eager, lengths=sizes.grows)
+climb("baseline", eager_terms, eager, also=sizes.grows)
 
 # %% [markdown]
 # ## Part A: the same numbers, in less memory
@@ -345,7 +346,7 @@ def sdpa_terms(tokens):
 
 
 print(best_kernel(weightless).why)
-climb("flash attention", sdpa_terms, sdpa, lengths=sizes.grows)
+climb("flash attention", sdpa_terms, sdpa, also=sizes.grows)
 
 # %%
 import math
@@ -504,28 +505,30 @@ def checkpoint_terms(tokens):
 climb("+ checkpointing", checkpoint_terms, checkpointed)
 
 # %% [markdown]
-# Why 19 numbers, and a factor that is not 19? Count what one token leaves, in numbers as wide as the hidden state:
+# Why 19 numbers, and a factor that is not 19? Count what one more token adds:
+
 
 # %%
-tokens = 16384  # any length: only what one more token adds counts
-terms = lean_terms(tokens)
-one_input = terms.sizes.hidden * terms.sizes.element  # bytes of a token's input
-in_blocks = terms.activations / tokens / one_input
-blocks_here = terms.sizes.blocks
-again = checkpoint_terms(tokens)
-with_recomputed = (again.activations + again.one_block) / tokens / one_input
+def inputs_per_token(bytes_of):
+    """What one more token adds, in inputs of a block: numbers as wide as the hidden state."""
+    more = bytes_of(20_000) - bytes_of(10_000)
+    return more / 10_000 / weightless.config.hidden_size / dtype.itemsize
+
+
+blocks_here = weightless.config.num_hidden_layers
+kept = inputs_per_token(lambda tokens: lean_terms(tokens).activations)
+inputs = inputs_per_token(lambda tokens: checkpoint_terms(tokens).activations)
+again = inputs_per_token(lambda tokens: checkpoint_terms(tokens).one_block)
 print(
-    f"a block keeps {in_blocks / blocks_here:.1f} inputs per token; {blocks_here} blocks:"
+    f"plain         {kept:4.0f} inputs per token: {kept / blocks_here:.1f} of each block"
 )
-print(f"plain         {in_blocks:6.0f} inputs per token, and those of the loss")
-print(
-    f"checkpointed  {with_recomputed:6.0f}: {blocks_here} inputs, and one block once more"
-)
-print(f"so at most {in_blocks / with_recomputed:.0f}×")
-print(f"the search found {ladder['+ checkpointing'].times_previous:.1f}×")
+print(f"checkpointed  {inputs:4.0f}, the inputs of all blocks and of the last norm")
+print(f"             + {again:2.0f}, one block once more, and the gradients in it")
+print(f"that is {kept / (inputs + again):.1f}× less per token; ", end="")
+print(f"the search found {ladder['+ checkpointing'].times_previous:.1f}× the length")
 
 # %% [markdown]
-# The inputs stay, and one block is there in full with the gradients in it. In a deeper or narrower model the first part counts more, and the factor comes closer to 19. No other recipe multiplies the length by so much.
+# The inputs stay, and one block is there in full with the gradients in it: with few blocks the second part decides, with many the first, and the factor comes closer to 19. What does not grow with the text, such as the gradient of the output layer, does the rest. No other recipe multiplies the length by so much.
 #
 # **When not.** Activations are not at the peak: then it costs a forward pass and saves nothing. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) shows such a case.
 #
@@ -569,6 +572,7 @@ def tiled_terms(tokens, **options):
 
 
 climb("+ tiled MLP", tiled_terms, lambda model: checkpointing(tiled(model)))
+tokens = 2 * sizes.tile
 before, after = checkpoint_terms(tokens), tiled_terms(tokens)
 print(f"to the guess, of {tokens:,} tokens:")
 print(f"  inputs of the blocks {before.activations / 2**20:6,.0f} MiB")
@@ -610,9 +614,11 @@ by_hand = nested_by_hand(blocks, hidden, group=3).sum()
 assert torch.equal(*gradients, *torch.autograd.grad(by_hand, hidden))
 print("nested and plain: the same gradient")
 group = best_group(blocks_here)
-for k in (1, group - 1, group, group + 1, blocks_here):
-    if k > 0:
-        print(f"k = {k:2}: about {math.ceil(blocks_here / k) + k - 1} inputs")
+for k in range(1, min(10, blocks_here) + 1):
+    # While backward is in block i: the inputs of all groups up to its own, and those of
+    # its group's blocks after the first, up to i.
+    alive = max(i // k + 1 + i % k for i in range(blocks_here))
+    print(f"k = {k:2}: at most {alive:2} inputs at a time")
 print(f"taken: k = {group}, the smallest of the best, which computes the least again")
 
 
@@ -645,7 +651,7 @@ climb("+ nested checkpoints", nested_terms, nested)
 # backward      block 0  <-  block 1  <- … <-  block L-1
 # ```
 #
-# **Guess first.** All L inputs are gone, in place of all but 2√L. Is that twice the length, or the limit of everything?
+# **Guess first.** Nested checkpoints leave about 2√L inputs; now they are all gone. How many times as long is the text then?
 #
 # **The idea.** Autograd asks a pair of hooks where to keep each saved tensor.
 
@@ -926,7 +932,7 @@ print(f"a text of about {round(fits, -3):,.0f} tokens fits")
 #
 # ### Hybrid models
 #
-# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences: they carry a state from token to token, and their memory and time grow with S and not with S². For long texts that is the better architecture, with two traps. Without the package of their kernels, transformers computes a loop in fp32 (published: 1.22 s a step, with the kernels 0.49 s). Until 5.22 it did so in silence. And a state runs past every mask, so packed documents read each other.
+# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences: they carry a state from token to token, and their memory and time grow with S and not with S². For long texts that is the better architecture, with two traps. Without the package of their kernels, transformers computes a loop in fp32 (published: 1.22 s a step, with the kernels 0.49 s). It says so once, where its messages are on. And a state runs past every mask, so packed documents read each other.
 
 # %%
 import transformers
@@ -964,7 +970,7 @@ for family, config in families.items():
 transformers.logging.set_verbosity_warning()
 
 # %% [markdown]
-# `load_model` and the doctor warn of the loop, once; `finetune` and `check_document_mask` refuse to pack. With the kernels installed, the borders must still reach them: `DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)`. Everything of Part A but recipe 1 works as it is on such a model, and recipe 1 for its attention layers.
+# `load_model` and the doctor warn of the loop, once; `finetune` and `check_document_mask` refuse to pack. With the kernels installed, the borders must still reach them: `DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)`. Chunked loss and checkpointing work on these models as they are.
 #
 # ## Part B: less time, another model
 #

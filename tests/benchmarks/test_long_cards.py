@@ -13,16 +13,16 @@ from benchmarks.render import thousands
 from recipes_lib.core.model import SHAPES
 from recipes_lib.core.predict import CARDS, predict
 
-TILE = 64
+TILE = 32
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_longest_text_fills_its_room(method, monkeypatch):
-    """The mistake: a line through lengths of which one is less than a tile, or too few blocks."""
-    monkeypatch.setattr(long_cards, "LENGTHS", (32, 2 * TILE, 4 * TILE))
+    """The mistake: a line through lengths at which weights are still the peak, or too few blocks."""
+    monkeypatch.setattr(long_cards, "LENGTHS", (32, 16 * TILE, 32 * TILE))
     lengths = Lengths("tiny-llama", method, "every recipe", tile=TILE)
     monkeypatch.setattr(lengths, "layers", 5)
-    room = 2 * lengths.peak(4 * TILE)
+    room = 2 * lengths.peak(32 * TILE)
     tokens = lengths.longest(room) // TILE * TILE
     step = partial(build_of, "tiny-llama", method, "every recipe", tile=TILE)
     found = predict(step(layers=5, tokens=tokens), card=CARDS["L4"]).peak
