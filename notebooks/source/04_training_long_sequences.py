@@ -113,6 +113,7 @@ cpu = dict(
     along=(2048, 4096, 8192, 16384),  # lengths at which one block is timed
     loss=(512, 576, 49152),  # tokens, width, vocabulary
     rounds=3,  # of turns on the clock
+    turns=2,  # of the rows of the ladder
     long_text=16384,  # tokens on which windows are timed
     window=1024,
     trained="smollm2",  # the model whose losses say something
@@ -146,6 +147,7 @@ brief = cpu | dict(
     along=(64, 128, 256),
     loss=(512, 64, 8192),
     rounds=1,
+    turns=1,
     long_text=2048,
     window=256,
     trained="tiny-smollm2",
@@ -232,7 +234,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 #
 # The plain formula of attention is softmax(QKᵀ/√E) V, with a query, a key and a value per token. It is called *eager*: all scores are made, and they wait for backward.
 #
-# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic, and then searches for it without knowing the prediction. A step of the longest texts would take hours here, so on a CPU the search takes **dry steps**: the loop above on tensors that have shapes and no data. Every byte is counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation: where both agree, neither is wrong by itself. Last comes a real step on a text that every row can do, for the loss.
+# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic. Then it searches: from the prediction it goes up and down until one length fits and another, 2 % longer, does not. What it finds does not depend on where it begins. A step of the longest texts would take hours here, so on a CPU the search takes **dry steps**: the loop above on tensors that have shapes and no data. Every byte is counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation: where both agree, neither is wrong by itself. Last comes a real step on a text that every row can do, for the loss.
 
 # %%
 from recipes_lib.core.predict.operations import step_operations
@@ -254,28 +256,24 @@ def climb(row, terms, adapt, make_optimizer=adamw, around=None, also=()):
     seed_everything(0)
     ways[row] = (adapt, make_optimizer, around)
     expected = longest_by(terms)
-    begin = ladder.rows[-1].tokens if ladder.rows else sizes.common
 
     def arrange():
         step, optimizer = step_of(row, build())
         return step, optimizer.zero_grad
 
     options = {"limit_bytes": sizes.limit, "resolution": 0.02, "also": also}
-    found[row] = search(arrange, start=begin, **options)
+    found[row] = search(arrange, start=expected, **options)
     # And a real step, on a text that every row can do.
-    model = (
-        load_model(sizes.trained) if sizes.layers is None and not on_gpu else build()
-    )
-    step, _ = step_of(row, model)
+    step, _ = step_of(row, a_model())
+    longest = found[row].tokens
     ladder.add(
         row,
-        tokens=found[row].tokens,
+        tokens=longest,
         crossing=found[row].crossing,
         peak_bytes=found[row].peak_bytes,
         predicted=expected,
         loss=step(sizes.common)[0].item(),
-        least_seconds=step_operations(weightless, rows=1, length=found[row].tokens)
-        / rate,
+        least_seconds=step_operations(weightless, rows=1, length=longest) / rate,
     )
     print(ladder.line(row))
 
@@ -752,7 +750,7 @@ def blocks_of(row):
     return turn
 
 
-took = in_turns({row: blocks_of(row) for row in timed}, rounds=sizes.rounds)
+took = in_turns({row: blocks_of(row) for row in timed}, rounds=sizes.turns)
 ladder.set_times(took)
 ladder
 
