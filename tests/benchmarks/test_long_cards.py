@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from benchmarks import long_cards
-from benchmarks.long_cards import METHODS, MODELS, ROOMS, WAYS, Lengths, build_of, room_of
-from benchmarks.record import newest
+from benchmarks.long_cards import METHODS, MODELS, ROOMS, Lengths, build_of, room_of
 from benchmarks.render import thousands
 from recipes_lib.core.model import SHAPES
 from recipes_lib.core.predict import CARDS, predict
@@ -30,15 +29,6 @@ def test_the_longest_text_fills_its_room(method, monkeypatch):
     assert lengths.breaks_first(room) == "one block"
     nothing = lengths.peak(32) - 1
     assert (lengths.longest(nothing), lengths.breaks_first(nothing)) == (0, "weights and states")
-
-
-def test_the_record_has_every_model_on_every_card():
-    rows = newest("long_cards").rows
-    assert set(rows) == {f"{m}, {k}, {w}" for m in MODELS for k in METHODS for w in WAYS}
-    for model in MODELS:
-        for method in METHODS:
-            few, more = (rows[f"{model}, {method}, {way}"] for way in WAYS)
-            assert all(more[size]["longest"] >= few[size]["longest"] for size in ROOMS)
 
 
 def test_rooms_are_below_the_cards():
