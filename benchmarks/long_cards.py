@@ -40,8 +40,8 @@ ROOMS = {"16 GB": "RTX 4080", "24 GB": "L4", "80 GB": "A100-80GB"}
 FILLED = 0.95  # of a card: holes between tensors take the rest
 FEW = (2, 3)  # blocks
 TILE = 4096  # tokens of a tile
-# Tokens. What does not fit with the fewest, no recipe for length mends. In the others the text is the
-# peak, and bytes lie on a line.
+# Tokens. What does not fit with the fewest, no recipe for length mends. In the others the text is
+# the peak, and bytes lie on a line.
 LENGTHS = (512, 4 * TILE, 16 * TILE)
 
 

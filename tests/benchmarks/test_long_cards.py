@@ -17,7 +17,7 @@ TILE = 32
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_longest_text_fills_its_room(method, monkeypatch):
-    """The mistake: a line through lengths at which weights are still the peak, or too few blocks."""
+    """The mistake: a line through lengths at which weights are the peak, or too few blocks."""
     monkeypatch.setattr(long_cards, "LENGTHS", (32, 16 * TILE, 32 * TILE))
     lengths = Lengths("tiny-llama", method, "every recipe", tile=TILE)
     monkeypatch.setattr(lengths, "layers", 5)
