@@ -8,7 +8,6 @@ published_peaks, family_predictions
                     docs/predictions.md: peaks of others, and of small models of all families
 on_your_card        docs/on-your-card.md: what the notebooks need on each kind of GPU
 long_card           docs/long-card.md: 262,144 tokens on 24 GB
-long_cards          notebook 04: the longest text by model, method and card
 
 gpu                 the command of `make gpu`: every part in a process of its own
 parts, sizes        ... what it measures, and how large on each kind of machine

@@ -77,15 +77,6 @@ def fixed(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}"
 
 
-def thousands(value: float) -> str:
-    """Tokens in two digits or whole thousands: "480", "7.6K", "341K", "2.1M"."""
-    for unit, name in ((10**6, "M"), (10**3, "K")):
-        if value >= unit:
-            digits = 0 if value >= 10 * unit else 1
-            return f"{value / unit:.{digits}f}{name}"
-    return f"{value:.0f}"
-
-
 def signed(value: float, digits: int = 2) -> str:
     return f"{value:+.{digits}f}"
 
@@ -234,7 +225,6 @@ FILTERS = (
     change,
     share,
     fixed,
-    thousands,
     signed,
     small,
     times,

@@ -879,17 +879,63 @@ print(f"one step of {tokens:,} tokens: {tokens * long / 60:,.0f} minutes, by thi
 #
 # ## Your model, your card
 #
-# The same question for other models and for cards that are not here. A dry step takes the kernels that PyTorch would choose on the card, in bf16. Few blocks are enough: bytes at each moment grow evenly with the blocks. Here is one answer, computed now:
+# The same question for other models and for cards that are not here, by the equation: weights in bf16; with the two switches of transformers (SDPA and checkpointing), and with every recipe above.
 
 # %%
 from recipes_lib.core.predict import CARDS
-from recipes_lib.core.predict.any_size import any_size
-from recipes_lib.precision.pure_bf16 import bf16_adamw
 
 shape, card, tokens, tile = sizes.card
 
 
-def step_on_a_card(layers, tokens):
+def on_a_card(model, method, every_recipe, tokens):
+    """The terms of a step with weights in bf16."""
+    step = equation.plain_step(model, rows=1, length=tokens)
+    if method == "QLoRA":
+        step = equation.in_four_bits(equation.with_adapters(step, rank=16))
+    if not every_recipe:
+        return equation.with_checkpointing(step)
+    step = equation.with_tiled_mlp(
+        equation.with_chunked_loss(step), tile=tile, norms=True
+    )
+    step = equation.with_step_in_backward(equation.with_checkpointing(step))
+    return equation.with_inputs_elsewhere(step)
+
+
+def longest_on(card, terms):
+    """The longest text on a card in thousands, and what breaks first."""
+    room = 0.95 * CARDS[card].for_tensors  # holes between tensors take the rest
+    if terms(2).peak > room:
+        return "weights and states"
+    longest = predicted_longest(lambda tokens: terms(tokens).peak, limit_bytes=room)
+    step = terms(longest)
+    moments = step.moments()
+    first = "one block" if step.one_block > step.loss else "logits"
+    if max(moments.values()) == moments["the last gradient arrives"]:
+        first = "gradients"
+    return f"{longest / 1000:,.1f}K, {first}"
+
+
+cards = {"16 GB": "RTX 4080", "24 GB": "L4", "80 GB": "A100-80GB"}
+print(" " * 32 + "".join(f"{size:>20}" for size in cards))
+for name in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
+    large = model_of_shape(name, dtype=torch.bfloat16, device="meta")
+    for method in ("full", "QLoRA"):
+        for every_recipe in (False, True):
+            terms = partial(on_a_card, large, method, every_recipe)
+            ends = [longest_on(each, terms) for each in cards.values()]
+            recipes = "every recipe" if every_recipe else "switches"
+            words = f"{name:<13}{method:<6}{recipes:<13}"
+            print(words + "".join(f"{end:>20}" for end in ends))
+
+# %% [markdown]
+# Behind each length stands what breaks first. With the switches alone that are the logits: these models have a vocabulary of 128,256, so here recipe 2 is worth more than recipe 3 was above. With every recipe it is one block, and the next step would be [attention by groups of heads](../recipes_lib/attention/head_groups.py). Where nothing fits, it is the weights: shrink those first, in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). None of these steps has run on a card. But one of them can run here without data, with the kernels that PyTorch would choose there. A few blocks are enough, since bytes at each moment grow evenly with the blocks:
+
+# %%
+from recipes_lib.core.predict.any_size import any_size
+from recipes_lib.precision.pure_bf16 import bf16_adamw
+
+
+def step_on_a_card(layers):
     """`build` of `core.predict`: a model, its optimizer, and a function that takes a step."""
 
     def build():
@@ -907,25 +953,15 @@ def step_on_a_card(layers, tokens):
     return build
 
 
-all_blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
-peaks = []
-for length in (tokens // 2, tokens):
-    step = any_size(
-        partial(step_on_a_card, tokens=length), layers=(2, 3), card=CARDS[card]
-    )
-    peaks.append(step.peak(layers=all_blocks))
-bytes_per_token = (peaks[1] - peaks[0]) / (tokens - tokens // 2)
-room = 0.95 * CARDS[card].for_tensors
-fits = tokens + (room - peaks[1]) / bytes_per_token
-print(
-    f"{shape}, all weights in bf16, on a {card}: {bytes_per_token / 1024:,.0f} KiB per token"
-)
-print(f"a text of about {round(fits, -3):,.0f} tokens fits")
+large = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
+counted = any_size(step_on_a_card, layers=(2, 3), card=CARDS[card])
+peak = counted.peak(layers=large.config.num_hidden_layers)
+by_equation = on_a_card(large, "full", True, tokens).peak
+print(f"{shape}, full, {tokens:,} tokens, on the card {card}:")
+print(f"  by the equation {by_equation / GIB:6.2f} GiB")
+print(f"  by dry steps    {peak / GIB:6.2f} GiB")
 
 # %% [markdown]
-# <!-- numbers:long_cards-04 -->
-# <!-- end -->
-#
 # The doctor asks the same for your own model: `python -m recipes_lib doctor --model llama-3.1-8b --card L4 --batch_size 1 --seq_len 32768 --dtype bf16`.
 #
 # ### Hybrid models
@@ -1194,7 +1230,7 @@ if apart.any():
 #
 # ## What did not make it into the ladder
 #
-# - **Attention by groups of heads** ([head_groups.py](../recipes_lib/attention/head_groups.py)): one more forward of attention for a smaller block. It is in the table of cards, and in [a step of 262,144 tokens](../docs/long-card.md) on 24 GB.
+# - **Attention by groups of heads** ([head_groups.py](../recipes_lib/attention/head_groups.py)): one more forward of attention for a smaller block. It is in [a step of 262,144 tokens](../docs/long-card.md) on 24 GB.
 # - **Several GPUs**: ring attention and Ulysses split one text. [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs both on two ranks.
 # - **Packing** short texts: [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb).
 #
@@ -1283,7 +1319,7 @@ ladder.note(
     measured_to=longest,
     local={"tokens": sizes.long_text, "speedup": speedup, "ideal": fewer_pairs},
     price=price,
-    curriculum=bought,
+    bought=bought,
     loss={which: vars(cost) for which, cost in beside.items()},
 )
 most_error = 2e-2 if on_gpu else 1e-4
